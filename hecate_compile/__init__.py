@@ -1,0 +1,29 @@
+"""Hecate: train Mixture-of-Experts models on many ranks without stragglers.
+
+model = hecate.compile(model)
+"""
+
+from hecate.api import compile, explain, set_requires_gradient_sync, stats
+from hecate.config import Config
+from hecate.finder import NoExpertsError
+from hecate.gradient_norm import clip_grad_norm_
+from hecate.reads import UntracedReadError
+from hecate.report import Explanation, LayerStats, Stats
+from hecate.runtime.agreement import DisagreementError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "DisagreementError",
+    "Explanation",
+    "LayerStats",
+    "NoExpertsError",
+    "Stats",
+    "UntracedReadError",
+    "clip_grad_norm_",
+    "compile",
+    "explain",
+    "set_requires_gradient_sync",
+    "stats",
+]

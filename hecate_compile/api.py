@@ -1,0 +1,254 @@
+"""``hecate.compile`` and the functions that take a compiled model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hecate.backend import Backend
+from hecate.config import Config
+from hecate.finder import ExpertsModule, Passed, find_experts
+from hecate.passes import PASSES
+from hecate.reads import Forward, install_reads
+from hecate.report import Explanation, Stats, collect_stats
+from hecate.runtime.agreement import agree
+from hecate.runtime.gradients import GradientSync
+from hecate.runtime.layer import Layer
+from hecate.runtime.world import World, find_world
+from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """What is remembered about a compiled model."""
+
+    config: Config
+    world: World
+    experts: tuple[ExpertsModule, ...]
+    passed: tuple[Passed, ...]
+    layers: tuple[Layer, ...]
+    sync: GradientSync
+    backend: Backend
+
+
+_compiled: weakref.WeakKeyDictionary[nn.Module, _Compiled] = weakref.WeakKeyDictionary()
+
+
+def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | None = None) -> Model:
+    """Shard the experts of an MoE model over all ranks and compile its training step, in place.
+
+    Build the optimizer afterwards, from ``model.parameters()``. Under torchrun all ranks call this together;
+    in a single process it just works.
+
+    Args:
+        model: any ``nn.Module`` with expert parameters ``[E, ...]``; on the meta device it is made real
+            shard by shard.
+        config: see :class:`Config`.
+        mesh: a one-dimensional ``DeviceMesh``; by default all ranks.
+
+    Returns:
+        The same object.
+
+    Raises:
+        NoExpertsError: nothing that looks like experts was found.
+        DisagreementError: ranks hold different models or use different options.
+        RuntimeError: the model is compiled already, or an optimizer holds its parameters.
+        ValueError: a wrong option.
+    """
+    config = config if config is not None else Config()
+
+    # Step 1: everything that can be wrong, before anything changes.
+    _check_usable(model, config)
+    experts, passed = find_experts(model, config.experts)
+    _check_no_optimizer(model)
+    world = find_world(mesh, _device_of(model, mesh))
+    agree(
+        _describe_model(model, config),
+        "the model or its options",
+        "Build the same model with the same hecate.Config on every rank.",
+        world,
+    )
+    _warn_float16(model, world)
+
+    # Step 2: every rank keeps its own experts, with rank 0's values.
+    layers = materialize(model, experts, world) if has_meta(model) else shard_experts(experts, world)
+    copy_from_rank0(model, world)
+
+    # Step 3: reading a parameter becomes a gather or an averaged identity.
+    policy = config.mixed_precision
+    sync = GradientSync(world, dtype=(policy.reduce_dtype or policy.param_dtype) if policy else None)
+    forward = Forward()
+    install_reads(model, experts, layers, sync, forward, policy.param_dtype if policy else None)
+
+    # Step 4: torch.compile with our passes.
+    backend = Backend(config=config, world=world, layers=layers)
+    model.compile(backend=backend)
+    model._compiled_call_impl = _around_forward(model._compiled_call_impl, backend, forward, policy)
+    _compiled[model] = _Compiled(
+        config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
+        sync=sync, backend=backend,
+    )  # fmt: skip
+    return model
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What was found, rewritten and skipped, and why. ``print`` the result. No communication."""
+    state = _state_of(model, "explain")
+    return Explanation(
+        world=state.world, experts=state.experts, passed=state.passed, layers=state.layers,
+        graphs=tuple(state.backend.graphs),
+    )  # fmt: skip
+
+
+def stats(model: nn.Module) -> Stats:
+    """Rows and bytes per layer and rank in the last step. A collective: all ranks call it together."""
+    state = _state_of(model, "stats")
+    return collect_stats(state.layers, state.world)
+
+
+def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Switch the averaging of dense gradients off between the micro-batches of an accumulation, and on again.
+
+    With it off, gradients of replicated parameters stay local in ``param.grad``; the next backward with it on
+    averages the accumulated sum. Expert gradients always go to their owner, which is where they accumulate.
+    """
+    sync = _state_of(model, "set_requires_gradient_sync").sync
+    sync.enabled = enabled
+    sync.owed = sync.owed or not enabled
+
+
+# --- checks ---
+
+
+def _state_of(model: nn.Module, function: str) -> _Compiled:
+    try:
+        return _compiled[model]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"hecate.{function}: this {type(model).__name__} was not compiled with hecate.compile. "
+            "Pass the object that hecate.compile returned, not a wrapper or a submodule of it."
+        ) from None
+
+
+def _check_usable(model: nn.Module, config: Config) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hecate.compile: expected an nn.Module, got {type(model).__name__}")
+    if model in _compiled:
+        raise RuntimeError("hecate.compile: this model is compiled already; use it as it is")
+    inner = [name for name, module in model.named_modules() if module in _compiled]
+    if inner:
+        raise RuntimeError(f"hecate.compile: {inner[0]} inside this model is compiled already")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
+        raise RuntimeError("hecate.compile: the model went through torch.compile before; pass the plain model")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RuntimeError(
+            f"hecate.compile: the model is wrapped in {type(model).__name__}; pass the model inside, "
+            "Hecate averages gradients itself"
+        )
+    names = [function.__name__ for function in PASSES]
+    unknown = [name for name in config.disable_passes if name not in names]
+    if unknown:
+        raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
+
+
+def _check_no_optimizer(model: nn.Module) -> None:
+    """An optimizer built before would go on updating parameters that the model no longer has."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    for thing in gc.get_objects():
+        # By type: isinstance would ask every proxy object in the process about its class.
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        held = [own[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in own]
+        if held:
+            raise RuntimeError(
+                f"hecate.compile: {type(thing).__name__} already holds parameters of this model "
+                f"({held[0]} and {len(held) - 1} more), which compile replaces. Build the optimizer after "
+                "hecate.compile; if it is left over from before, delete it."
+            )
+
+
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the model is; for one on the meta device, where it should be."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"hecate.compile: the model is spread over {sorted(map(str, devices))}. Move it to one device per rank."
+        )
+    if devices:
+        return devices.pop()
+    kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device(kind)
+
+
+def _describe_model(model: nn.Module, config: Config) -> list[str]:
+    lines = [f"model {type(model).__name__}"]
+    lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if name != "dump"]
+    lines += [
+        f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    ]
+    lines += [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    return lines
+
+
+def _warn_float16(model: nn.Module, world: World) -> None:
+    if world.rank == 0 and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
+        warnings.warn(
+            "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero and "
+            "torch.amp.GradScaler cannot help: it decides on each rank alone whether to skip a step, and ranks "
+            "hold different experts. Use bfloat16, or float32 with Config(mixed_precision=...).",
+            stacklevel=3,
+        )
+
+
+# --- the call ---
+
+
+_DYNAMO = {
+    # Shards have a data-dependent length although they are parameters; see sharding.
+    "force_parameter_static_shapes": False,
+    # Routing makes sizes that depend on data; without these every one of them is a graph break.
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+}
+
+
+def _around_forward(
+    compiled: Callable[..., Any], backend: Backend, forward: Forward, policy: Any
+) -> Callable[..., Any]:
+    cast_inputs = bool(policy and policy.param_dtype and policy.cast_forward_inputs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if cast_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        forward.running = True
+        try:
+            with torch._dynamo.config.patch(_DYNAMO):
+                out = compiled(*args, **kwargs)
+        finally:
+            forward.running = False
+        backend.compared = False
+        return _cast(out, policy.output_dtype) if policy and policy.output_dtype else out
+
+    return call
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def one(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return torch.utils._pytree.tree_map(one, tree)

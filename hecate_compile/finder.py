@@ -1,0 +1,131 @@
+"""Find the modules that hold expert parameters, with nothing from the user.
+
+An experts module holds at least one floating-point parameter ``[E, a, b]`` with one matrix per expert,
+all with the same E, and may hold ``[E, a]`` biases beside them. Convolutions and other three-dimensional
+parameters look alike, so one sign that says "experts" is asked for as well. A wrong guess costs speed,
+never correctness: whatever is found is read through a gather unless a pass recognizes how it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+from torch import nn
+
+_COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+_NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
+
+
+class NoExpertsError(ValueError):
+    """The model has no module that looks like experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsModule:
+    """A module whose parameters are split by expert.
+
+    Attributes:
+        name: qualified name in the model, "" for the model itself.
+        parameters: names of its own parameters with the expert dimension first, in order.
+        num_experts: E.
+        sign: why it was taken for experts.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    num_experts: int
+    sign: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """A module with three-dimensional parameters that was not taken for experts, and why."""
+
+    name: str
+    reason: str
+
+
+def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[list[ExpertsModule], list[Passed]]:
+    """All experts modules of ``model`` in module order, and what was passed over.
+
+    Args:
+        patterns: ``fnmatch`` patterns of module names; given, they alone decide.
+
+    Raises:
+        NoExpertsError: nothing found, or a pattern matches nothing usable.
+    """
+    found: list[ExpertsModule] = []
+    passed: list[Passed] = []
+    for name, module in model.named_modules():
+        chosen = patterns is not None and any(fnmatch(name, pattern) for pattern in patterns)
+        if patterns is not None and not chosen:
+            continue
+        fused = {key: p for key, p in module.named_parameters(recurse=False) if _per_expert_matrix(p)}
+        if not fused:
+            continue
+        sizes = {parameter.shape[0] for parameter in fused.values()}
+        if len(sizes) != 1:
+            passed.append(Passed(name=name, reason=f"3-D parameters of different lengths {sorted(sizes)}"))
+            continue
+        num_experts = sizes.pop()
+        sign = "named in Config(experts=...)" if chosen else _sign_of_experts(name, module, fused, num_experts)
+        if sign is None:
+            passed.append(Passed(name=name, reason="3-D parameters, but no router, name or count says experts"))
+            continue
+        keys = tuple(
+            key
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim >= 2 and parameter.shape[0] == num_experts and not _is_router(key, parameter, fused)
+        )
+        found.append(ExpertsModule(name=name, module=module, parameters=keys, num_experts=num_experts, sign=sign))
+    if not found:
+        raise NoExpertsError(_nothing_found(model, patterns, passed))
+    return found, passed
+
+
+def _per_expert_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 3 and parameter.is_floating_point() and parameter.shape[0] > 1
+
+
+def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter], num_experts: int) -> str | None:
+    if type(module).__module__.startswith("torch.nn.modules"):
+        return None
+    for attribute in _COUNT_ATTRIBUTES:
+        if getattr(module, attribute, None) == num_experts:
+            return f"{attribute} = {num_experts}"
+    for text in (type(module).__name__, name.rpartition(".")[2]):
+        if _NAME.search(text):
+            return f"the name {text}"
+    widths = {size for parameter in fused.values() for size in parameter.shape[1:]}
+    for key, parameter in module.named_parameters():
+        if parameter.ndim == 2 and parameter.shape[0] == num_experts and parameter.shape[1] in widths:
+            return f"the router {key} {list(parameter.shape)}"
+    return None
+
+
+def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]) -> bool:
+    """A two-dimensional ``[E, H]`` parameter beside the experts that scores tokens rather than biases them."""
+    return parameter.ndim == 2 and bool(re.search(r"router|gate(?!_)|wg$", key)) and "bias" not in key
+
+
+def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed: list[Passed]) -> str:
+    lines = [f"hecate.compile: no experts found in {type(model).__name__}."]
+    if patterns is not None:
+        lines.append(f"Config(experts={tuple(patterns)!r}) matches no module with [E, a, b] parameters.")
+        names = [name for name, m in model.named_modules() if any(_per_expert_matrix(p) for p in m.parameters(False))]
+        lines.append(f"Modules with such parameters: {', '.join(names) or 'none'}.")
+    else:
+        lines.append(
+            "Looked for modules with parameters [E, a, b], one matrix per expert, and a sign that they are "
+            "experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
+        )
+        lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed]
+        if any(isinstance(m, nn.ModuleList) and _NAME.search(n) for n, m in model.named_modules()):
+            lines.append("Experts kept as a ModuleList of separate modules are not supported: stack them.")
+        lines.append('If this is an MoE model, name its experts modules: hecate.Config(experts=("*.experts",)).')
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""Gradient clipping and accumulation for a model whose experts are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hecate.runtime.world import World
+from hecate.sharding import shard_of
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` with the norm of the whole model on every rank.
+
+    The plain function sees another norm on each rank, because each rank has other experts, and would scale
+    the replicated parameters apart. A collective: all ranks call it, also those without gradients.
+
+    Args:
+        parameters: the model, or its parameters.
+
+    Returns:
+        The total norm before clipping, the same on every rank.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    parameters = list(parameters)
+    shards = [(p, shard) for p in parameters if (shard := shard_of(p)) is not None]
+    dense = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
+    owned = [p.grad for p, _ in shards if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
+    if shards:
+        norm = _with_owned(norm, owned, norm_type, shards[0][1].layer.world, foreach)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"hecate.clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}. To clip anyway, "
+            "set error_if_nonfinite=False."
+        )
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
+    return norm
+
+
+def _with_owned(
+    dense: torch.Tensor, owned: list[torch.Tensor], order: float, world: World, foreach: bool | None
+) -> torch.Tensor:
+    """The norm of dense gradients, equal on all ranks, joined with those of all ranks' experts."""
+    own = torch.nn.utils.get_total_norm([g for g in owned if g.numel()], order, foreach=foreach)
+    own = own.to(device=world.device, dtype=torch.float32)
+    dense = dense.to(device=world.device, dtype=torch.float32)
+    if order == float("inf"):
+        if world.group is not None:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=world.group)
+        return torch.maximum(own, dense)
+    power = own**order
+    if world.group is not None:
+        dist.all_reduce(power, group=world.group)
+    return (power + dense**order) ** (1.0 / order)

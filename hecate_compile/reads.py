@@ -1,0 +1,119 @@
+"""What model code gets when it reads a parameter attribute.
+
+The class of each module with parameters becomes a subclass of itself, under the same name, whose
+parameter attributes are properties. Traced code then reads
+
+    expert parameter  ->  gather_experts(shard)      [E_r, ...] -> [E, ...]
+    dense parameter   ->  replicate(parameter)       identity, backward averages the gradient
+
+so the program is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import skip_code
+
+from hecate.finder import ExpertsModule
+from hecate.runtime.gradients import GradientSync, add_replica, replicate
+from hecate.runtime.layer import Layer
+from hecate.sharding import shard_of
+
+
+class UntracedReadError(RuntimeError):
+    """Eager code read a sharded expert parameter."""
+
+
+@dataclass
+class Forward:
+    """Whether the compiled model's forward is running, for reads by frames that Dynamo left to Python."""
+
+    running: bool = False
+
+
+def install_reads(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    layers: Sequence[Layer],
+    sync: GradientSync,
+    forward: Forward,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Swap the classes. Dense parameters of a single process without mixed precision are left alone."""
+    experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
+    replicas: dict[int, int] = {}
+    for module in model.modules():
+        readers: dict[str, Callable[[nn.Module], Any]] = {}
+        own, layer = experts.get(id(module), (None, None))
+        for key, parameter in module._parameters.items():
+            if own is not None and layer is not None and key in own.parameters:
+                readers[key] = _read_experts(key, layer, param_dtype)
+            elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
+                replica = replicas.get(id(parameter))
+                if replica is None:
+                    replica = replicas[id(parameter)] = add_replica(parameter, sync)
+                readers[key] = _read_dense(key, replica, forward, param_dtype)
+        if readers:
+            _swap_class(module, readers)
+
+
+def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]]) -> None:
+    cls = type(module)
+    for read in readers.values():
+        # Inlined into traced code, but never compiled as a frame of its own: in a frame that Dynamo skipped,
+        # the read must run as plain Python and see that.
+        skip_code(read.__code__)
+    namespace: dict[str, Any] = {key: property(read) for key, read in readers.items()}
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    module.__class__ = type(cls.__name__, (cls,), namespace)
+
+
+def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
+
+    def read(module: nn.Module) -> Any:
+        shard = module._parameters[key]
+        if torch.compiler.is_compiling():
+            if dtype is not None:
+                shard = shard.to(dtype)
+            return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
+        if alone:
+            return shard
+        raise UntracedReadError(_untraced(key, layer, shard))
+
+    return read
+
+
+def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        parameter = module._parameters[key]
+        if parameter is None:
+            return None
+        if torch.compiler.is_compiling() or forward.running:
+            if parameter.requires_grad:
+                parameter = replicate(parameter, replica)
+            if dtype is not None and parameter.is_floating_point():
+                parameter = parameter.to(dtype)
+        return parameter
+
+    return read
+
+
+def _untraced(key: str, layer: Layer, shard: Any) -> str:
+    record = shard_of(shard)
+    name = record.name if record is not None else key
+    return (
+        f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
+        f"{len(shard)} of its {layer.num_experts} experts.\n"
+        "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, a "
+        "disabled function, or more recompiles than torch._dynamo.config.recompile_limit. Run with "
+        "TORCH_LOGS=graph_breaks,recompiles to see where; for a transformers model, "
+        "model.set_experts_implementation('grouped_mm') gives experts that trace.\n"
+        "If you called a part of the model yourself, call the compiled model instead. To look at weights, use "
+        "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard."
+    )

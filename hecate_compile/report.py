@@ -1,0 +1,137 @@
+"""What Hecate found, did and saw: :func:`explain` and :func:`stats`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hecate.backend import GraphRecord
+from hecate.finder import ExpertsModule, Passed
+from hecate.passes import PASSES, Skip, summary_of
+from hecate.runtime import transport
+from hecate.runtime.layer import Layer
+from hecate.runtime.world import World
+
+
+def _text(*tables: Table | str) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for table in tables:
+        console.print(table)
+    return console.export_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What :func:`hecate.explain` returns; ``print`` it.
+
+    Attributes:
+        experts: the modules that were sharded.
+        passed: modules that look similar and were not.
+        layers: the runtime records, with the owners.
+        graphs: one record per compiled graph; empty before the first forward.
+    """
+
+    world: World
+    experts: tuple[ExpertsModule, ...]
+    passed: tuple[Passed, ...]
+    layers: tuple[Layer, ...]
+    graphs: tuple[GraphRecord, ...]
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """Everything some pass saw and left alone."""
+        return tuple(skip for graph in self.graphs for record in graph.passes for skip in record.skipped)
+
+    def __str__(self) -> str:
+        found = Table("module", "experts", "found by", "parameters", "owned per rank", title="experts")
+        for experts, layer in zip(self.experts, self.layers, strict=True):
+            owned = ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else "")
+            found.add_row(
+                experts.name or "(the model)", str(experts.num_experts), experts.sign,
+                ", ".join(experts.parameters), owned,
+            )  # fmt: skip
+        parts: list[Table | str] = [f"rank {self.world.rank} of {self.world.size}", found]
+        parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed]
+        if not self.graphs:
+            parts.append("nothing compiled yet: run one forward")
+        for number, graph in enumerate(self.graphs):
+            table = Table("", "pass", "what it does", "rewritten", "ms", title=f"graph {number}: {graph.nodes} calls")
+            for index, (function, record) in enumerate(zip(PASSES, graph.passes, strict=True), start=1):
+                count = str(record.rewritten) if record.enabled else "off"
+                table.add_row(str(index), record.name, summary_of(function), count, f"{record.seconds * 1e3:.0f}")
+            parts.append(table)
+        for skip in dict.fromkeys(self.skipped):
+            parts.append(f"left alone: {skip.where}: {skip.reason}")
+        return _text(*parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """One MoE layer in the last step.
+
+    Attributes:
+        rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
+        expert_rows: rows of each expert over all ranks, length E.
+        bytes_sent: bytes that each rank sent to others, forward and backward, length W.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    expert_rows: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest rank over the mean; 1.0 is balanced, and so is a step without rows."""
+        total = sum(self.rows)
+        return max(self.rows) * len(self.rows) / total if total else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What :func:`hecate.stats` returns; ``print`` it."""
+
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Mean over layers of max/mean rows per rank; 1.0 without any layer."""
+        return sum(layer.imbalance for layer in self.layers) / len(self.layers) if self.layers else 1.0
+
+    def __str__(self) -> str:
+        table = Table("layer", "rows per rank", "max/mean", "hottest expert", "MB sent per rank")
+        for layer in self.layers:
+            hottest = max(range(len(layer.expert_rows)), key=layer.expert_rows.__getitem__)
+            table.add_row(
+                layer.name, " ".join(map(str, layer.rows)), f"{layer.imbalance:.2f}",
+                f"{hottest} ({layer.expert_rows[hottest]})",
+                " ".join(f"{sent / 1e6:.2f}" for sent in layer.bytes_sent),
+            )  # fmt: skip
+        return _text(table)
+
+
+def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
+    """Gather the last step's counts. A collective: all ranks call it together."""
+    seen = [layer for layer in layers if layer.counts is not None]
+    sent = torch.tensor([layer.bytes_sent for layer in seen], dtype=torch.int64, device=world.control_device)
+    everyone = transport.all_gather_even(sent, world).cpu()
+    found = []
+    for index, layer in enumerate(seen):
+        assert layer.counts is not None
+        per_expert = layer.counts.cpu().sum(0)
+        rows = torch.zeros(world.size, dtype=torch.int64)
+        rows.index_add_(0, torch.tensor(layer.owners.ranks), per_expert.to(torch.int64))
+        found.append(
+            LayerStats(
+                name=layer.name,
+                rows=tuple(rows.tolist()),
+                expert_rows=tuple(per_expert.tolist()),
+                bytes_sent=tuple(everyone[:, index].tolist()),
+            )
+        )
+    return Stats(layers=tuple(found))

@@ -1,0 +1,214 @@
+"""Replace every expert parameter by this rank's shard of it.
+
+A shard is a plain ``nn.Parameter`` ``[E_r, ...]`` under the parameter's old name, with a :class:`Shard`
+record attached. Why a plain parameter: see docs/decisions.md. The model's ``state_dict()`` still shows one
+full ``[E, ...]`` tensor per name, and ``load_state_dict()`` takes it back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.finder import ExpertsModule
+from hecate.runtime import transport
+from hecate.runtime.layer import Layer, add_layer
+from hecate.runtime.owners import Owners, slices_of
+from hecate.runtime.world import World
+
+_SHARD = "_hecate_shard"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a shard parameter is a shard of.
+
+    Attributes:
+        name: qualified parameter name in the model.
+        layer: the layer's record; its owners say which experts the rows are.
+        full_shape: ``[E, ...]``.
+    """
+
+    name: str
+    layer: Layer
+    full_shape: torch.Size
+
+    @property
+    def experts(self) -> list[int]:
+        """The experts of this rank, row by row."""
+        return self.layer.owners.owned_by(self.layer.world.rank)
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """The record of a shard parameter; None for every other tensor."""
+    return getattr(parameter, _SHARD, None)
+
+
+def shard_experts(found: Sequence[ExpertsModule], world: World) -> list[Layer]:
+    """Keep this rank's experts of each module, with rank 0's values, and free the rest.
+
+    A module on the meta device is made real on rank 0 alone, one module at a time (see
+    :func:`materialize_dense`, which must have run first).
+    """
+    layers = []
+    for experts in found:
+        owners = Owners.contiguous(experts.num_experts, world.size)
+        layer = add_layer(name=experts.name, owners=owners, world=world)
+        for key in experts.parameters:
+            _shard_parameter(experts, key, layer)
+        _keep_state_dict_full(experts.module, experts.parameters)
+        layers.append(layer)
+    return layers
+
+
+def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer) -> None:
+    world, owners = layer.world, layer.owners
+    full = experts.module._parameters[key]
+    assert full is not None
+    mine = owners.owned_by(world.rank)
+    with torch.no_grad():
+        if full.is_meta:
+            local = torch.empty((len(mine), *full.shape[1:]), dtype=full.dtype, device=world.device)
+        else:
+            local = slices_of(full.detach(), mine)
+        if world.group is not None:
+            transport.scatter_shards(full.detach() if world.rank == 0 else None, local, owners, world)
+    name = f"{experts.name}.{key}".lstrip(".")
+    experts.module._parameters[key] = _as_shard(
+        local, Shard(name, layer, full.shape), requires_grad=full.requires_grad
+    )
+
+
+def _as_shard(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
+    parameter = nn.Parameter(local, requires_grad=requires_grad)
+    setattr(parameter, _SHARD, shard)
+    if shard.layer.world.size > 1:
+        # Ranks own different numbers of experts and the numbers may change: a size the graph must not know.
+        torch._dynamo.decorators.mark_unbacked(parameter, 0)
+    return parameter
+
+
+# --- one logical tensor in state_dict ---
+
+
+def _keep_state_dict_full(module: nn.Module, keys: tuple[str, ...]) -> None:
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in keys:
+            parameter = state.get(prefix + key)
+            shard = shard_of(module._parameters[key])  # type: ignore[arg-type]
+            if parameter is not None and shard is not None:
+                layer = shard.layer
+                state[prefix + key] = transport.gather_shards(parameter.detach(), layer.owners, layer.world)
+
+    def scatter(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        for key in keys:
+            current, full = module._parameters[key], state.get(prefix + key)
+            if full is None or current is None:
+                continue
+            shard = shard_of(current)
+            assert shard is not None
+            if tuple(full.shape) != tuple(shard.full_shape):
+                errors.append(
+                    f"{prefix + key}: the checkpoint has {list(full.shape)}, the model {list(shard.full_shape)}. "
+                    "hecate models load full tensors; every rank slices its experts itself."
+                )
+                del state[prefix + key]
+                continue
+            local = slices_of(full.detach(), shard.experts)
+            state[prefix + key] = _as_shard(local, shard, requires_grad=current.requires_grad)
+
+    module.register_state_dict_post_hook(gather)
+    module.register_load_state_dict_pre_hook(scatter)
+
+
+# --- meta device ---
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer still has no storage."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) -> list[Layer]:
+    """Give a meta-device model storage, and shard it on the way: :func:`shard_experts` for each module in turn.
+
+    Rank 0 initializes each module with the model's own ``_init_weights`` or ``reset_parameters``; the others
+    only allocate what they keep, since values come from rank 0. Rank 0 holds one full experts module at a time.
+    """
+    experts = {id(e.module): e for e in found}
+    made: dict[int, nn.Parameter] = {}
+    layers: list[Layer] = []
+    uninitialized: list[str] = []
+    for name, module in model.named_modules():
+        own = experts.get(id(module))
+        skip = own.parameters if own is not None and world.rank != 0 else ()
+        if _allocate(module, world.device, made, skip) and world.rank == 0 and not _initialize(model, name, module):
+            uninitialized.append(name or type(module).__name__)
+        if own is not None:
+            layers += shard_experts([own], world)
+    if uninitialized:
+        warnings.warn(
+            f"hecate.compile: {', '.join(uninitialized[:5])} came from the meta device without an initializer "
+            "(_init_weights or reset_parameters); their values are NaN until load_state_dict fills them.",
+            stacklevel=4,
+        )
+    return layers
+
+
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter], skip: Sequence[str]) -> bool:
+    """Replace the module's own meta tensors by NaN-filled ones; shared parameters stay shared."""
+    any_made = False
+    for key, parameter in module._parameters.items():
+        if parameter is None or not parameter.is_meta or key in skip:
+            continue
+        if id(parameter) not in made:
+            real = _unwritten(parameter, device)
+            made[id(parameter)] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+            # The key of the memo is an address: the meta tensor must live as long as the memo.
+            made[id(parameter)]._hecate_meta = parameter  # type: ignore[attr-defined]
+            any_made = True
+        module._parameters[key] = made[id(parameter)]
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = _unwritten(buffer, device)
+            any_made = True
+    return any_made
+
+
+def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    real = torch.empty_like(like, device=device, requires_grad=False)
+    return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()
+
+
+def _initialize(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Run the nearest enclosing ``_init_weights(module)``, or ``module.reset_parameters()``."""
+    with torch.no_grad():
+        path = name.split(".") if name else []
+        for depth in range(len(path), -1, -1):
+            outer = model.get_submodule(".".join(path[:depth]))
+            if hasattr(outer, "_init_weights"):
+                outer._init_weights(module)  # type: ignore[operator]
+                break
+        else:
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not any(t.is_floating_point() and t.numel() and bool(t.isnan().any()) for t in own)
+
+
+def copy_from_rank0(model: nn.Module, world: World) -> None:
+    """Dense parameters and buffers take rank 0's values, so that differently seeded ranks train one model."""
+    if world.group is None:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if shard_of(tensor) is None and tensor.numel():
+                transport.broadcast(tensor.detach(), world)

@@ -1,0 +1,34 @@
+"""Graph passes: from "gather every expert, compute locally" to "move the tokens".
+
+:data:`PASSES` is the table of contents. They run in this order on the graph that Dynamo captured, before
+autograd; each can be switched off by name, and the program stays right without any of them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hecate.passes.bucket_gradients import bucket_gradients
+from hecate.passes.contract import Outcome, Pass, PassContext, Skip
+from hecate.passes.exchange_rows import exchange_rows
+from hecate.passes.functionalize_rows import functionalize_rows
+from hecate.passes.group_expert_loops import group_expert_loops
+from hecate.passes.normalize_matmuls import normalize_matmuls
+from hecate.passes.share_gathers import share_gathers
+
+PASSES: tuple[Pass, ...] = (
+    share_gathers,        # read every expert parameter once
+    group_expert_loops,   # a loop over experts -> grouped matmuls
+    normalize_matmuls,    # three spellings of a grouped matmul -> one
+    functionalize_rows,   # out.add_(b) -> out = out + b
+    exchange_rows,        # gather all experts -> exchange tokens with their owners
+    bucket_gradients,     # one all-reduce per dense parameter -> one per bucket
+)  # fmt: skip
+
+__all__ = ["PASSES", "Outcome", "Pass", "PassContext", "Skip", "summary_of"]
+
+
+def summary_of(function: Pass) -> str:
+    """The first line of the pass's module: what it does."""
+    doc = sys.modules[function.__module__].__doc__ or ""
+    return doc.strip().splitlines()[0].partition(": ")[2].rstrip(".")

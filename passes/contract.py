@@ -1,0 +1,54 @@
+"""What the runner hands to a pass, and what a pass hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What a pass may know besides the graph. Never the rank, never ownership: all ranks rewrite alike.
+
+    Attributes:
+        world_size: W.
+        layer_names: layer id -> name of the experts module, for messages.
+    """
+
+    world_size: int
+    layer_names: Mapping[int, str] = field(default_factory=dict)
+
+    def name(self, layer: int) -> str:
+        return self.layer_names.get(layer, f"layer {layer}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """Something a pass saw and left alone.
+
+    Attributes:
+        where: the module.
+        reason: why, in words a user can act on.
+        fallback: the program is now slower than it should be, and the user is warned.
+    """
+
+    where: str
+    reason: str
+    fallback: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one pass did to one graph."""
+
+    rewritten: int = 0
+    skipped: tuple[Skip, ...] = ()
+
+
+Pass = Callable[[GraphModule, PassContext], Outcome]
+
+
+class Refused(Exception):
+    """A pass does not understand what it sees; the message is the reason. The graph is unchanged."""

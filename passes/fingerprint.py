@@ -1,0 +1,47 @@
+"""A graph as lines of text that must be equal on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.nodes import value_of
+
+
+def fingerprint(gm: GraphModule) -> list[str]:
+    """Operators in order, parameter names, shapes and dtypes, and the width of the rows that collectives carry.
+
+    Left out is what may rightly differ between ranks: how many tokens a rank has and how many experts it owns.
+    """
+    lines: list[str] = []
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            lines += filter(None, map(_describe, module.graph.nodes))
+    return lines
+
+
+def _describe(node: Node) -> str:
+    if node.op == "placeholder":
+        return _placeholder(node)
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if "hecate" not in str(getattr(node.target, "namespace", "")):
+        return f"{node.op} {target}"
+    carried = value_of(node.args[0])
+    width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
+    constants = [arg for arg in node.args if isinstance(arg, int)]
+    return f"hecate.{target} {constants} rows of {width}"
+
+
+def _placeholder(node: Node) -> str:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    source = getattr(node, "_dynamo_source", None)
+    name = source.name if source is not None else node.name
+    if "_parameters" in name:
+        return f"parameter {name} {_sizes(value)} {value.dtype}"
+    return f"input {name} {value.ndim}-D {value.dtype}"
+
+
+def _sizes(value: torch.Tensor) -> list[int | str]:
+    return [size if isinstance(size, int) else "?" for size in value.shape]

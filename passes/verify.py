@@ -1,0 +1,62 @@
+"""What a graph of this compiler must look like after every pass.
+
+1. The three tickets of an exchange and of its way back come from one ``route``.
+2. A grouped matmul on own experts uses the offsets of a ``route`` (or ``count_rows`` at one rank),
+   one on gathered experts never does.
+3. Every route's result is used: rows that leave come back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.nodes import ancestors, calls, is_getitem
+from hecate.runtime.ops import own_experts
+
+
+class InvalidGraphError(RuntimeError):
+    """A pass broke an invariant: a bug in Hecate. Switch the pass off by name and report it."""
+
+
+def verify(gm: GraphModule) -> None:
+    """Lint the graph and check the invariants above.
+
+    Raises:
+        InvalidGraphError: names the node.
+    """
+    gm.graph.lint()
+    backs: set[Node] = set()
+    for node in gm.graph.nodes:
+        if calls(node, torch.ops.hecate.exchange):
+            _route_of(node, node.args[1:4])
+        elif calls(node, torch.ops.hecate.exchange_back):
+            backs.add(_route_of(node, node.args[1:4]))
+        elif calls(node, torch.ops.hecate.grouped_mm):
+            _check_offsets(node)
+    for node in gm.graph.nodes:
+        if calls(node, torch.ops.hecate.route) and node not in backs:
+            raise InvalidGraphError(f"hecate: rows routed by {node.name} never come back")
+
+
+def _route_of(node: Node, ticket: object) -> Node:
+    routes = []
+    for index, part in enumerate(ticket, start=1):  # type: ignore[call-overload]
+        if not (is_getitem(part) and part.args[1] == index and calls(part.args[0], torch.ops.hecate.route)):
+            raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
+        routes.append(part.args[0])
+    if len(set(routes)) != 1 or routes[0].args[2] != node.args[-1]:
+        raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different routes or layers")
+    return routes[0]
+
+
+def _check_offsets(node: Node) -> None:
+    _, weight, offsets = node.args
+    sources = ancestors([weight]) | {weight}  # type: ignore[list-item]
+    own = any(calls(n, own_experts) for n in sources)
+    routed = calls(offsets, torch.ops.hecate.count_rows) or (
+        is_getitem(offsets) and calls(offsets.args[0], torch.ops.hecate.route)  # type: ignore[union-attr]
+    )
+    if own != routed:
+        what = "own experts with unrouted" if own else "gathered experts with routed"
+        raise InvalidGraphError(f"hecate: {node.name} uses {what} offsets {offsets}")

@@ -1,0 +1,65 @@
+"""Which rank owns which expert of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Every expert of one layer is owned by exactly one rank.
+
+    A rank keeps its experts in slots, in ascending order of their ids. A rank may own none.
+
+    Attributes:
+        ranks: the owner of each expert, length E.
+        world_size: W.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not all(0 <= rank < self.world_size for rank in self.ranks):
+            raise ValueError(f"owners {self.ranks} name a rank outside 0..{self.world_size - 1}")
+
+    @classmethod
+    def contiguous(cls, num_experts: int, world_size: int) -> Owners:
+        """The even start: E // W experts per rank in order, the first E % W ranks hold one more."""
+        share, extra = divmod(num_experts, world_size)
+        ranks = [rank for rank in range(world_size) for _ in range(share + (rank < extra))]
+        return cls(tuple(ranks), world_size)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.ranks)
+
+    def owned_by(self, rank: int) -> list[int]:
+        """The experts of ``rank``, in slot order."""
+        return [expert for expert, owner in enumerate(self.ranks) if owner == rank]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many experts each rank owns, length W."""
+        return [self.ranks.count(rank) for rank in range(self.world_size)]
+
+    @cached_property
+    def by_rank(self) -> torch.Tensor:
+        """All experts, ordered by (owner, slot): int64 ``[E]``."""
+        return torch.argsort(torch.tensor(self.ranks, dtype=torch.int64), stable=True)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether :attr:`by_rank` is 0, 1, 2, ...: shards joined in rank order are already the full tensor."""
+        return list(self.ranks) == sorted(self.ranks)
+
+
+def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+    """A copy of the rows ``experts`` of a full ``[E, ...]`` tensor, with storage of its own."""
+    if len(experts) and list(experts) == list(range(experts[0], experts[-1] + 1)):
+        return full[experts[0] : experts[-1] + 1].clone()
+    return full[list(experts)].clone()

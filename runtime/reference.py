@@ -1,0 +1,77 @@
+"""Plain references of the operators: what each one means, for all ranks at once, in loops.
+
+A list argument holds one tensor per rank. Tests compare the operators with these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.owners import Owners
+
+
+def gather_experts(shards: list[Tensor], owners: Owners) -> Tensor:
+    """Full ``[E, ...]`` from the shards ``[E_r, ...]``; the same on every rank."""
+    taken = [0] * len(shards)
+    full = []
+    for owner in owners.ranks:
+        full.append(shards[owner][taken[owner]])
+        taken[owner] += 1
+    return torch.stack(full)
+
+
+def reduce_scatter_experts(grads: list[Tensor], owners: Owners) -> list[Tensor]:
+    """Each rank's ``[E_r, ...]``: the mean over ranks of the gradients ``[E, ...]`` of its experts."""
+    mean = grads[0].clone()
+    for grad in grads[1:]:
+        mean = mean + grad
+    mean = mean / len(grads)
+    return [mean[owners.owned_by(rank)] for rank in range(len(grads))]
+
+
+def exchange(rows: list[Tensor], offsets: list[Tensor], owners: Owners) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows sorted by expert go to the owner of their expert.
+
+    Returns:
+        Per rank the rows it receives, ordered by (slot, source rank, original order), and the ends of
+        its slots, ``[E_r]``.
+    """
+    arrived, slot_offsets = [], []
+    for rank in range(len(rows)):
+        mine, ends, total = [rows[0][:0]], [], 0
+        for expert in owners.owned_by(rank):
+            for source, offs in zip(rows, offsets, strict=True):
+                start = int(offs[expert - 1]) if expert else 0
+                mine.append(source[start : int(offs[expert])])
+                total += len(mine[-1])
+            ends.append(total)
+        arrived.append(torch.cat(mine))
+        slot_offsets.append(torch.tensor(ends, dtype=torch.int32))
+    return arrived, slot_offsets
+
+
+def exchange_back(arrived: list[Tensor], offsets: list[Tensor], owners: Owners, num_rows: int) -> list[Tensor]:
+    """The way back: every row returns to the position it left from; rows that never left are zero."""
+    positions = [torch.arange(int(offs[-1])) for offs in offsets]
+    ranks = [torch.full_like(position, rank) for rank, position in enumerate(positions)]
+    where, _ = exchange(positions, offsets, owners)
+    whose, _ = exchange(ranks, offsets, owners)
+    out = [arrived[0].new_zeros((num_rows, *arrived[0].shape[1:])) for _ in arrived]
+    for rows, row_positions, row_ranks in zip(arrived, where, whose, strict=True):
+        for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):
+            out[rank][position] = row
+    return out
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Row r of ``[R, K]`` times the matrix ``[K, N]`` of the slot it lies in; rows beyond the last are zero."""
+    slots = row_slots(offs, len(x))
+    rows = [x[row] @ w[slots[row]] if row < int(offs[-1]) else x.new_zeros(w.shape[2]) for row in range(len(x))]
+    return torch.stack(rows) if rows else x.new_zeros((0, w.shape[2]))
+
+
+def row_slots(offs: Tensor, num_rows: int) -> Tensor:
+    """The slot of each row, int64 ``[num_rows]``."""
+    slots = [sum(1 for end in offs.tolist() if end <= row) for row in range(num_rows)]
+    return torch.tensor(slots, dtype=torch.int64).clamp_(max=max(len(offs) - 1, 0))
