@@ -157,11 +157,11 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
 def _check_order(graph: Graph, turns: list[_Turn]) -> None:
     """Grouping computes all turns after the last entry is known: nothing before that may need an early turn."""
     place = positions(graph)
-    entries = {entry for turn in turns for entry in turn.entries}
     after = descendants([turn.exit for turn in turns])
-    if entries & after:
+    inputs = _inputs(turns)
+    if inputs & after:
         raise Refused("a turn needs the result of an earlier one")
-    last = max(place[entry] for entry in entries)
+    last = max(place[node] for node in inputs)
     delayed = [n for n in graph.nodes if n in after and place[n] <= last]
     changed = {storage_of(target) for node in delayed if (target := mutates(node)) is not None}
     if None in changed:
@@ -170,6 +170,12 @@ def _check_order(graph: Graph, turns: list[_Turn]) -> None:
         between = delayed and place[delayed[0]] < place[node] <= last and node not in after
         if between and any(storage_of(source) in changed for source in node.all_input_nodes):
             raise Refused(f"{describe(node)} reads what an earlier turn changed in place")
+
+
+def _inputs(turns: list[_Turn]) -> set[Node]:
+    """Everything that the turns compute from."""
+    own = {node for turn in turns for node in (*turn.views, *turn.body)}
+    return {source for node in own for source in node.all_input_nodes} - own
 
 
 def _check_forms(turn: _Turn) -> None:
@@ -212,7 +218,7 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
 def _group(graph: Graph, turns: list[_Turn]) -> None:
     first = turns[0]
     place = positions(graph)
-    last = max((entry for turn in turns for entry in turn.entries), key=place.__getitem__)
+    last = max(_inputs(turns), key=place.__getitem__)
     after = descendants([turn.exit for turn in turns])
     delayed = [n for n in graph.nodes if n in after and place[n] < place[last]]
 

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from hecate.runtime.owners import Owners
 from hecate.runtime.world import World
 
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
     """Send ``send[w]`` consecutive rows to rank w and return the received ones in rank order.
@@ -33,11 +36,12 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
 
 def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``."""
-    out = tensor.new_empty((world.size, *tensor.shape))
     if world.group is None:
-        return out.copy_(tensor.unsqueeze(0))
-    dist.all_gather_into_tensor(out, tensor.contiguous(), group=world.group)
-    return out
+        return tensor.clone().unsqueeze(0)
+    # Flat, because gloo takes stacked output only for one-dimensional input.
+    out = tensor.new_empty(world.size * tensor.numel())
+    _all_gather(out, tensor.reshape(-1), group=world.group)
+    return out.view(world.size, *tensor.shape)
 
 
 def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
