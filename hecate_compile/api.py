@@ -94,7 +94,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     # Step 4: torch.compile with our passes.
     backend = Backend(config=config, world=world, layers=layers)
     model.compile(backend=backend)
-    model._compiled_call_impl = _around_forward(model._compiled_call_impl, backend, forward, policy)
+    compiled: Any = model._compiled_call_impl
+    model._compiled_call_impl = _around_forward(compiled, backend, forward, policy)
     _compiled[model] = _Compiled(
         config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
         sync=sync, backend=backend,

@@ -96,7 +96,8 @@ class Backend:
             return aot_eager(gm, example_inputs)
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, example_inputs)
+        compiled: Any = compile_fx(gm, example_inputs)
+        return compiled
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:
         """Once per module, with the first reason, on rank 0 only: all ranks rewrite alike."""

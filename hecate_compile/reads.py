@@ -77,7 +77,7 @@ def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read(module: nn.Module) -> Any:
-        shard = module._parameters[key]
+        shard: Any = module._parameters[key]
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
@@ -91,7 +91,7 @@ def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable
 
 def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
-        parameter = module._parameters[key]
+        parameter: Any = module._parameters[key]
         if parameter is None:
             return None
         if torch.compiler.is_compiling() or forward.running:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
-from hecate.passes.nodes import calls, value_of
+from hecate.passes.nodes import arg, calls, value_of
 from hecate.runtime.gradients import replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
@@ -44,9 +44,9 @@ def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
     reads: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         if calls(node, torch._C._set_grad_enabled):
-            grad_enabled = bool(node.args[0])
-        elif calls(node, replicate) and grad_enabled and node.users and node.args[0].op == "placeholder":
-            reads.setdefault(node.args[0], []).append(node)
+            grad_enabled = bool(arg(node, 0))
+        elif calls(node, replicate) and grad_enabled and node.users and arg(node, 0).op == "placeholder":
+            reads.setdefault(arg(node, 0), []).append(node)
     return reads
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Refused, Skip
-from hecate.passes.nodes import gathers_by_layer, positions
+from hecate.passes.nodes import arg, gathers_by_layer, positions
 from hecate.passes.regions import Region, find_region
 from hecate.runtime.ops import own_experts
 
@@ -46,7 +46,7 @@ def _rewrite(graph: Graph, region: Region, world_size: int) -> None:
     # Step 1: the parameters become this rank's slots.
     for gather in region.gathers:
         with graph.inserting_before(gather):
-            new[gather] = graph.call_function(own_experts, (gather.args[0], world_size))
+            new[gather] = graph.call_function(own_experts, (arg(gather, 0), world_size))
 
     # Step 2: rows and offsets, as they are at one rank, exchanged at more.
     if world_size == 1:

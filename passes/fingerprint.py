@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.nodes import value_of
+from hecate.passes.nodes import arg, value_of
 
 
 def fingerprint(gm: GraphModule) -> list[str]:
@@ -26,7 +26,7 @@ def _describe(node: Node) -> str:
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if "hecate" not in str(getattr(node.target, "namespace", "")):
         return f"{node.op} {target}"
-    carried = value_of(node.args[0])
+    carried = value_of(arg(node, 0))
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
     constants = [arg for arg in node.args if isinstance(arg, int)]
     return f"hecate.{target} {constants} rows of {width}"

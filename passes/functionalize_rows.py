@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Skip
-from hecate.passes.nodes import calls, describe, mutates, positions, value_of
+from hecate.passes.nodes import arg, calls, describe, mutates, positions, value_of
 
 _PLAIN = {
     operator.iadd: operator.add,
@@ -67,7 +67,7 @@ def _replace(gm: GraphModule, current: Node, change: Node, plain: Any) -> Node:
             # An in-place operation keeps the dtype of its target, a plain one promotes.
             new = gm.graph.call_method("type_as", (new, current))
             new.meta = dict(change.meta)
-    keep = {new, new.args[0] if new.target == "type_as" else new}
+    keep = {new, arg(new, 0) if new.target == "type_as" else new}
     current.replace_all_uses_with(new, delete_user_cb=lambda user: user not in keep and user is not change)
     change.replace_all_uses_with(new)
     gm.graph.erase_node(change)

@@ -23,12 +23,14 @@ from torch.fx import Graph, GraphModule, Node
 from hecate.passes.contract import Outcome, PassContext, Refused, Skip
 from hecate.passes.nodes import (
     ancestors,
+    arg,
     calls,
     descendants,
     describe,
     gathers_by_layer,
     is_getitem,
     mutates,
+    operands,
     positions,
     storage_of,
     value_of,
@@ -71,7 +73,7 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _is_one_expert(node: Node) -> bool:
-    return is_getitem(node) and isinstance(node.args[1], int)
+    return is_getitem(node) and isinstance(arg(node, 1), int)
 
 
 def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
@@ -80,12 +82,12 @@ def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
     Raises:
         Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
     """
-    num_experts = int(gathers[0].args[1])  # type: ignore[call-overload]
+    num_experts = arg(gathers[0], 1)
     place = positions(graph)
     picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
     for gather in gathers:
         for user in gather.users:
-            picked[user.args[1] % num_experts].append(user)  # type: ignore[operator]
+            picked[arg(user, 1) % num_experts].append(user)
     if not all(picked.values()):
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
     views = {expert: _views(nodes, place) for expert, nodes in picked.items()}
@@ -147,7 +149,7 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
         raise Refused(f"expert {expert} is computed in another way than expert 0")
     match = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}
     for a, b in zip(first.views + first.body, other.views + other.body, strict=True):
-        if _is_one_expert(a) and _is_one_expert(b) and a in first.views and a.args[0] is b.args[0]:
+        if _is_one_expert(a) and _is_one_expert(b) and a in first.views and arg(a, 0) is b.args[0]:
             continue
         wanted = torch.fx.node.map_arg((a.args, a.kwargs), lambda n: match.get(n, n))
         if (a.op, a.target) != (b.op, b.target) or wanted != (b.args, b.kwargs):
@@ -203,7 +205,7 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
     Raises:
         Refused: in no way that has a grouped form.
     """
-    args = [*node.args, *node.kwargs.values()]
+    args = operands(node)
     own = [index for index, arg in enumerate(args) if arg in views]
     method = node.target if node.op == "call_method" else None
     if (calls(node, *_PRODUCTS) or method in ("matmul", "mm")) and own == [1] and len(args) == 2:
@@ -243,11 +245,11 @@ def _group(graph: Graph, turns: list[_Turn]) -> None:
         if use is None:
             new[node] = builder.add(graph_copy=node, new=new)
         elif use == "bias":
-            a, b = [*node.args, *node.kwargs.values()]
+            a, b = operands(node)
             bias, x = (a, b) if a in views else (b, a)
             new[node] = builder.call(operator.add, new.get(x, x), builder.lookup(new[bias], offsets, rows))
         else:
-            x, w, *bias = [*node.args, *node.kwargs.values()]
+            x, w, *bias = operands(node)
             weight = new[w]
             if use == "linear":
                 weight = builder.method("transpose", weight, 1, 2)
@@ -322,14 +324,14 @@ def _is_transpose(node: Node) -> bool:
     """Any spelling of the transpose of a matrix."""
     name = _name(node)
     if name == "transpose":
-        return {dim % 2 for dim in node.args[1:3]} == {0, 1}  # type: ignore[operator]
-    return name in ("t", "mT") or (name == "getattr" and node.args[1] in ("T", "mT"))
+        return {dim % 2 for dim in node.args[1:3]} == {0, 1}
+    return name in ("t", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
 
 
 def _grouped_view(builder: _Builder, view: Node, new: dict[Node, Node]) -> Node:
     """The view of one expert's matrix as a view of all: a leading dimension more."""
-    if view.args[0] not in new:
-        return view.args[0]  # type: ignore[return-value]
+    if arg(view, 0) not in new:
+        return arg(view, 0)
     if _is_transpose(view):
-        return builder.method("transpose", new[view.args[0]], 1, 2)  # type: ignore[index]
+        return builder.method("transpose", new[arg(view, 0)], 1, 2)
     return builder.add(graph_copy=view, new=new)

@@ -10,6 +10,16 @@ import torch
 from torch.fx import Graph, Node
 
 
+def arg(node: Any, index: int) -> Any:
+    """A positional argument of a node. FX types it as a union of everything; passes know what it is."""
+    return node.args[index]
+
+
+def operands(node: Node) -> list[Any]:
+    """All arguments, keyword ones after the positional ones."""
+    return [*node.args, *node.kwargs.values()]
+
+
 def calls(node: Any, *targets: Any) -> bool:
     """Whether ``node`` calls one of ``targets``; an operator packet stands for its default overload too."""
     if not isinstance(node, Node) or node.op != "call_function":
@@ -31,7 +41,7 @@ def gathers_by_layer(graph: Graph) -> dict[int, list[Node]]:
     found: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if calls(node, torch.ops.hecate.gather_experts):
-            found.setdefault(int(node.args[2]), []).append(node)
+            found.setdefault(int(arg(node, 2)), []).append(node)
     return found
 
 
@@ -68,7 +78,7 @@ def mutates(node: Node) -> Node | None:
     """The node whose tensor this one changes in place, as written in the graph (``add_``, ``+=``, ``out=``)."""
     if isinstance(node.kwargs.get("out"), Node):
         return node.kwargs["out"]  # type: ignore[return-value]
-    first = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    first = arg(node, 0) if node.args and isinstance(arg(node, 0), Node) else None
     if node.op == "call_method":
         name = str(node.target)
         return first if name.endswith("_") and not name.endswith("__") else None

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Skip
-from hecate.passes.nodes import ancestors, calls, describe
+from hecate.passes.nodes import ancestors, arg, calls, describe
 
 
 def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
@@ -34,7 +34,7 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         extra = [key for key in ("bias", "out_dtype") if operands.get(key) is not None]
         if extra or operands.get("offs") is None:
             reason = f"grouped matmul with {' and '.join(extra) or 'no offs'}: {describe(node)}"
-            skipped.append(Skip(where=context.name(gathered[0].args[2]), reason=reason))
+            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason))
             continue
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(

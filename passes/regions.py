@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.contract import Refused
-from hecate.passes.nodes import ancestors, calls, descendants, describe, is_getitem, mutates, positions
+from hecate.passes.nodes import ancestors, arg, calls, descendants, describe, is_getitem, mutates, positions
 from hecate.passes.rowwise import Kind, check_rowwise
 
 
@@ -58,8 +58,8 @@ def find_region(graph: Graph, layer: int, gathers: Sequence[Node]) -> Region:
         users = sorted({u for g in gathers for u in g.users}, key=place.__getitem__)
         raise Refused(f"no grouped matmul uses them; they go to {describe(users[0]) if users else 'nothing'}")
 
-    offsets = _only([n.args[2] for n in matmuls], "the matmuls have different row offsets")
-    ids = _only([n.args[1] for n in lookups], "two different lookups by expert id") if lookups else None
+    offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
+    ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
     if ids is not None and not _ids_match_offsets(ids, offsets):
         raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row")
 
@@ -71,7 +71,7 @@ def find_region(graph: Graph, layer: int, gathers: Sequence[Node]) -> Region:
         raise Refused("the routing depends on the experts' own result")
     body = sorted(inside | (slots - set(gathers)), key=place.__getitem__)
     used = tuple(g for g in gathers if any(u in inside or u in slots for u in g.users))
-    entries = tuple(dict.fromkeys(m.args[0] for m in matmuls if m.args[0] not in inside))
+    entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
     exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
     for node in body:
         if mutates(node) is not None:
@@ -98,12 +98,12 @@ def _slot_values(graph: Graph, gathers: Sequence[Node]) -> set[Node]:
 
 
 def _is_matmul(node: Node, slots: set[Node]) -> bool:
-    return calls(node, torch.ops.hecate.grouped_mm) and node.args[1] in slots
+    return calls(node, torch.ops.hecate.grouped_mm) and arg(node, 1) in slots
 
 
 def _is_lookup(node: Node, slots: set[Node]) -> bool:
     """``parameter[ids]`` with a tensor of ids."""
-    return is_getitem(node) and node.args[0] in slots and isinstance(node.args[1], Node)
+    return is_getitem(node) and arg(node, 0) in slots and isinstance(arg(node, 1), Node)
 
 
 def _only(values: list[Node], otherwise: str) -> Node:
@@ -123,14 +123,14 @@ def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
     group_expert_loops derives from the offsets themselves.
     """
     if calls(ids, torch.ops.hecate.row_slots):
-        return ids.args[0] is offsets
-    if not (is_getitem(ids) and ids.args[1] == 0 and _named(ids.args[0], ("sort",))):
+        return arg(ids, 0) is offsets
+    if not (is_getitem(ids) and arg(ids, 1) == 0 and _named(arg(ids, 0), ("sort",))):
         return False
     node = _strip_casts(offsets)
     if not _named(node, ("cumsum",)):
         return False
-    node = _strip_casts(node.args[0])
-    return _named(node, _COUNTERS) and _strip_casts(node.args[0]) is ids
+    node = _strip_casts(arg(node, 0))
+    return _named(node, _COUNTERS) and _strip_casts(arg(node, 0)) is ids
 
 
 def _named(node: object, names: tuple[str, ...]) -> bool:
@@ -142,5 +142,5 @@ def _named(node: object, names: tuple[str, ...]) -> bool:
 
 def _strip_casts(node: object) -> Node:
     while _named(node, _CASTS):
-        node = node.args[0]  # type: ignore[attr-defined]
-    return node  # type: ignore[return-value]
+        node = arg(node, 0)
+    return node

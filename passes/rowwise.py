@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hecate.passes.contract import Refused
-from hecate.passes.nodes import value_of
+from hecate.passes.nodes import arg, value_of
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
@@ -59,7 +59,7 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
         if node.op == "placeholder":
             known[node] = kinds.pop(0)
         elif node.op == "output":
-            for value, (source, kind) in zip(node.args[0], outputs.items(), strict=True):
+            for value, (source, kind) in zip(arg(node, 0), outputs.items(), strict=True):
                 got = known.get(value, Kind.PLAIN)
                 if got is not kind:
                     raise Refused(f"{source.name} should be {kind.value} but is {got.value}")
@@ -69,7 +69,10 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
 
 def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:
     """The piece as an ATen graph on fake tensors, and the kinds of its placeholders."""
-    graph, copies, fakes, kinds = Graph(), {}, [], []
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    fakes: list[Any] = []
+    kinds: list[Kind] = []
     inside = set(nodes)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for node in nodes:
@@ -119,16 +122,16 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
         return Kind.PLAIN
     target = node.target
     if target is operator.getitem:
-        return known[node.args[0]]  # type: ignore[index]
+        return known[arg(node, 0)]
     if target is torch.ops.hecate.grouped_mm.default:
         expected = [Kind.ROWS, Kind.SLOTS, Kind.OFFSETS]
-        got = [known.get(arg, Kind.PLAIN) for arg in node.args]  # type: ignore[arg-type]
+        got = [known.get(arg, Kind.PLAIN) for arg in node.args]
         if got != expected:
             raise Refused(f"grouped matmul of {', '.join(kind.value for kind in got)}")
         return Kind.ROWS
-    if target is _aten.index.Tensor and known.get(node.args[0]) is Kind.SLOTS:  # type: ignore[arg-type]
-        (ids,) = node.args[1] if len(node.args[1]) == 1 else (None,)  # type: ignore[arg-type]
-        if known.get(ids) is Kind.IDS:  # type: ignore[arg-type]
+    if target is _aten.index.Tensor and known.get(arg(node, 0)) is Kind.SLOTS:
+        (ids,) = arg(node, 1) if len(arg(node, 1)) == 1 else (None,)
+        if known.get(ids) is Kind.IDS:
             return Kind.ROWS
     kind = next((k for k in (Kind.ROWS, Kind.SLOTS) if k in kinds), None)
     if kind is None or not kinds <= {kind, Kind.PLAIN}:
@@ -148,7 +151,7 @@ _ALONG: dict[Any, int] = {
     _aten.var_mean.correction: 1, _aten.var.correction: 1, _aten.linalg_vector_norm.default: 2,
     _aten.flip.default: 1, _aten.permute.default: 1, _aten.glu.default: 1, _aten.max.dim: 1,
 }  # fmt: skip
-_DEFAULT_DIM = {_aten.glu.default: -1}
+_DEFAULT_DIM: dict[Any, int] = {_aten.glu.default: -1}
 _SAME_FIRST = {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default,
     _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default,
@@ -170,14 +173,14 @@ def _keeps_apart(node: Node, counted: set[Node], count: int) -> bool:
         return True
     if target in (_aten.mm.default, _aten.bmm.default):
         # Rows times a matrix; a batched product keeps its batch apart.
-        return node.args[0] in counted and (target is _aten.bmm.default or node.args[1] not in counted)
+        return arg(node, 0) in counted and (target is _aten.bmm.default or arg(node, 1) not in counted)
     if target is _aten.addmm.default:
-        return node.args[1] in counted and node.args[2] not in counted and node.args[0] not in counted
+        return arg(node, 1) in counted and arg(node, 2) not in counted and arg(node, 0) not in counted
     if target is _aten.transpose.int:
         dims = node.args[1:3]
-        return all(d % results[0].ndim != 0 for d in dims)  # type: ignore[operator]
+        return all(d % results[0].ndim != 0 for d in dims)
     if target in (_aten.native_layer_norm.default, _aten._fused_rms_norm.default):
-        return len(node.args[1]) < results[0].ndim  # type: ignore[arg-type]
+        return len(arg(node, 1)) < results[0].ndim
     if target in _ALONG:
         return _not_along_first(node, _ALONG[target])
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
@@ -191,8 +194,8 @@ def _not_along_first(node: Node, position: int) -> bool:
         dims = node.args[position]
     if dims is None:
         dims = _DEFAULT_DIM.get(node.target, 0)
-    source = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]  # type: ignore[index]
-    ndim = source.meta["val"].ndim  # type: ignore[union-attr]
+    source = arg(node, 0)[0] if isinstance(arg(node, 0), (list, tuple)) else arg(node, 0)
+    ndim = source.meta["val"].ndim
     if node.target is _aten.permute.default:
         return dims[0] % ndim == 0
     if node.target in (_aten.unsqueeze.default, _aten.stack.default):

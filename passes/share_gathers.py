@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
-from hecate.passes.nodes import calls
+from hecate.passes.nodes import arg, calls
 
 
 def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
@@ -24,7 +24,7 @@ def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
         if calls(node, torch._C._set_grad_enabled):
             first.clear()
         elif calls(node, torch.ops.hecate.gather_experts):
-            key = (node.args[0], node.args[2])
+            key = (arg(node, 0), arg(node, 2))
             if key in first:
                 node.replace_all_uses_with(first[key])
                 gm.graph.erase_node(node)

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.nodes import ancestors, calls, is_getitem
+from hecate.passes.nodes import ancestors, arg, calls, is_getitem
 from hecate.runtime.ops import own_experts
 
 
@@ -39,12 +42,12 @@ def verify(gm: GraphModule) -> None:
             raise InvalidGraphError(f"hecate: rows routed by {node.name} never come back")
 
 
-def _route_of(node: Node, ticket: object) -> Node:
+def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
     routes = []
-    for index, part in enumerate(ticket, start=1):  # type: ignore[call-overload]
-        if not (is_getitem(part) and part.args[1] == index and calls(part.args[0], torch.ops.hecate.route)):
+    for index, part in enumerate(ticket, start=1):
+        if not (is_getitem(part) and arg(part, 1) == index and calls(arg(part, 0), torch.ops.hecate.route)):
             raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
-        routes.append(part.args[0])
+        routes.append(arg(part, 0))
     if len(set(routes)) != 1 or routes[0].args[2] != node.args[-1]:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different routes or layers")
     return routes[0]
@@ -52,10 +55,10 @@ def _route_of(node: Node, ticket: object) -> Node:
 
 def _check_offsets(node: Node) -> None:
     _, weight, offsets = node.args
-    sources = ancestors([weight]) | {weight}  # type: ignore[list-item]
+    sources = ancestors([weight]) | {weight}
     own = any(calls(n, own_experts) for n in sources)
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
-        is_getitem(offsets) and calls(offsets.args[0], torch.ops.hecate.route)  # type: ignore[union-attr]
+        is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)
     )
     if own != routed:
         what = "own experts with unrouted" if own else "gathered experts with routed"

@@ -344,7 +344,7 @@ class _OwnExperts(torch.autograd.Function):
         return shard.view_as(shard)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (grad if ctx.world_size == 1 else grad / ctx.world_size), None
 
 

@@ -1,0 +1,37 @@
+# make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
+# make test    everything that CI checks
+# Both make .venv and install what they need.
+
+PYTHON ?= python3
+RANKS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test check benchmark clean
+
+train: $(VENV)/.installed
+	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
+
+test: $(VENV)/.installed check
+	$(BIN)/pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/types && mkdir -p build/types/hecate
+	ln -s $(CURDIR)/hecate_compile/* $(CURDIR)/passes $(CURDIR)/runtime build/types/hecate/
+	MYPYPATH=build/types $(BIN)/mypy -p hecate
+
+benchmark: $(VENV)/.installed
+	$(BIN)/python benchmarks/compile_and_step.py
+
+# torch first and by itself: from a machine without a GPU, an open range would bring gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build hecate-dump *.egg-info
