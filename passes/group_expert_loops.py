@@ -324,7 +324,7 @@ def _is_transpose(node: Node) -> bool:
     """Any spelling of the transpose of a matrix."""
     name = _name(node)
     if name == "transpose":
-        return {dim % 2 for dim in node.args[1:3]} == {0, 1}
+        return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
     return name in ("t", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -140,7 +141,7 @@ def _named(node: object, names: tuple[str, ...]) -> bool:
     return name in names
 
 
-def _strip_casts(node: object) -> Node:
+def _strip_casts(node: Any) -> Any:
     while _named(node, _CASTS):
         node = arg(node, 0)
     return node

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hecate.passes.contract import Refused
-from hecate.passes.nodes import arg, value_of
+from hecate.passes.nodes import arg, operands, value_of
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
@@ -125,13 +125,13 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
         return known[arg(node, 0)]
     if target is torch.ops.hecate.grouped_mm.default:
         expected = [Kind.ROWS, Kind.SLOTS, Kind.OFFSETS]
-        got = [known.get(arg, Kind.PLAIN) for arg in node.args]
+        got = [known.get(operand, Kind.PLAIN) for operand in operands(node)]
         if got != expected:
             raise Refused(f"grouped matmul of {', '.join(kind.value for kind in got)}")
         return Kind.ROWS
     if target is _aten.index.Tensor and known.get(arg(node, 0)) is Kind.SLOTS:
-        (ids,) = arg(node, 1) if len(arg(node, 1)) == 1 else (None,)
-        if known.get(ids) is Kind.IDS:
+        ids = arg(node, 1)
+        if len(ids) == 1 and known.get(ids[0]) is Kind.IDS:
             return Kind.ROWS
     kind = next((k for k in (Kind.ROWS, Kind.SLOTS) if k in kinds), None)
     if kind is None or not kinds <= {kind, Kind.PLAIN}:
@@ -177,8 +177,7 @@ def _keeps_apart(node: Node, counted: set[Node], count: int) -> bool:
     if target is _aten.addmm.default:
         return arg(node, 1) in counted and arg(node, 2) not in counted and arg(node, 0) not in counted
     if target is _aten.transpose.int:
-        dims = node.args[1:3]
-        return all(d % results[0].ndim != 0 for d in dims)
+        return all(arg(node, index) % results[0].ndim != 0 for index in (1, 2))
     if target in (_aten.native_layer_norm.default, _aten._fused_rms_norm.default):
         return len(arg(node, 1)) < results[0].ndim
     if target in _ALONG:

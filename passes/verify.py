@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.nodes import ancestors, arg, calls, is_getitem
+from hecate.passes.nodes import ancestors, arg, calls, is_getitem, operands
 from hecate.runtime.ops import own_experts
 
 
@@ -54,7 +54,7 @@ def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
 
 
 def _check_offsets(node: Node) -> None:
-    _, weight, offsets = node.args
+    _, weight, offsets = operands(node)
     sources = ancestors([weight]) | {weight}
     own = any(calls(n, own_experts) for n in sources)
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
