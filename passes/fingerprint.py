@@ -23,13 +23,15 @@ def fingerprint(gm: GraphModule) -> list[str]:
 def _describe(node: Node) -> str:
     if node.op == "placeholder":
         return _placeholder(node)
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if "hecate" not in str(getattr(node.target, "namespace", "")):
+    operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    target = str(node.target) if operator else name
+    if not target.startswith("hecate."):
         return f"{node.op} {target}"
     carried = value_of(arg(node, 0))
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
     constants = [arg for arg in node.args if isinstance(arg, int)]
-    return f"hecate.{target} {constants} rows of {width}"
+    return f"{target} {constants} rows of {width}"
 
 
 def _placeholder(node: Node) -> str:

@@ -161,7 +161,7 @@ def _check_order(graph: Graph, turns: list[_Turn]) -> None:
     place = positions(graph)
     after = descendants([turn.exit for turn in turns])
     inputs = _inputs(turns)
-    if inputs & after:
+    if inputs & (after | {turn.exit for turn in turns}):
         raise Refused("a turn needs the result of an earlier one")
     last = max(place[node] for node in inputs)
     delayed = [n for n in graph.nodes if n in after and place[n] <= last]
@@ -176,8 +176,11 @@ def _check_order(graph: Graph, turns: list[_Turn]) -> None:
 
 def _inputs(turns: list[_Turn]) -> set[Node]:
     """Everything that the turns compute from."""
-    own = {node for turn in turns for node in (*turn.views, *turn.body)}
-    return {source for node in own for source in node.all_input_nodes} - own
+    found: set[Node] = set()
+    for turn in turns:
+        own = {*turn.views, *turn.body}
+        found |= {source for node in own for source in node.all_input_nodes} - own
+    return found
 
 
 def _check_forms(turn: _Turn) -> None:

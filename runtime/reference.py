@@ -51,13 +51,13 @@ def exchange(rows: list[Tensor], offsets: list[Tensor], owners: Owners) -> tuple
     return arrived, slot_offsets
 
 
-def exchange_back(arrived: list[Tensor], offsets: list[Tensor], owners: Owners, num_rows: int) -> list[Tensor]:
+def exchange_back(arrived: list[Tensor], offsets: list[Tensor], owners: Owners, num_rows: list[int]) -> list[Tensor]:
     """The way back: every row returns to the position it left from; rows that never left are zero."""
     positions = [torch.arange(int(offs[-1])) for offs in offsets]
     ranks = [torch.full_like(position, rank) for rank, position in enumerate(positions)]
     where, _ = exchange(positions, offsets, owners)
     whose, _ = exchange(ranks, offsets, owners)
-    out = [arrived[0].new_zeros((num_rows, *arrived[0].shape[1:])) for _ in arrived]
+    out = [arrived[0].new_zeros((count, *arrived[0].shape[1:])) for count in num_rows]
     for rows, row_positions, row_ranks in zip(arrived, where, whose, strict=True):
         for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):
             out[rank][position] = row

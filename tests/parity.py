@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from hecate.sharding import shard_of
 from torch import nn
+
+from hecate.sharding import shard_of
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from hecate.passes.share_gathers import share_gathers
+from tests.passes.graphs import E, GraphUnderTest, H, apply, targets
+
+
+def test_second_read_becomes_the_first() -> None:
+    g = GraphUnderTest()
+    shard = g.input(torch.randn(E, H))
+    first, second = (g.call(torch.ops.hecate.gather_experts, shard, E, g.layer) for _ in range(2))
+    gm = g.finish(g.call(operator.add, first, second))
+    assert apply(share_gathers, g, gm).rewritten == 1
+    assert targets(gm).count("gather_experts") == 1
+
+
+def test_other_shards_stay_apart() -> None:
+    g = GraphUnderTest()
+    gm = g.finish(g.call(operator.add, g.experts(H), g.experts(H)))
+    assert apply(share_gathers, g, gm).rewritten == 0
+    assert targets(gm).count("gather_experts") == 2
+
+
+def test_not_across_a_change_of_grad_mode() -> None:
+    g = GraphUnderTest()
+    shard = g.input(torch.randn(E, H))
+    g.call(torch._C._set_grad_enabled, False)
+    first = g.call(torch.ops.hecate.gather_experts, shard, E, g.layer)
+    g.call(torch._C._set_grad_enabled, True)
+    second = g.call(torch.ops.hecate.gather_experts, shard, E, g.layer)
+    gm = g.finish(g.call(operator.add, first, second))
+    assert apply(share_gathers, g, gm).rewritten == 0
