@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,7 +97,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     backend = Backend(config=config, world=world, layers=layers)
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
-    model._compiled_call_impl = _around_forward(compiled, backend, forward, policy)
+    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, policy)
     _compiled[model] = _Compiled(
         config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
         sync=sync, backend=backend,
@@ -218,18 +220,27 @@ def _warn_float16(model: nn.Module, world: World) -> None:
 # --- the call ---
 
 
-_DYNAMO = {
-    # Shards have a data-dependent length although they are parameters; see sharding.
-    "force_parameter_static_shapes": False,
-    # Routing makes sizes that depend on data; without these every one of them is a graph break.
-    "capture_dynamic_output_shape_ops": True,
-    "capture_scalar_outputs": True,
-}
+def _dynamo_options() -> dict[str, Any]:
+    """What Dynamo must do differently while it traces the model."""
+    methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
+    return {
+        # Shards have a data-dependent length although they are parameters; see sharding.
+        "force_parameter_static_shapes": False,
+        # Routing makes sizes that depend on data; without these every one of them is a graph break.
+        "capture_dynamic_output_shape_ops": True,
+        "capture_scalar_outputs": True,
+        # So is a line in a log (the last two are what transformers adds); traced code does not log.
+        "ignore_logger_methods": {
+            *torch._dynamo.config.ignore_logger_methods,
+            *(getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)),
+        },
+    }
 
 
 def _around_forward(
-    compiled: Callable[..., Any], backend: Backend, forward: Forward, policy: Any
+    compiled: Callable[..., Any], experts: list[ExpertsModule], backend: Backend, forward: Forward, policy: Any
 ) -> Callable[..., Any]:
+    options = _dynamo_options()
     cast_inputs = bool(policy and policy.param_dtype and policy.cast_forward_inputs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -237,7 +248,7 @@ def _around_forward(
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         forward.running = True
         try:
-            with torch._dynamo.config.patch(_DYNAMO):
+            with torch._dynamo.config.patch(options), _without_gradients(experts):
                 out = compiled(*args, **kwargs)
         finally:
             forward.running = False
@@ -245,6 +256,25 @@ def _around_forward(
         return _cast(out, policy.output_dtype) if policy and policy.output_dtype else out
 
     return call
+
+
+@contextmanager
+def _without_gradients(experts: list[ExpertsModule]) -> Iterator[None]:
+    """Hide the gradients of shards while Dynamo may trace.
+
+    It makes a fake of ``.grad`` too, with a data-dependent length of its own, and then cannot tell that this
+    equals the parameter's.
+    """
+    # Looked up anew: load_state_dict(assign=True) makes new parameters.
+    shards = [p for e in experts for key in e.parameters if (p := e.module._parameters[key]) is not None]
+    gradients = [shard.grad for shard in shards]
+    for shard in shards:
+        shard.grad = None
+    try:
+        yield
+    finally:
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.grad = gradient
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

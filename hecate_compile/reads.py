@@ -69,8 +69,18 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
         # the read must run as plain Python and see that.
         skip_code(read.__code__)
     namespace: dict[str, Any] = {key: property(read) for key, read in readers.items()}
+
+    def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # The inherited one asks hasattr(self, name) first, which would read the property.
+        if name in readers:
+            self._parameters[name] = parameter
+        else:
+            super(swapped, self).register_parameter(name, parameter)
+
+    namespace["register_parameter"] = register_parameter
     namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    module.__class__ = type(cls.__name__, (cls,), namespace)
+    swapped: Any = type(cls.__name__, (cls,), namespace)
+    module.__class__ = swapped
 
 
 def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:

@@ -1,13 +1,15 @@
 """share_gathers: read every expert parameter once.
 
 Needs    gather_experts nodes.
-Changes  a second gather of the same shard becomes the first one's result.
+Changes  a second gather of the same shard, or of the same cast of it, becomes the first one's result.
 Never    merges across a change of grad mode: a gather under no_grad carries no gradient.
 
     a = gather(w); b = gather(w)   becomes   a = gather(w); b = a
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,17 +20,27 @@ from hecate.passes.nodes import arg, calls
 
 def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
     """Keep the first gather of each shard in each stretch of one grad mode."""
-    first: dict[tuple[Node, int], Node] = {}
+    first: dict[Any, Node] = {}
     merged = 0
     for node in list(gm.graph.nodes):
         if calls(node, torch._C._set_grad_enabled):
             first.clear()
         elif calls(node, torch.ops.hecate.gather_experts):
-            key = (arg(node, 0), arg(node, 2))
-            if key in first:
-                node.replace_all_uses_with(first[key])
-                gm.graph.erase_node(node)
-                merged += 1
-            else:
+            shard = arg(node, 0)
+            key = (_identity(shard), arg(node, 2))
+            if key not in first:
                 first[key] = node
+                continue
+            node.replace_all_uses_with(first[key])
+            gm.graph.erase_node(node)
+            if not shard.users and shard.op == "call_method":
+                gm.graph.erase_node(shard)
+            merged += 1
     return Outcome(rewritten=merged)
+
+
+def _identity(shard: Node) -> Any:
+    """The parameter, and the dtype it is cast to."""
+    if shard.op == "call_method" and shard.target == "to" and len(shard.all_input_nodes) == 1:
+        return (arg(shard, 0), shard.args[1:], tuple(shard.kwargs.items()))
+    return shard

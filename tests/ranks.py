@@ -44,10 +44,10 @@ def run_ranks(
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             raise RanksFailed(
-                f"{function} on {world_size} ranks: no end after {timeout} s\n{output[-6000:]}"
+                f"{function} on {world_size} ranks: no end after {timeout} s\n{output[-20000:]}"
             ) from None
         if process.returncode != 0:
-            raise RanksFailed(f"{function} on {world_size} ranks failed\n{output[-6000:]}")
+            raise RanksFailed(f"{function} on {world_size} ranks failed\n{output[-20000:]}")
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 

@@ -240,7 +240,9 @@ def mixed_precision() -> dict[str, Any]:
     found = {}
     for family in ("qwen3_moe", "gpt_oss", "plain"):
         torch._dynamo.reset()
-        reference = build(family).to(torch.bfloat16)
+        reference = build(family)
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.bfloat16()
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
