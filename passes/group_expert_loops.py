@@ -59,7 +59,8 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the loop of every layer in ``gm``."""
     rewritten, skipped = 0, []
     for layer, gathers in gathers_by_layer(gm.graph).items():
-        if not all(_is_one_expert(user) for gather in gathers for user in gather.users):
+        gathers = [g for g in gathers if any(_is_one_expert(user) for user in g.users)]
+        if not gathers:
             continue
         try:
             turns = _find_turns(gm.graph, gathers)
@@ -86,7 +87,7 @@ def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
     place = positions(graph)
     picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
     for gather in gathers:
-        for user in gather.users:
+        for user in filter(_is_one_expert, gather.users):
             picked[arg(user, 1) % num_experts].append(user)
     if not all(picked.values()):
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")

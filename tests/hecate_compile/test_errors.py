@@ -1,0 +1,251 @@
+"""Wrong input: a clear message that names the module and the way out, before anything is lost."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hecate
+from tests.models import PlainLanguageModel, PlainMoE, batch, build
+from tests.parity import rank_and_size
+from tests.ranks import run_ranks
+
+_HERE = "tests.hecate_compile.test_errors"
+EAGER = hecate.Config(backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def test_no_experts() -> None:
+    with pytest.raises(hecate.NoExpertsError, match="no experts found in Linear"):
+        hecate.compile(nn.Linear(3, 3))
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got function"):
+        hecate.compile(lambda x: x)  # type: ignore[type-var]
+
+
+def test_optimizer_before_compile_leaves_the_model_as_it_was() -> None:
+    model = build("plain")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match=r"AdamW already holds parameters.*after hecate.compile"):
+        hecate.compile(model, EAGER)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    del optimizer
+    hecate.compile(model, EAGER)
+
+
+def test_compile_twice() -> None:
+    model = hecate.compile(build("plain"), EAGER)
+    with pytest.raises(RuntimeError, match="compiled already"):
+        hecate.compile(model, EAGER)
+    with pytest.raises(RuntimeError, match="inner inside this model is compiled already"):
+        hecate.compile(nn.ModuleDict({"inner": model}), EAGER)
+
+
+def test_torch_compile_before() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.compile before"):
+        hecate.compile(torch.compile(build("plain")), EAGER)
+    model = build("plain")
+    model.compile()
+    with pytest.raises(RuntimeError, match=r"torch\.compile before"):
+        hecate.compile(model, EAGER)
+
+
+def test_unknown_pass_name_lists_the_passes() -> None:
+    with pytest.raises(ValueError, match=r"\['exchange_row'\]; the passes are \['share_gathers'"):
+        hecate.compile(build("plain"), hecate.Config(disable_passes=("exchange_row",)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "magic"}, "policy='magic', expected one of"),
+        ({"backend": "eager"}, "backend='eager'"),
+        ({"dense": "shard"}, "dense='shard'"),
+        ({"disable_passes": "exchange_rows"}, "is a string, expected a tuple"),
+        ({"mixed_precision": torch.bfloat16}, "expected a torch.distributed.fsdp.MixedPrecisionPolicy"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        hecate.Config(**options)
+
+
+def test_functions_want_the_compiled_model() -> None:
+    model = build("plain")
+    for function in (hecate.explain, hecate.stats, lambda m: hecate.set_requires_gradient_sync(m, False)):
+        with pytest.raises(ValueError, match=r"was not compiled with hecate.compile"):
+            function(model)
+
+
+class MixingMoE(PlainMoE):
+    """Normalizes over all rows of an expert between the matmuls: rows are not independent."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        chosen = self.router(tokens).argmax(-1)
+        out = torch.zeros_like(tokens)
+        for expert in range(self.w_in.shape[0]):
+            (token,) = torch.where(chosen == expert)
+            h = tokens[token] @ self.w_in[expert]
+            out.index_add_(0, token, (h - h.sum(0, keepdim=True)) @ self.w_out[expert])
+        return out.view_as(hidden) + self.b_out.sum(0)
+
+
+def test_region_that_cannot_be_rewritten_gathers_and_warns_once() -> None:
+    torch.manual_seed(0)
+    model = PlainLanguageModel(MixingMoE)
+    expected = model(batch(0), batch(0))["loss"].item()
+    hecate.compile(model, EAGER)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [model(batch(0), batch(0))["loss"].item() for _ in range(2)]
+    assert losses == pytest.approx([expected] * 2)
+    ours = [str(w.message) for w in caught if "hecate" in str(w.message)]
+    assert len(ours) == 2, "one warning for each of the two layers"
+    assert "blocks.0" in ours[0] and "keep rows apart" in ours[0] and "gathers all its experts" in ours[0]
+    assert any("keep rows apart" in skip.reason for skip in hecate.explain(model).skipped)
+    assert "keep rows apart" in str(hecate.explain(model))
+
+
+def test_float16_works_and_warns() -> None:
+    model = build("mixtral", dtype=torch.float16)
+    with pytest.warns(UserWarning, match=r"float16.*GradScaler.*bfloat16"):
+        hecate.compile(model, EAGER)
+    loss = model(input_ids=batch(0), labels=batch(0))["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_reads_of_shards_at_one_rank_are_plain() -> None:
+    model = hecate.compile(build("mixtral"), EAGER)
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (8, 32, 16)
+
+
+# --- on several ranks ---
+
+
+def _message(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def skipped_frame() -> str:
+    """transformers' eager experts loop over a tensor, which Dynamo leaves to Python."""
+    model = build("mixtral")
+    model.set_experts_implementation("eager")
+    hecate.compile(model, EAGER)
+    return _message(lambda: model(input_ids=batch(0), labels=batch(0)))
+
+
+@pytest.mark.distributed
+def test_skipped_frame_that_touches_a_shard() -> None:
+    for message in run_ranks(f"{_HERE}:skipped_frame", 2):
+        assert message.startswith("UntracedReadError")
+        assert "model.layers.0.mlp.experts.gate_up_proj" in message
+        assert "only 4 of its 8 experts" in message
+        assert "set_experts_implementation('grouped_mm')" in message
+
+
+def direct_call_of_a_part() -> str:
+    model = hecate.compile(build("mixtral"), EAGER)
+    experts = model.model.layers[0].mlp.experts
+    tokens = torch.randn(4, 32)
+    return _message(lambda: experts(tokens, torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)))
+
+
+@pytest.mark.distributed
+def test_direct_call_of_a_part() -> None:
+    for message in run_ranks(f"{_HERE}:direct_call_of_a_part", 2):
+        assert message.startswith("UntracedReadError")
+        assert "call the compiled model instead" in message
+
+
+def different_models() -> list[str]:
+    hecate.compile(build("plain"), EAGER)  # starts torch.distributed
+    rank, _ = rank_and_size()
+    found = []
+    for model, config in (
+        (build("plain", layers=2 + rank), EAGER),
+        (build("plain", hidden=32 + 8 * rank), EAGER),
+        (build("plain"), hecate.Config(backend="aot_eager", policy="gather" if rank else "static")),
+    ):
+        names = [name for name, p in model.named_parameters()]
+        found.append(_message(lambda model=model, config=config: hecate.compile(model, config)))
+        assert [name for name, p in model.named_parameters()] == names, "nothing was changed"
+    return found
+
+
+@pytest.mark.distributed
+def test_different_models_on_different_ranks() -> None:
+    for layers, hidden, policy in run_ranks(f"{_HERE}:different_models", 2):
+        for message in (layers, hidden, policy):
+            assert message.startswith("DisagreementError: hecate: ranks disagree on the model or its options")
+            assert "rank 0, line" in message and "rank 1, line" in message
+        assert "parameter norms.2.weight [32]" in layers
+        assert "[96, 32]" in hidden and "[96, 40]" in hidden
+        assert "option policy = 'gather'" in policy
+
+
+class RankDependent(PlainLanguageModel):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = super().forward(input_ids, labels)
+        if self.odd:
+            out["loss"] = out["loss"].tanh()
+        return out
+
+
+def different_graphs() -> str:
+    torch.manual_seed(0)
+    model = hecate.compile(RankDependent(), EAGER)
+    model.odd = rank_and_size()[0] == 1
+    return _message(lambda: model(batch(0), batch(0)))
+
+
+@pytest.mark.distributed
+def test_planted_graph_difference_is_named_on_all_ranks() -> None:
+    for message in run_ranks(f"{_HERE}:different_graphs", 3, timeout=120):
+        assert "ranks disagree on graph 0" in message
+        assert "rank 0, line" in message and "tanh" in message
+        assert "HECATE_DUMP" in message
+
+
+def wrapped_in_ddp() -> str:
+    torch.distributed.init_process_group("gloo")
+    return _message(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
+
+
+@pytest.mark.distributed
+def test_model_inside_ddp() -> None:
+    for message in run_ranks(f"{_HERE}:wrapped_in_ddp", 2):
+        assert "wrapped in DistributedDataParallel; pass the model inside" in message
+
+
+def two_dimensional_mesh() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    refused = _message(lambda: hecate.compile(build("plain"), EAGER, mesh=mesh))
+    model = hecate.compile(build("plain"), EAGER, mesh=mesh["dp"])
+    model(batch(0), batch(0))["loss"].backward()
+    return [refused, str(list(model.blocks[0]._parameters["w_in"].shape))]
+
+
+@pytest.mark.distributed
+def test_mesh_of_two_dimensions() -> None:
+    for refused, shape in run_ranks(f"{_HERE}:two_dimensional_mesh", 2):
+        assert "mesh has 2 dimensions" in refused and "mesh['dp']" in refused
+        assert shape == "[4, 32, 16]"

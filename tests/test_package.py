@@ -1,0 +1,48 @@
+"""The package list, the public names and the import order."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import hecate
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_package_list_equals_the_disk() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["package-dir"]
+    folders = {"hecate": "hecate_compile"}
+    for top in ("passes", "runtime"):
+        folders[f"hecate.{top}"] = top
+        for init in (ROOT / top).rglob("*/__init__.py"):
+            inner = init.parent.relative_to(ROOT)
+            folders[f"hecate.{'.'.join(inner.parts)}"] = str(inner)
+    assert listed == folders
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(folders)
+    assert project["project"]["version"] == hecate.__version__
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    for name in hecate.__all__:
+        assert getattr(hecate, name).__doc__, name
+
+
+def test_imports_run_one_way() -> None:
+    """The wrapper uses the passes, the passes use the runtime, the runtime uses neither."""
+    for folder, forbidden in (
+        ("runtime", r"from hecate\.(?!runtime)|import hecate\.(?!runtime)|from hecate import"),
+        ("passes", r"from hecate\.(?!runtime|passes)|from hecate import"),
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not re.search(forbidden, path.read_text()), path
+
+
+def test_readme_lists_every_pass_in_order() -> None:
+    readme = (ROOT / "README.md").read_text()
+    names = [function.__name__ for function in hecate.passes.PASSES]
+    assert [readme.index(f"{number} {name}") for number, name in enumerate(names, 1)] == sorted(
+        readme.index(f"{number} {name}") for number, name in enumerate(names, 1)
+    )
