@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hecate import transformers_models
 from hecate.backend import Backend
 from hecate.config import Config
 from hecate.finder import ExpertsModule, Passed, find_experts
@@ -94,6 +95,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     install_reads(model, experts, layers, sync, forward, policy.param_dtype if policy else None)
 
     # Step 4: torch.compile with our passes.
+    transformers_models.prepare(model)
     backend = Backend(config=config, world=world, layers=layers)
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl

@@ -1,0 +1,177 @@
+"""Train a small Qwen3-MoE as a byte-level language model on text files, with Hecate.
+
+    torchrun --nproc-per-node 2 examples/train.py                      the text of Python's standard library
+    torchrun --nproc-per-node 2 examples/train.py --text ~/my/texts    any folder with text files
+    python examples/train.py                                           one process
+
+The model is the unmodified transformers one, with random weights; everything that is Hecate is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import hecate  # 1
+
+SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".html", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java"}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    standard_library = Path(sysconfig.get_path("stdlib"))
+    parser.add_argument("--text", type=Path, default=standard_library, help="folder with text files")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--length", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--auxiliary-loss", type=float, default=0.0, help="weight of the load-balancing loss")
+    parser.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor")
+    parser.add_argument("--policy", choices=["static", "gather"], default="static")
+    parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
+    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--generate", type=int, default=60, help="bytes to generate at the end")
+    return parser.parse_args()
+
+
+def read_text(folder: Path, limit: int = 16 * 2**20) -> torch.Tensor:
+    """All text files below ``folder`` as one uint8 tensor, at most ``limit`` bytes, in a fixed order."""
+    if not folder.is_dir():
+        raise SystemExit(f"--text {folder}: no such folder")
+    parts, size = [], 0
+    for path in sorted(folder.rglob("*")):
+        # Installed packages differ from machine to machine; the library itself does not.
+        if path.suffix not in SUFFIXES or "site-packages" in path.parts or not path.is_file():
+            continue
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= limit:
+            break
+    if size < 100_000:
+        raise SystemExit(f"--text {folder}: {size} bytes of text, at least 100,000 are needed")
+    return torch.frombuffer(bytearray(b"".join(parts)[:limit]), dtype=torch.uint8)
+
+
+def unigram_loss(text: torch.Tensor) -> float:
+    """Cross-entropy in nats of a model that knows only how frequent each byte is."""
+    p = torch.bincount(text.int(), minlength=256).double() / len(text)
+    p = p[p > 0]
+    return float(-(p * p.log()).sum())
+
+
+def sample_batch(text: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(0, len(text) - length, (rows, 1), generator=generator)
+    return text[starts + torch.arange(length)].long()
+
+
+def generate(model: torch.nn.Module, prompt: bytes, count: int, rows: int, length: int) -> bytes:
+    """Sample ``count`` bytes after ``prompt``.
+
+    Every rank computes the same thing on a batch of the training shape, so that no new graph is compiled.
+    """
+    generator = torch.Generator().manual_seed(0)
+    written = list(prompt)
+    device = next(model.parameters()).device
+    for _ in range(count):
+        window = written[-length:]
+        ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        ids[0, : len(window)] = torch.tensor(window)
+        logits = model(input_ids=ids, labels=ids).logits[0, len(window) - 1].float().cpu()
+        choices = torch.topk(logits / 0.7, 40)
+        picked = torch.multinomial(choices.values.softmax(-1), 1, generator=generator)
+        written.append(int(choices.indices[picked]))
+    return bytes(written)
+
+
+def main() -> None:
+    args = parse_arguments()
+    text = read_text(args.text)
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        moe_intermediate_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=args.hidden // 4,
+        num_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        max_position_embeddings=args.length,
+        output_router_logits=args.auxiliary_loss > 0,
+        router_aux_loss_coef=args.auxiliary_loss,
+        use_cache=False,
+        # Byte 0 does not occur in text, so generation never stops early.
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    if torch.cuda.is_available():
+        model.cuda()
+    model = hecate.compile(  # 2
+        model, hecate.Config(backend=args.backend, policy=args.policy, dump=args.dump)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+    )
+
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(rank)
+    console = Console(quiet=rank != 0, width=None)
+    console.print(f"{len(text):,} bytes of {args.text} on {size} rank(s); compiling, about a minute ...")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    losses = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=args.steps)
+        for step in range(args.steps):
+            ids = sample_batch(text, args.batch, args.length, generator).to(device)
+            start = time.perf_counter()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            hecate.clip_grad_norm_(model, 1.0)  # 3
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(mean_over_ranks(loss.detach(), size))
+            rate = ids.numel() * size / (time.perf_counter() - start)
+            shown = f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s"
+            if step % 10 == 0 or step == args.steps - 1:
+                imbalance = hecate.stats(model).imbalance  # 4
+            progress.update(task, advance=1, description=f"{shown}, max/mean rows {imbalance:.2f}")
+
+    written = generate(model, args.prompt.encode(), args.generate, args.batch, args.length)
+    last = sum(losses[-10:]) / len(losses[-10:])
+    print_on_first = print if rank == 0 else (lambda *_: None)
+    print_on_first(hecate.explain(model), hecate.stats(model))
+    console.print(f"first loss {losses[0]:.3f}, last loss {last:.3f} (mean of the last 10 steps)")
+    console.print(f"byte unigram model {unigram_loss(text):.3f}")
+    console.print(f"generated: {written.decode(errors='replace')!r}", markup=False)
+    console.print(f"graphs before and after every pass: {args.dump}/rank0")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mean_over_ranks(loss: torch.Tensor, size: int) -> float:
+    if size > 1:
+        dist.all_reduce(loss)
+    return float(loss) / size
+
+
+if __name__ == "__main__":
+    main()
