@@ -157,8 +157,9 @@ def main() -> None:
 
     written = generate(model, args.prompt.encode(), args.generate, args.batch, args.length)
     last = sum(losses[-10:]) / len(losses[-10:])
-    print_on_first = print if rank == 0 else (lambda *_: None)
-    print_on_first(hecate.explain(model), hecate.stats(model))
+    rows = hecate.stats(model)  # all ranks together
+    if rank == 0:
+        print(hecate.explain(model), rows, sep="\n")
     console.print(f"first loss {losses[0]:.3f}, last loss {last:.3f} (mean of the last 10 steps)")
     console.print(f"byte unigram model {unigram_loss(text):.3f}")
     console.print(f"generated: {written.decode(errors='replace')!r}", markup=False)

@@ -27,6 +27,8 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
     Returns:
         ``[sum(receive), ...]``.
     """
+    if world.through_host and rows.device.type != "cpu":
+        return all_to_all(rows.cpu(), send, receive, world).to(rows.device)
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     if world.group is None:
         return out.copy_(rows)
@@ -38,6 +40,8 @@ def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``."""
     if world.group is None:
         return tensor.clone().unsqueeze(0)
+    if world.through_host and tensor.device.type != "cpu":
+        return all_gather_even(tensor.cpu(), world).to(tensor.device)
     # Flat, because gloo takes stacked output only for one-dimensional input.
     out = tensor.new_empty(world.size * tensor.numel())
     _all_gather(out, tensor.reshape(-1), group=world.group)

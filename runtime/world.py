@@ -23,6 +23,14 @@ class World:
     device: torch.device
 
     @property
+    def through_host(self) -> bool:
+        """Whether tensors on the device must be copied to the host to be sent: gloo has no all-to-all for CUDA.
+
+        Slow; it lets several processes share one GPU, which NCCL refuses.
+        """
+        return self.group is not None and self.device.type != "cpu" and dist.get_backend(self.group) == "gloo"
+
+    @property
     def control_device(self) -> torch.device:
         """Where small control tensors must live for ``group``: the CPU, unless the group is NCCL only."""
         if self.group is not None and dist.get_backend(self.group) == "nccl":

@@ -132,6 +132,22 @@ def test_inductor_equals_one_process() -> None:
             assert (result["graphs"], result["breaks"], result["rewritten"]["exchange_rows"]) == (1, 0, 2)
 
 
+def measure_on_one_gpu() -> dict[str, Any]:
+    """Several processes share the GPU, which NCCL refuses and gloo allows."""
+    torch.distributed.init_process_group("gloo")
+    return {family: measure(family, device="cuda") for family in FAMILIES}
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_that_share_a_gpu_equal_one_process() -> None:
+    for ranks in run_ranks("tests.hecate_compile.test_parity:measure_on_one_gpu", 2):
+        for family, result in ranks.items():
+            assert result["gradient"] < 1e-4, (family, result["worst"])
+            assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -1,0 +1,41 @@
+"""The training example, by the command a user runs, on a small model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "127.0.0.1:0"] if ranks > 1 else []  # fmt: skip
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "train.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.distributed
+def test_two_ranks_learn_and_report(tmp_path: Path) -> None:
+    small = "--steps 40 --layers 2 --hidden 32 --experts 4 --length 64 --generate 4 --backend aot_eager"
+    run = _run(*small.split(), "--auxiliary-loss", "0.01", "--dump", str(tmp_path), ranks=2)
+    assert run.returncode == 0, run.stderr[-4000:]
+    first, last = map(float, re.findall(r"first loss ([\d.]+), last loss ([\d.]+)", run.stdout)[0])
+    unigram = float(re.findall(r"byte unigram model ([\d.]+)", run.stdout)[0])
+    assert last < first - 1
+    assert 2.5 < unigram < 4.5
+    assert "generated: 'def " in run.stdout
+    assert (tmp_path / "rank0" / "graph0.05.exchange_rows.diff").exists()
+    assert not (tmp_path / "rank0" / "graph1.05.exchange_rows.diff").exists(), "one graph"
+
+
+def test_wrong_folder_and_too_little_text(tmp_path: Path) -> None:
+    run = _run("--text", str(tmp_path / "nowhere"))
+    assert run.returncode != 0 and "no such folder" in run.stderr
+    (tmp_path / "a.txt").write_text("short")
+    run = _run("--text", str(tmp_path))
+    assert run.returncode != 0 and "at least 100,000 are needed" in run.stderr
