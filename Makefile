@@ -26,7 +26,7 @@ check: $(VENV)/.installed
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/compile_and_step.py
 
-# torch first and by itself: from a machine without a GPU, an open range would bring gigabytes of CUDA packages.
+# torch first and by itself, in the version that the tests were run with; the range in pyproject.toml is wider.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sysconfig
 import time
 from pathlib import Path
@@ -44,7 +45,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--generate", type=int, default=60, help="bytes to generate at the end")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1 or args.experts < 2 or not 1 <= args.top_k <= args.experts:
+        parser.error("needs at least 1 step, 2 experts, and --top-k between 1 and --experts")
+    return args
 
 
 def read_text(folder: Path, limit: int = 16 * 2**20) -> torch.Tensor:
@@ -121,7 +125,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     if torch.cuda.is_available():
-        model.cuda()
+        model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     model = hecate.compile(  # 2
         model, hecate.Config(backend=args.backend, policy=args.policy, dump=args.dump)
     )

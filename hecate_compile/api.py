@@ -63,13 +63,19 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     Returns:
         The same object.
 
+    Under torchrun it starts ``torch.distributed`` if nobody has. Rank 0's weights win. The first call of the model
+    compiles; it raises :class:`UntracedReadError` if torch.compile cannot trace the experts.
+
     Raises:
         NoExpertsError: nothing that looks like experts was found.
         DisagreementError: ranks hold different models or use different options.
-        RuntimeError: the model is compiled already, or an optimizer holds its parameters.
-        ValueError: a wrong option.
+        RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters.
+        ValueError: a wrong option, mesh or device.
+        TypeError: not an ``nn.Module``, or not a :class:`Config`.
     """
     config = config if config is not None else Config()
+    if not isinstance(config, Config):
+        raise TypeError(f"hecate.compile: config is a {type(config).__name__}, expected a hecate.Config")
 
     # Step 1: everything that can be wrong, before anything changes.
     _check_usable(model, config)
@@ -96,6 +102,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
+    _refuse_ddp(model, world)
     backend = Backend(config=config, world=world, layers=layers)
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
@@ -108,7 +115,11 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What was found, rewritten and skipped, and why. ``print`` the result. No communication."""
+    """What was found, rewritten and skipped, and why. ``print`` the result. No communication.
+
+    Raises:
+        ValueError: the model was not compiled.
+    """
     state = _state_of(model, "explain")
     return Explanation(
         world=state.world, experts=state.experts, passed=state.passed, layers=state.layers,
@@ -117,7 +128,13 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Rows and bytes per layer and rank in the last step. A collective: all ranks call it together."""
+    """Rows and bytes per layer and rank in the last forward (and its backward). All ranks call it together.
+
+    Layers that gather their experts are not in it: they exchange no rows.
+
+    Raises:
+        ValueError: the model was not compiled.
+    """
     state = _state_of(model, "stats")
     return collect_stats(state.layers, state.world)
 
@@ -127,6 +144,9 @@ def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
     With it off, gradients of replicated parameters stay local in ``param.grad``; the next backward with it on
     averages the accumulated sum. Expert gradients always go to their owner, which is where they accumulate.
+
+    Raises:
+        ValueError: the model was not compiled.
     """
     sync = _state_of(model, "set_requires_gradient_sync").sync
     sync.enabled = enabled
@@ -165,6 +185,16 @@ def _check_usable(model: nn.Module, config: Config) -> None:
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
+
+
+def _refuse_ddp(model: nn.Module, world: World) -> None:
+    """DDP around a compiled model would copy rank 0's experts over everybody else's.
+
+    With every parameter on its ignore list it refuses by itself, whoever wraps the model.
+    """
+    if world.size > 1:
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
 def _check_no_optimizer(model: nn.Module) -> None:
@@ -254,7 +284,7 @@ def _around_forward(
                 out = compiled(*args, **kwargs)
         finally:
             forward.running = False
-        backend.compared = False
+        backend.compared.add(torch.is_grad_enabled())
         return _cast(out, policy.output_dtype) if policy and policy.output_dtype else out
 
     return call

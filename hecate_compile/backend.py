@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from hecate.config import Config
@@ -42,15 +43,15 @@ class Backend:
 
     Attributes:
         graphs: what has been compiled so far.
-        compared: compare graphs across ranks. On during the first forward, which all ranks run together;
-            off afterwards, because a later recompile may happen on one rank alone.
+        compared: grad modes in which a forward has run. Graphs of the first forward in each mode are compared
+            across ranks, because all ranks compile then; a later recompile may happen on one rank alone.
     """
 
     config: Config
     world: World
     layers: Sequence[Layer]
     graphs: list[GraphRecord] = field(default_factory=list)
-    compared: bool = True
+    compared: set[bool] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
 
     @property
@@ -79,7 +80,7 @@ class Backend:
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
         self._warn_fallbacks(records)
-        if self.compared:
+        if torch.is_grad_enabled() not in self.compared:
             agree(
                 fingerprint(gm),
                 f"graph {number}",

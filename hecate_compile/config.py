@@ -23,11 +23,12 @@ class Config:
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
         policy: ``"static"``: every expert is computed by its owner and tokens travel to it.
-            ``"gather"``: every rank gathers all experts and computes its own tokens, no rewriting.
+            ``"gather"``: every rank gathers all experts and computes its own tokens; nothing is exchanged.
         dump: folder for the graphs before and after every pass; ``HECATE_DUMP`` sets it too.
-        mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``.
-        experts: patterns (``fnmatch``) of qualified module names that hold expert parameters, where
-            the finder has to be told.
+        mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
+            of parameters outside the experts; an expert's gradient is a sum that its owner computes.
+        experts: patterns (``fnmatch``, as in ``named_modules()``) of modules that hold expert parameters,
+            where the finder has to be told. They alone decide, and each must match one.
     """
 
     dense: Dense = "replicate"
@@ -49,7 +50,8 @@ class Config:
                 raise TypeError(f"hecate.Config: {name}={value!r} is a string, expected a tuple: ({value!r},)")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
-        if self.mixed_precision is not None and not hasattr(self.mixed_precision, "param_dtype"):
+        fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        if self.mixed_precision is not None and not all(hasattr(self.mixed_precision, f) for f in fields):
             raise TypeError(
                 f"hecate.Config: mixed_precision is a {type(self.mixed_precision).__name__}, expected a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy"

@@ -83,8 +83,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tup
             if parameter.ndim >= 2 and parameter.shape[0] == num_experts and not _is_router(key, parameter, fused)
         )
         found.append(ExpertsModule(name=name, module=module, parameters=keys, num_experts=num_experts, sign=sign))
-    if not found:
-        raise NoExpertsError(_nothing_found(model, patterns, passed))
+    unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
+    if not found or unmatched:
+        raise NoExpertsError(_nothing_found(model, unmatched if patterns is not None else None, passed))
     return found, passed
 
 
@@ -116,7 +117,7 @@ def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]
 def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed: list[Passed]) -> str:
     lines = [f"hecate.compile: no experts found in {type(model).__name__}."]
     if patterns is not None:
-        lines.append(f"Config(experts={tuple(patterns)!r}) matches no module with [E, a, b] parameters.")
+        lines = [f"hecate.Config(experts=...): {', '.join(patterns)} matches no module with [E, a, b] parameters."]
         names = [name for name, m in model.named_modules() if any(_per_expert_matrix(p) for p in m.parameters(False))]
         lines.append(f"Modules with such parameters: {', '.join(names) or 'none'}.")
     else:

@@ -1,4 +1,4 @@
-"""Gradient clipping and accumulation for a model whose experts are sharded."""
+"""Gradient clipping for a model whose experts are sharded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,25 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` with the norm of the whole model on every rank.
 
     The plain function sees another norm on each rank, because each rank has other experts, and would scale
-    the replicated parameters apart. A collective: all ranks call it, also those without gradients.
+    the replicated parameters apart. A collective: all ranks call it after a backward with gradient
+    synchronization on, also ranks without gradients.
 
     Args:
-        parameters: the model, or its parameters.
+        parameters: the compiled model, or its parameters.
+        max_norm: the norm after clipping is at most this.
+        norm_type: order of the norm, greater than 0; may be infinite.
+        error_if_nonfinite: raise instead of scaling by NaN or infinity.
 
     Returns:
-        The total norm before clipping, the same on every rank.
+        The total norm before clipping, a float32 scalar, the same on every rank.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"hecate.clip_grad_norm_: norm_type must be greater than 0, got {norm_type}")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):

@@ -79,6 +79,14 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
 
     namespace["register_parameter"] = register_parameter
     namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise TypeError(
+            f"hecate: a compiled model cannot be copied or pickled ({cls.__name__} in it reads sharded parameters). "
+            "Save model.state_dict(), which all ranks call together; for a second copy, build the model again."
+        )
+
+    namespace["__reduce_ex__"] = __reduce_ex__
     swapped: Any = type(cls.__name__, (cls,), namespace)
     module.__class__ = swapped
 

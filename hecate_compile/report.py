@@ -30,6 +30,7 @@ class Explanation:
     """What :func:`hecate.explain` returns; ``print`` it.
 
     Attributes:
+        world: rank and number of ranks.
         experts: the modules that were sharded.
         passed: modules that look similar and were not.
         layers: the runtime records, with the owners.
@@ -72,12 +73,13 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStats:
-    """One MoE layer in the last step.
+    """One MoE layer in the last forward and its backward.
 
     Attributes:
+        name: qualified name of the experts module.
         rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
         expert_rows: rows of each expert over all ranks, length E.
-        bytes_sent: bytes that each rank sent to others, forward and backward, length W.
+        bytes_sent: bytes of rows that each rank sent to others, forward and backward, length W.
     """
 
     name: str
@@ -94,14 +96,18 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What :func:`hecate.stats` returns; ``print`` it."""
+    """What :func:`hecate.stats` returns; ``print`` it.
+
+    Attributes:
+        layers: one entry for each MoE layer that exchanges rows, in model order.
+    """
 
     layers: tuple[LayerStats, ...]
 
     @property
     def imbalance(self) -> float:
-        """Mean over layers of max/mean rows per rank; 1.0 without any layer."""
-        return sum(layer.imbalance for layer in self.layers) / len(self.layers) if self.layers else 1.0
+        """Mean over layers of max/mean rows per rank; NaN if no layer exchanged rows."""
+        return sum(layer.imbalance for layer in self.layers) / len(self.layers) if self.layers else float("nan")
 
     def __str__(self) -> str:
         table = Table("layer", "rows per rank", "max/mean", "hottest expert", "MB sent per rank")

@@ -52,8 +52,7 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
 def shard_experts(found: Sequence[ExpertsModule], world: World) -> list[Layer]:
     """Keep this rank's experts of each module, with rank 0's values, and free the rest.
 
-    A module on the meta device is made real on rank 0 alone, one module at a time (see
-    :func:`materialize_dense`, which must have run first).
+    A parameter may be on the meta device on ranks other than 0 (see :func:`materialize`).
     """
     layers = []
     for experts in found:
@@ -100,9 +99,8 @@ def _keep_state_dict_full(module: nn.Module, keys: tuple[str, ...]) -> None:
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key in keys:
             parameter = state.get(prefix + key)
-            shard = shard_of(module._parameters[key])  # type: ignore[arg-type]
-            if parameter is not None and shard is not None:
-                layer = shard.layer
+            if parameter is not None:
+                layer = _record(module, prefix, key).layer
                 state[prefix + key] = transport.gather_shards(parameter.detach(), layer.owners, layer.world)
 
     def scatter(
@@ -113,8 +111,7 @@ def _keep_state_dict_full(module: nn.Module, keys: tuple[str, ...]) -> None:
             current, full = module._parameters[key], state.get(prefix + key)
             if full is None or current is None:
                 continue
-            shard = shard_of(current)
-            assert shard is not None
+            shard = _record(module, prefix, key)
             if tuple(full.shape) != tuple(shard.full_shape):
                 errors.append(
                     f"{prefix + key}: the checkpoint has {list(full.shape)}, the model {list(shard.full_shape)}. "
@@ -127,6 +124,16 @@ def _keep_state_dict_full(module: nn.Module, keys: tuple[str, ...]) -> None:
 
     module.register_state_dict_post_hook(gather)
     module.register_load_state_dict_pre_hook(scatter)
+
+
+def _record(module: nn.Module, prefix: str, key: str) -> Shard:
+    shard = shard_of(module._parameters[key])  # type: ignore[arg-type]
+    if shard is None:
+        raise RuntimeError(
+            f"hecate: {prefix + key} is no longer the shard that hecate.compile made; something replaced the "
+            "parameter. Load weights with load_state_dict."
+        )
+    return shard
 
 
 # --- meta device ---

@@ -44,11 +44,11 @@ class GraphDump:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, index: int, name: str, before: str, after: str) -> None:
-        stem = f"graph{self.graph}.{index:02}.{name}"
+        stem = f"graph{self.graph:03}.{index:02}.{name}"
         diff = "\n".join(
             difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=2)
         )
-        for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
+        for suffix, text in (("1.before.py", before), ("2.after.py", after), ("3.diff", diff)):
             (self.folder / f"{stem}.{suffix}").write_text(text + "\n")
 
 

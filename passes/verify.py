@@ -1,6 +1,6 @@
 """What a graph of this compiler must look like after every pass.
 
-1. The three tickets of an exchange and of its way back come from one ``route``.
+1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``.
 2. A grouped matmul on own experts uses the offsets of a ``route`` (or ``count_rows`` at one rank),
    one on gathered experts never does.
 3. Every route's result is used: rows that leave come back.

@@ -55,7 +55,7 @@ def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, referenc
         error = _error(parameter, expected[name])
         if error > worst:
             worst, name_of_worst = error, name
-    return Difference(float((mean - reference_loss).abs() / reference_loss.abs()), worst, name_of_worst)
+    return Difference(_or_infinite((mean - reference_loss).abs() / reference_loss.abs()), worst, name_of_worst)
 
 
 def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
@@ -69,8 +69,13 @@ def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    error = float((parameter.grad.float() - expected.float()).abs().max())
+    error = _or_infinite((parameter.grad.float() - expected.float()).abs().max())
     return error / largest if largest > 0 else (0.0 if error == 0 else float("inf"))
+
+
+def _or_infinite(error: torch.Tensor) -> float:
+    """NaN compares as smaller than everything, so it must not get into a maximum."""
+    return float(error) if bool(error.isfinite()) else float("inf")
 
 
 def clear_gradients(*models: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -27,28 +28,45 @@ def run_ranks(
     Args:
         timeout: seconds; then every process of the run is killed.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-            "--module", "tests.ranks", function, folder, json.dumps(arguments),
+            "--module", "tests.ranks", function, name, json.dumps(arguments),
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {})
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, start_new_session=True, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting.
+        log = folder / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            raise RanksFailed(
-                f"{function} on {world_size} ranks: no end after {timeout} s\n{output[-20000:]}"
-            ) from None
-        if process.returncode != 0:
-            raise RanksFailed(f"{function} on {world_size} ranks failed\n{output[-20000:]}")
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
+            raise RanksFailed(f"{function} on {world_size} ranks: no end after {timeout} s\n{_tail(log)}") from None
+        finally:
+            _end(process, folder)
+        if code != 0:
+            raise RanksFailed(f"{function} on {world_size} ranks failed\n{_tail(log)}")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _tail(log: Path) -> str:
+    return log.read_text()[-20000:]
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Stop torchrun and its workers, which live in sessions of their own."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for path in folder.glob("pid*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def _main() -> None:
@@ -57,13 +75,17 @@ def _main() -> None:
 
     name, folder, arguments = sys.argv[1:]
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    pid = Path(folder) / f"pid{rank}"
+    pid.write_text(str(os.getpid()))
     module, _, function = name.partition(":")
     result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    rank = int(os.environ["RANK"])
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    # The number may belong to somebody else from now on.
+    pid.unlink()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -59,6 +61,25 @@ def test_torch_compile_before() -> None:
     model.compile()
     with pytest.raises(RuntimeError, match=r"torch\.compile before"):
         hecate.compile(model, EAGER)
+
+
+def test_config_of_another_type() -> None:
+    with pytest.raises(TypeError, match=r"config is a dict, expected a hecate\.Config"):
+        hecate.compile(build("plain"), {"backend": "aot_eager"})  # type: ignore[arg-type]
+
+
+def test_copy_and_pickle_say_what_to_do_instead() -> None:
+    model = hecate.compile(build("plain"), EAGER)
+    for function in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict"):
+            function(model)
+
+
+def test_replaced_parameter_is_named() -> None:
+    model = hecate.compile(build("plain"), EAGER)
+    model.blocks[0].w_in = nn.Parameter(torch.zeros(8, 32, 16))
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.w_in is no longer the shard"):
+        model.state_dict()
 
 
 def test_unknown_pass_name_lists_the_passes() -> None:
@@ -208,30 +229,38 @@ class RankDependent(PlainLanguageModel):
         return out
 
 
-def different_graphs() -> str:
+def different_graphs(evaluate_first: bool) -> str:
     torch.manual_seed(0)
     model = hecate.compile(RankDependent(), EAGER)
+    model.odd = False
+    if evaluate_first:
+        with torch.no_grad():
+            model(batch(0), batch(0))
     model.odd = rank_and_size()[0] == 1
     return _message(lambda: model(batch(0), batch(0)))
 
 
 @pytest.mark.distributed
-def test_planted_graph_difference_is_named_on_all_ranks() -> None:
-    for message in run_ranks(f"{_HERE}:different_graphs", 3, timeout=120):
-        assert "ranks disagree on graph 0" in message
+@pytest.mark.parametrize("evaluate_first", [False, True])
+def test_planted_graph_difference_is_named_on_all_ranks(evaluate_first: bool) -> None:
+    for message in run_ranks(f"{_HERE}:different_graphs", 3, timeout=120, evaluate_first=evaluate_first):
+        assert f"ranks disagree on graph {int(evaluate_first)}" in message
         assert "rank 0, line" in message and "tanh" in message
         assert "HECATE_DUMP" in message
 
 
-def wrapped_in_ddp() -> str:
+def wrapped_in_ddp() -> list[str]:
     torch.distributed.init_process_group("gloo")
-    return _message(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
+    before = _message(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
+    model = hecate.compile(build("plain"), EAGER)
+    return [before, _message(lambda: nn.parallel.DistributedDataParallel(model))]
 
 
 @pytest.mark.distributed
-def test_model_inside_ddp() -> None:
-    for message in run_ranks(f"{_HERE}:wrapped_in_ddp", 2):
-        assert "wrapped in DistributedDataParallel; pass the model inside" in message
+def test_ddp_inside_and_around() -> None:
+    for before, after in run_ranks(f"{_HERE}:wrapped_in_ddp", 2):
+        assert "wrapped in DistributedDataParallel; pass the model inside" in before
+        assert "DistributedDataParallel is not needed" in after
 
 
 def two_dimensional_mesh() -> list[str]:

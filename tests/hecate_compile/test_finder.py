@@ -60,6 +60,8 @@ def test_patterns_decide_alone() -> None:
     assert [(experts.name, experts.parameters) for experts in found] == [("b", ("filters",))]
     with pytest.raises(NoExpertsError, match=r"Modules with such parameters: a, b, b\.conv"):
         find_experts(model, ["nowhere*"])
+    with pytest.raises(NoExpertsError, match=r"typo\* matches no module"):
+        find_experts(model, ["a", "typo*"])
 
 
 def test_no_experts_says_what_was_looked_for() -> None:

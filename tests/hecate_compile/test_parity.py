@@ -10,7 +10,7 @@ import torch
 
 from tests.models import FAMILIES, batch, build
 from tests.parity import clear_gradients, compare, run_step
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 PASS_NAMES = (
     "share_gathers",
@@ -84,15 +84,22 @@ def measure_all(size: int) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def results(size: int) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks("tests.hecate_compile.test_parity:measure_all", size, timeout=900, size=size)
+def results(size: int) -> list[dict[str, dict[str, Any]]] | RanksFailed:
+    """One run for all cases of a world size. A failure is remembered too, so that it is waited for once."""
+    try:
+        return run_ranks("tests.hecate_compile.test_parity:measure_all", size, timeout=900, size=size)
+    except RanksFailed as failure:
+        return failure
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("size", "family", "variant"), CASES)
 def test_equals_one_process(size: int, family: str, variant: str) -> None:
-    for result in (ranks[f"{family} {variant}"] for ranks in results(size)):
+    found = results(size)
+    if isinstance(found, RanksFailed):
+        pytest.fail(str(found))
+    for result in (ranks[f"{family} {variant}"] for ranks in found):
         assert result["loss"] < 1e-5
         assert result["gradient"] < 1e-5, result["worst"]
         assert result["graphs"] == 1

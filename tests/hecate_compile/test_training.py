@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,17 @@ def _compiled(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     import hecate
 
     return hecate.compile(model, hecate.Config(**({"backend": "aot_eager"} | options)))
+
+
+_DUMP = tempfile.mkdtemp() if "RANK" in os.environ else ""
+
+
+def _count_in_dump(text: str) -> int:
+    rank, _ = rank_and_size()
+    (path,) = Path(_DUMP).glob(f"rank{rank}/graph000.01.*.before.py")
+    found = path.read_text().count(text)
+    shutil.rmtree(_DUMP)
+    return found
 
 
 def fifty_steps() -> dict[str, Any]:
@@ -56,7 +71,6 @@ def fifty_steps() -> dict[str, Any]:
         "zero_gradients": zero_gradients,
         "idle_ranks": idle,
         "graphs": len(hecate.explain(model).graphs),
-        "frames": sum(torch._dynamo.utils.counters["frames"].values()),
     }
 
 
@@ -269,6 +283,20 @@ def test_mixed_precision() -> None:
             assert errors["out"] == "torch.float32"
 
 
+def test_mixed_precision_computes_in_bf16() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    import hecate
+
+    torch._dynamo.reset()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager", mixed_precision=policy))
+    out = model(input_ids=batch(0), labels=batch(0))
+    assert out["logits"].dtype == torch.bfloat16
+    out["loss"].backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
 def gradient_checkpointing() -> dict[str, Any]:
     import hecate
 
@@ -277,7 +305,7 @@ def gradient_checkpointing() -> dict[str, Any]:
     model.gradient_checkpointing_enable()
     model.train()
     reference.train()
-    model = _compiled(model)
+    model = _compiled(model, dump=_DUMP)
     worst = 0.0
     for step in range(3):
         ids = batch(step)
@@ -289,6 +317,7 @@ def gradient_checkpointing() -> dict[str, Any]:
     explanation = hecate.explain(model)
     return {
         "worst": worst,
+        "checkpoints": _count_in_dump("tag_activation_checkpoint"),
         "graphs": len(explanation.graphs),
         "exchanged": sum(r.rewritten for r in explanation.graphs[0].passes if r.name == "exchange_rows"),
     }
@@ -300,6 +329,7 @@ def test_gradient_checkpointing() -> None:
         assert result["worst"] < 1e-5
         assert result["graphs"] == 1
         assert result["exchanged"] == 2
+        assert result["checkpoints"] >= 2
 
 
 def evaluate_between_steps() -> dict[str, Any]:
