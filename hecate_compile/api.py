@@ -273,18 +273,21 @@ def _around_forward(
     compiled: Callable[..., Any], experts: list[ExpertsModule], backend: Backend, forward: Forward, policy: Any
 ) -> Callable[..., Any]:
     options = _dynamo_options()
+    compared: set[bool] = set()
     cast_inputs = bool(policy and policy.param_dtype and policy.cast_forward_inputs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if cast_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         forward.running = True
+        mode = torch.is_grad_enabled()
+        backend.comparing = mode not in compared
         try:
             with torch._dynamo.config.patch(options), _without_gradients(experts):
                 out = compiled(*args, **kwargs)
         finally:
             forward.running = False
-        backend.compared.add(torch.is_grad_enabled())
+        compared.add(mode)
         return _cast(out, policy.output_dtype) if policy and policy.output_dtype else out
 
     return call

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from hecate.config import Config
@@ -43,15 +42,15 @@ class Backend:
 
     Attributes:
         graphs: what has been compiled so far.
-        compared: grad modes in which a forward has run. Graphs of the first forward in each mode are compared
-            across ranks, because all ranks compile then; a later recompile may happen on one rank alone.
+        comparing: compare graphs across ranks. On during the first forward in each grad mode, because all ranks
+            compile then; off otherwise, because a later recompile may happen on one rank alone.
     """
 
     config: Config
     world: World
     layers: Sequence[Layer]
     graphs: list[GraphRecord] = field(default_factory=list)
-    compared: set[bool] = field(default_factory=set)
+    comparing: bool = True
     _warned: set[str] = field(default_factory=set)
 
     @property
@@ -80,7 +79,7 @@ class Backend:
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
         self._warn_fallbacks(records)
-        if torch.is_grad_enabled() not in self.compared:
+        if self.comparing:
             agree(
                 fingerprint(gm),
                 f"graph {number}",
@@ -97,7 +96,9 @@ class Backend:
             return aot_eager(gm, example_inputs)
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(gm, example_inputs)
+        # Inductor may choose an order by estimated memory, which may differ between ranks; collectives must not.
+        patches = {"reorder_for_peak_memory": False} if self.world.size > 1 else {}
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
         return compiled
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:

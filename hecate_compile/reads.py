@@ -20,13 +20,13 @@ from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
 from hecate.finder import ExpertsModule
-from hecate.runtime.gradients import GradientSync, add_replica, replicate
+from hecate.runtime.gradients import GradientSync, add_replica, replicate, take_averaged
 from hecate.runtime.layer import Layer
 from hecate.sharding import shard_of
 
 
 class UntracedReadError(RuntimeError):
-    """Eager code read a sharded expert parameter."""
+    """Code that was not traced read a sharded expert parameter, or trained a replicated one unaveraged."""
 
 
 @dataclass
@@ -47,19 +47,36 @@ def install_reads(
     """Swap the classes. Dense parameters of a single process without mixed precision are left alone."""
     experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
     replicas: dict[int, int] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         own, layer = experts.get(id(module), (None, None))
         for key, parameter in module._parameters.items():
             if own is not None and layer is not None and key in own.parameters:
-                readers[key] = _read_experts(key, layer, param_dtype)
+                readers[key] = _read_experts(key, layer, forward, param_dtype)
             elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
                 replica = replicas.get(id(parameter))
                 if replica is None:
-                    replica = replicas[id(parameter)] = add_replica(parameter, sync)
+                    replica = replicas[id(parameter)] = add_replica(module, key, sync)
+                    if sync.world.size > 1 and parameter.requires_grad:
+                        _require_average(parameter, replica, f"{name}.{key}".lstrip("."))
                 readers[key] = _read_dense(key, replica, forward, param_dtype)
         if readers:
             _swap_class(module, readers)
+
+
+def _require_average(parameter: nn.Parameter, replica: int, name: str) -> None:
+    """Raise in the backward if a gradient arrives that no all-reduce has seen: ranks would drift apart."""
+
+    def check(_: torch.Tensor) -> None:
+        if not take_averaged(replica):
+            raise UntracedReadError(
+                f"hecate: the gradient of {name} was not averaged over ranks, because the parameter was used outside "
+                "the compiled model's forward, or by a module that keeps parameters under other names (nn.LSTM and "
+                "its kin). Compute everything that needs gradients inside the forward of the model given to "
+                "hecate.compile."
+            )
+
+    parameter.register_post_accumulate_grad_hook(check)
 
 
 def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]]) -> None:
@@ -91,7 +108,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     module.__class__ = swapped
 
 
-def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_experts(key: str, layer: Layer, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read(module: nn.Module) -> Any:
@@ -101,7 +118,7 @@ def _read_experts(key: str, layer: Layer, dtype: torch.dtype | None) -> Callable
                 shard = shard.to(dtype)
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
-            return shard
+            return shard.to(dtype) if dtype is not None and forward.running else shard
         raise UntracedReadError(_untraced(key, layer, shard))
 
     return read

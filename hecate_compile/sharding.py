@@ -157,22 +157,28 @@ def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) 
     for name, module in model.named_modules():
         own = experts.get(id(module))
         skip = own.parameters if own is not None and world.rank != 0 else ()
-        if _allocate(module, world.device, made, skip) and world.rank == 0 and not _initialize(model, name, module):
-            uninitialized.append(name or type(module).__name__)
+        fresh = _allocate(module, world.device, made, skip)
+        if fresh and world.rank == 0:
+            versions = {key: tensor._version for key, tensor in fresh.items()}
+            _initialize(model, name, module)
+            uninitialized += [f"{name}.{key}".lstrip(".") for key, t in fresh.items() if t._version == versions[key]]
         if own is not None:
             layers += shard_experts([own], world)
     if uninitialized:
         warnings.warn(
-            f"hecate.compile: {', '.join(uninitialized[:5])} came from the meta device without an initializer "
-            "(_init_weights or reset_parameters); their values are NaN until load_state_dict fills them.",
+            f"hecate.compile: nothing initialized {', '.join(uninitialized[:8])}, which came from the meta device: "
+            "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
+            "with load_state_dict, or, for buffers that are not in it, by computing them again.",
             stacklevel=4,
         )
     return layers
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter], skip: Sequence[str]) -> bool:
-    """Replace the module's own meta tensors by NaN-filled ones; shared parameters stay shared."""
-    any_made = False
+def _allocate(
+    module: nn.Module, device: torch.device, made: dict[int, nn.Parameter], skip: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Replace the module's own meta tensors by NaN-filled ones, and return these; shared parameters stay shared."""
+    fresh: dict[str, torch.Tensor] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or not parameter.is_meta or key in skip:
             continue
@@ -181,13 +187,12 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, nn.Parame
             made[id(parameter)] = nn.Parameter(real, requires_grad=parameter.requires_grad)
             # The key of the memo is an address: the meta tensor must live as long as the memo.
             made[id(parameter)]._hecate_meta = parameter  # type: ignore[attr-defined]
-            any_made = True
+            fresh[key] = made[id(parameter)]
         module._parameters[key] = made[id(parameter)]
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = _unwritten(buffer, device)
-            any_made = True
-    return any_made
+            module._buffers[key] = fresh[key] = _unwritten(buffer, device)
+    return fresh
 
 
 def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -195,7 +200,7 @@ def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()
 
 
-def _initialize(model: nn.Module, name: str, module: nn.Module) -> bool:
+def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
     """Run the nearest enclosing ``_init_weights(module)``, or ``module.reset_parameters()``."""
     with torch.no_grad():
         path = name.split(".") if name else []
@@ -207,8 +212,6 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> bool:
         else:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not any(t.is_floating_point() and t.numel() and bool(t.isnan().any()) for t in own)
 
 
 def copy_from_rank0(model: nn.Module, world: World) -> None:

@@ -6,7 +6,8 @@ Changes  a = replicate(p, 0); b = replicate(q, 1)
          A parameter that is read twice (tied weights) is averaged once.
 Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
 
-Buckets fill in the order in which gradients become ready: from the last parameter used to the first.
+Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
+its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
-from hecate.passes.nodes import arg, calls, value_of
+from hecate.passes.nodes import arg, calls, grad_modes, positions, value_of
 from hecate.runtime.gradients import replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
 
 
 def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
-    """Group the reads of each bucket behind the placeholders."""
+    """Group the reads of each bucket at its first read."""
     reads = _reads_with_grad(gm)
     parameters = [node for node in reads if value_of(node) is not None]
     parameters.reverse()
-    key = _kind
     buckets: list[list[Node]] = []
-    for _, same in groupby(sorted(parameters, key=lambda p: str(key(p))), key=key):
+    for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
         buckets += _fill(list(same))
     for bucket in buckets:
         _merge(gm, bucket, reads)
@@ -40,12 +40,10 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
 
 def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
     """Placeholder -> its replicate nodes that gradients flow through, in order of first use."""
-    grad_enabled = True
+    modes = grad_modes(gm.graph)
     reads: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
-        if calls(node, torch._C._set_grad_enabled):
-            grad_enabled = bool(arg(node, 0))
-        elif calls(node, replicate) and grad_enabled and node.users and arg(node, 0).op == "placeholder":
+        if calls(node, replicate) and modes[node] and node.users and arg(node, 0).op == "placeholder":
             reads.setdefault(arg(node, 0), []).append(node)
     return reads
 
@@ -70,9 +68,10 @@ def _fill(parameters: list[Node]) -> list[list[Node]]:
 
 def _merge(gm: GraphModule, bucket: list[Node], reads: dict[Node, list[Node]]) -> None:
     graph = gm.graph
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    ids = [reads[parameter][0].args[1] for parameter in bucket]
-    with graph.inserting_after(last):
+    place = positions(graph)
+    first = min((read for parameter in bucket for read in reads[parameter]), key=place.__getitem__)
+    ids = [arg(reads[parameter][0], 1) for parameter in bucket]
+    with graph.inserting_before(first):
         whole = graph.call_function(replicate_bucket, (list(bucket), ids))
     after = whole
     for index, parameter in enumerate(bucket):

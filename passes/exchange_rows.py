@@ -66,6 +66,7 @@ def _rewrite(graph: Graph, region: Region, world_size: int) -> None:
             copy = graph.node_copy(node, lambda n: new.get(n, n))
         if world_size > 1:
             copy.meta.pop("example_value", None)
+        copy.meta["hecate_layer"] = region.layer
         new[node] = copy
 
     # Step 4: results go home.
@@ -100,13 +101,15 @@ def _exchange(graph: Graph, region: Region, new: dict[Node, Node]) -> list[Node]
         with graph.inserting_after(parts[-1] if parts else route):
             parts.append(graph.call_function(operator.getitem, (route, index)))
     new[region.offsets], *ticket = parts
+    body = set(region.body)
     for entry in region.entries:
-        after = entry if place[entry] > place[latest] else parts[-1]
-        with graph.inserting_after(after):
+        # Where the rows are first used: in its grad mode, and after whatever happened to them before.
+        first = min((user for user in entry.users if user in body), key=place.__getitem__)
+        with graph.inserting_before(first):
             new[entry] = graph.call_function(torch.ops.hecate.exchange.default, (entry, *ticket, region.layer))
     if region.ids is not None:
-        with graph.inserting_after(new[region.entries[0]]):
-            rows = _num_rows(graph, new[region.entries[0]])
+        with graph.inserting_after(parts[-1]):
+            rows = _num_rows(graph, ticket[2])
         with graph.inserting_after(rows):
             new[region.ids] = graph.call_function(torch.ops.hecate.row_slots.default, (new[region.offsets], rows))
     return ticket

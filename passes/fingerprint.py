@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.nodes import arg, value_of
+from hecate.passes.nodes import arg, operands, value_of
 
 
 def fingerprint(gm: GraphModule) -> list[str]:
@@ -27,7 +27,9 @@ def _describe(node: Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     target = str(node.target) if operator else name
     if not target.startswith("hecate."):
-        return f"{node.op} {target}"
+        # Between the cuts, a number from the model's code meets rows of other ranks.
+        numbers = [a for a in operands(node) if isinstance(a, (int, float))] if "hecate_layer" in node.meta else []
+        return f"{node.op} {target} {numbers}" if numbers else f"{node.op} {target}"
     carried = value_of(arg(node, 0))
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
     constants = [arg for arg in node.args if isinstance(arg, int)]

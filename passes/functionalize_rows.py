@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Skip
-from hecate.passes.nodes import arg, calls, describe, mutates, positions, value_of
+from hecate.passes.nodes import arg, calls, describe, grad_modes, mutates, positions, value_of
 
 _PLAIN = {
     operator.iadd: operator.add,
@@ -30,7 +30,7 @@ _METHODS = {
 def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
     """Follow each matmul result through the in-place operations on it."""
     rewritten, skipped = 0, []
-    place = positions(gm.graph)
+    place, modes = positions(gm.graph), grad_modes(gm.graph)
     for node in list(gm.graph.nodes):
         if not calls(node, torch.ops.hecate.grouped_mm):
             continue
@@ -41,9 +41,9 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
                 break
             change = changes[0]
             early = [u for u in current.users if u is not change and place[u] < place[change]]
-            plain = _plain_target(change)
+            plain = _plain_target(change) if modes[change] == modes[node] else None
             if early or plain is None:
-                why = f"{describe(early[0])} read it before" if early else "no plain form is known"
+                why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
                 reason = f"in-place {describe(change)} on expert rows: {why}"
                 skipped.append(Skip(where=str(node), reason=reason, fallback=False))
                 break

@@ -28,10 +28,12 @@ from hecate.passes.nodes import (
     descendants,
     describe,
     gathers_by_layer,
+    grad_modes,
     is_getitem,
     mutates,
     operands,
     positions,
+    refuse_changes_of,
     storage_of,
     value_of,
 )
@@ -74,7 +76,7 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _is_one_expert(node: Node) -> bool:
-    return is_getitem(node) and isinstance(arg(node, 1), int)
+    return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
 
 
 def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
@@ -104,9 +106,18 @@ def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
     first = turns[0]
     if not first.entries:
         raise Refused("every expert gets the same rows")
+    for turn in turns:
+        if len({_num_rows(entry) for entry in turn.entries}) != 1:
+            raise Refused("values with different numbers of rows flow into a turn")
     _check_forms(first)
     check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
     return turns
+
+
+def _num_rows(entry: Node) -> str:
+    """The number of rows of a tensor, which may be a symbol."""
+    value = value_of(entry)
+    return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
 
 
 def _views(picked: list[Node], place: dict[Node, int]) -> tuple[Node, ...]:
@@ -124,9 +135,6 @@ def _turn(graph: Graph, views: tuple[Node, ...], everything: set[Node], place: d
         raise Refused("two experts meet in one operation")
     inside = anchors | (descendants(anchors) & ancestors(anchors))
     body = tuple(sorted(inside, key=place.__getitem__))
-    for node in body:
-        if mutates(node) is not None:
-            raise Refused(f"in-place {describe(node)}")
     entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in own))
     exits = [n for n in body if any(user not in inside for user in n.users)]
     if len(exits) != 1:
@@ -164,8 +172,18 @@ def _check_order(graph: Graph, turns: list[_Turn]) -> None:
     inputs = _inputs(turns)
     if inputs & (after | {turn.exit for turn in turns}):
         raise Refused("a turn needs the result of an earlier one")
+    bodies = {node for turn in turns for node in turn.body}
+    refuse_changes_of(inputs, until=max(inputs | bodies, key=place.__getitem__))
+    for turn in turns:
+        refuse_changes_of(turn.body, until=turn.body[-1])
     last = max(place[node] for node in inputs)
     delayed = [n for n in graph.nodes if n in after and place[n] <= last]
+    modes = grad_modes(graph)
+    behind = next(node for node, index in place.items() if index == last).next
+    if len({modes[node] for node in (*bodies, *delayed, behind)}) != 1:
+        raise Refused("gradients are switched on and off in it")
+    if _under_autocast(graph):
+        raise Refused("it runs under autocast, which a grouped matmul does not know")
     changed = {storage_of(target) for node in delayed if (target := mutates(node)) is not None}
     if None in changed:
         raise Refused("an in-place operation between turns, on a tensor that nothing is known about")
@@ -173,6 +191,11 @@ def _check_order(graph: Graph, turns: list[_Turn]) -> None:
         between = delayed and place[delayed[0]] < place[node] <= last and node not in after
         if between and any(storage_of(source) in changed for source in node.all_input_nodes):
             raise Refused(f"{describe(node)} reads what an earlier turn changed in place")
+
+
+def _under_autocast(graph: Graph) -> bool:
+    inside = any(calls(node, torch.amp.autocast_mode._enter_autocast) for node in graph.nodes)
+    return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _inputs(turns: list[_Turn]) -> set[Node]:
@@ -217,7 +240,9 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
     if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
         return "linear"
     if (calls(node, *_SUMS) or method == "add") and len(own) == 1 and len(args) == 2:
-        return "bias"
+        value = value_of(args[own[0]])
+        if isinstance(value, torch.Tensor) and value.ndim == 1:
+            return "bias"
     raise Refused(f"no grouped form of {describe(node)}")
 
 
@@ -266,9 +291,13 @@ def _group(graph: Graph, turns: list[_Turn]) -> None:
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
     # Step 3: every turn's result is its part of the whole.
+    changed = {storage_of(target) for node in graph.nodes if (target := mutates(node)) is not None}
     parts = builder.call(torch.split, new[first.exit], sizes)
     for expert, turn in enumerate(turns):
         part = builder.call(operator.getitem, parts, expert)
+        if storage_of(turn.exit) in changed:
+            # A part of a split is a view that autograd does not let anybody change in place.
+            part = builder.method("clone", part)
         if "example_value" in turn.exit.meta:
             part.meta["example_value"] = turn.exit.meta["example_value"]
         turn.exit.replace_all_uses_with(part)

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from hecate.passes.contract import Refused
+
 
 def arg(node: Any, index: int) -> Any:
-    """A positional argument of a node. FX types it as a union of everything; passes know what it is."""
+    """A positional argument of a node. FX types it as a union of everything; passes know what it is.
+
+    Raises:
+        Refused: the call passes it by name, which no pass expects.
+    """
+    if index >= len(node.args):
+        raise Refused(f"operands by name in {describe(node)}")
     return node.args[index]
 
 
@@ -79,6 +87,8 @@ def mutates(node: Node) -> Node | None:
     if isinstance(node.kwargs.get("out"), Node):
         return node.kwargs["out"]  # type: ignore[return-value]
     first = arg(node, 0) if node.args and isinstance(arg(node, 0), Node) else None
+    if node.kwargs.get("inplace") is True:
+        return first
     if node.op == "call_method":
         name = str(node.target)
         return first if name.endswith("_") and not name.endswith("__") else None
@@ -91,7 +101,8 @@ def mutates(node: Node) -> Node | None:
 
 _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.iand, operator.ior, operator.setitem,
+    operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.imatmul,
+    operator.ilshift, operator.irshift, operator.setitem,
 }  # fmt: skip
 
 
@@ -105,6 +116,51 @@ def describe(node: Node) -> str:
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     return f"{target} in '{trace[-1]}'" if trace else f"{target} (%{node.name})"
+
+
+def grad_modes(graph: Graph) -> dict[Node, bool]:
+    """Whether gradients are recorded at each node."""
+    modes: dict[Node, bool] = {}
+    enabled = True
+    for node in graph.nodes:
+        modes[node] = enabled
+        if calls(node, torch._C._set_grad_enabled):
+            enabled = bool(arg(node, 0))
+    return modes
+
+
+def refuse_changes_of(values: Iterable[Node], until: Node) -> None:
+    """Raise if one of ``values`` is changed in place, itself or through a view, between its making and ``until``.
+
+    An in-place operation is no edge of the graph: who moves or replaces the value would miss the change.
+
+    Raises:
+        Refused: names the operation.
+    """
+    place = positions(until.graph)
+    made: dict[int | None, int] = {}
+    for value in values:
+        storage = storage_of(value)
+        if storage is not None:
+            made[storage] = min(place[value], made.get(storage, place[value]))
+    for node in until.graph.nodes:
+        target = mutates(node)
+        if target is None or place[node] > place[until]:
+            continue
+        storage = storage_of(target)
+        if storage is None or (storage in made and place[node] > made[storage]):
+            raise Refused(f"in-place {describe(node)}")
+
+
+def same_on_all_ranks(node: Node) -> bool:
+    """Whether a value is computed from parameters, buffers and constants alone, not from a rank's own tokens."""
+    return all(_is_state(source) for source in ancestors([node]) | {node} if source.op == "placeholder")
+
+
+def _is_state(placeholder: Node) -> bool:
+    source = getattr(placeholder, "_dynamo_source", None)
+    named = source is not None and ("_parameters[" in source.name or "_buffers[" in source.name)
+    return named or isinstance(value_of(placeholder), torch.nn.Parameter)
 
 
 def storage_of(node: Any) -> int | None:

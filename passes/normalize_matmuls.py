@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Skip
-from hecate.passes.nodes import ancestors, arg, calls, describe
+from hecate.passes.nodes import arg, calls, describe
 
 
 def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
@@ -25,10 +25,7 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         if not calls(node, *_spellings()):
             continue
         operands = _operands(node)
-        gathered = [
-            n for n in (ancestors([operands["weight"]]) | {operands["weight"]})
-            if calls(n, torch.ops.hecate.gather_experts)
-        ]  # fmt: skip
+        gathered = _gathers_behind(operands["weight"])
         if not gathered:
             continue
         extra = [key for key in ("bias", "out_dtype") if operands.get(key) is not None]
@@ -46,6 +43,17 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         gm.graph.erase_node(node)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _gathers_behind(weight: Node) -> list[Node]:
+    """The gathers from which alone a weight is computed, through views and casts; none if anything else is in it."""
+    while not calls(weight, torch.ops.hecate.gather_experts):
+        if weight.op == "placeholder" or len(weight.all_input_nodes) != 1:
+            return []
+        (weight,) = weight.all_input_nodes
+        if calls(weight, *_spellings(), torch.ops.hecate.grouped_mm):
+            return []
+    return [weight]
 
 
 def _spellings() -> list[Any]:

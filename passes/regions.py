@@ -16,7 +16,18 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.contract import Refused
-from hecate.passes.nodes import ancestors, arg, calls, descendants, describe, is_getitem, mutates, positions
+from hecate.passes.nodes import (
+    ancestors,
+    arg,
+    calls,
+    descendants,
+    describe,
+    grad_modes,
+    is_getitem,
+    positions,
+    refuse_changes_of,
+    same_on_all_ranks,
+)
 from hecate.passes.rowwise import Kind, check_rowwise
 
 
@@ -66,17 +77,24 @@ def find_region(graph: Graph, layer: int, gathers: Sequence[Node]) -> Region:
 
     # Between the cuts: everything on a path from one anchor to another.
     anchors = {*matmuls, *lookups}
-    needed = anchors | {user for lookup in lookups for user in lookup.users}
-    inside = anchors | ((descendants(anchors) & ancestors(needed)) | needed)
+    needed = anchors | _joins(graph, matmuls, lookups)
+    inside = needed | (descendants(anchors) & ancestors(needed))
     if offsets in inside or (ids is not None and ids in inside):
         raise Refused("the routing depends on the experts' own result")
     body = sorted(inside | (slots - set(gathers)), key=place.__getitem__)
     used = tuple(g for g in gathers if any(u in inside or u in slots for u in g.users))
     entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
     exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
-    for node in body:
-        if mutates(node) is not None:
-            raise Refused(f"in-place {describe(node)} between the expert matmuls")
+    outside = {s for n in body for s in n.all_input_nodes} - set(body)
+    refuse_changes_of(outside | set(body), until=body[-1])
+    for node in outside - {*used, *entries, offsets, ids}:
+        if not same_on_all_ranks(node):
+            raise Refused(f"{describe(node)} is computed from this rank's own tokens and used on rows of others")
+    if any(place[user] < place[offsets] for lookup in lookups for user in lookup.users):
+        raise Refused("biases are used before the rows of each expert are counted")
+    modes = grad_modes(graph)
+    if len({modes[node] for node in inside}) != 1:
+        raise Refused("gradients are switched on and off between the expert matmuls")
 
     inputs = dict.fromkeys(used, Kind.SLOTS) | dict.fromkeys(entries, Kind.ROWS) | {offsets: Kind.OFFSETS}
     if ids is not None:
@@ -96,6 +114,17 @@ def _slot_values(graph: Graph, gathers: Sequence[Node]) -> set[Node]:
             slots.add(node)
     ends = [n for n in graph.nodes if _is_matmul(n, slots) or _is_lookup(n, slots)]
     return slots & (ancestors(ends) | set(gathers))
+
+
+def _joins(graph: Graph, matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
+    """Where what was looked up by expert meets the rows of a matmul."""
+    multiplied = descendants(matmuls) | set(matmuls)
+    looked_up: set[Node] = set(lookups)
+    joins: set[Node] = set()
+    for node in graph.nodes:
+        if any(source in looked_up for source in node.all_input_nodes):
+            (joins if node in multiplied else looked_up).add(node)
+    return joins
 
 
 def _is_matmul(node: Node, slots: set[Node]) -> bool:

@@ -2,7 +2,7 @@
 
 Needs    gather_experts nodes.
 Changes  a second gather of the same shard, or of the same cast of it, becomes the first one's result.
-Never    merges across a change of grad mode: a gather under no_grad carries no gradient.
+Never    merges gathers of different grad modes: one under no_grad carries no gradient.
 
     a = gather(w); b = gather(w)   becomes   a = gather(w); b = a
 """
@@ -15,19 +15,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
-from hecate.passes.nodes import arg, calls
+from hecate.passes.nodes import arg, calls, grad_modes
 
 
 def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
-    """Keep the first gather of each shard in each stretch of one grad mode."""
+    """Keep the first gather of each shard in each grad mode."""
     first: dict[Any, Node] = {}
+    modes = grad_modes(gm.graph)
     merged = 0
     for node in list(gm.graph.nodes):
-        if calls(node, torch._C._set_grad_enabled):
-            first.clear()
-        elif calls(node, torch.ops.hecate.gather_experts):
+        if calls(node, torch.ops.hecate.gather_experts):
             shard = arg(node, 0)
-            key = (_identity(shard), arg(node, 2))
+            key = (_identity(shard), arg(node, 2), modes[node])
             if key not in first:
                 first[key] = node
                 continue

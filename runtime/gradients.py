@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hecate.runtime.world import World
 
@@ -34,22 +34,44 @@ class GradientSync:
     owed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Replica:
-    """One replicated parameter. The reference is weak: the registry must not keep a model alive."""
+    """One replicated parameter, found anew each time: load_state_dict(assign=True) makes another object.
 
-    parameter: weakref.ref[Tensor]
+    Attributes:
+        owner: the module; weak, because the registry must not keep a model alive.
+        averaged: the gradient that arrives next has been through :func:`_average_gradients`.
+    """
+
+    owner: weakref.ref[nn.Module]
+    key: str
     sync: GradientSync
+    averaged: bool = False
+
+    @property
+    def parameter(self) -> Tensor:
+        module = self.owner()
+        parameter = module._parameters.get(self.key) if module is not None else None
+        if parameter is None:
+            raise RuntimeError(f"hecate: the replicated parameter {self.key} no longer exists, but has a gradient")
+        return parameter
 
 
 _replicas: dict[int, _Replica] = {}
 
 
-def add_replica(parameter: Tensor, sync: GradientSync) -> int:
-    """Register a replicated parameter and return the id that goes into the graph."""
+def add_replica(owner: nn.Module, key: str, sync: GradientSync) -> int:
+    """Register the replicated parameter ``owner._parameters[key]``; returns the id that goes into the graph."""
     id = len(_replicas)
-    _replicas[id] = _Replica(weakref.ref(parameter), sync)
+    _replicas[id] = _Replica(weakref.ref(owner), key, sync)
     return id
+
+
+def take_averaged(replica: int) -> bool:
+    """Whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
+    record = _replicas[replica]
+    averaged, record.averaged = record.averaged, False
+    return averaged
 
 
 def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list[Tensor]:
@@ -61,6 +83,8 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list
     """
     records = [_replicas[id] for id in replicas]
     sync = records[0].sync
+    for record in records:
+        record.averaged = True
     if not sync.enabled:
         return [grad.clone() for grad in grads]
     dtype = sync.dtype or grads[0].dtype
@@ -72,10 +96,10 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list
     torch._foreach_copy_(parts, list(grads))
     if sync.owed:
         for part, record in zip(parts, records, strict=True):
-            parameter = record.parameter()
-            if parameter is not None and parameter.grad is not None:
-                part += parameter.grad
-                parameter.grad.zero_()
+            gradient = record.parameter.grad
+            if gradient is not None:
+                part += gradient
+                gradient.zero_()
     if sync.world.group is not None:
         dist.all_reduce(buffer, group=sync.world.group)
     buffer.div_(sync.world.size)

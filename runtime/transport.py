@@ -54,7 +54,7 @@ def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Te
     Unequal shards are padded to the largest one, because gloo and NCCL gather equal sizes only.
     """
     if world.group is None:
-        return shard.clone()
+        return shard.clone(memory_format=torch.contiguous_format)
     counts, most = owners.counts, max(owners.counts)
     even = min(counts) == most
     if not even and shard.shape[0] < most:

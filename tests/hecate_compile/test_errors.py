@@ -82,6 +82,31 @@ def test_replaced_parameter_is_named() -> None:
         model.state_dict()
 
 
+def test_norms_of_no_order() -> None:
+    with pytest.raises(ValueError, match="norm_type must be greater than 0, got 0"):
+        hecate.clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0, 0)
+
+
+class Positions(nn.Module):
+    """A model with a buffer that nothing initializes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = PlainMoE(8, 6, 4, 2)
+        self.register_buffer("positions", torch.arange(6), persistent=False)
+
+
+def test_meta_tensors_that_nothing_initializes_are_named() -> None:
+    with torch.device("meta"):
+        model = Positions()
+    with pytest.warns(
+        UserWarning, match=r"nothing initialized positions, moe\.w_in, moe\.w_out.*computing them again"
+    ):
+        hecate.compile(model, EAGER)
+    assert model.moe.router.weight.isfinite().all(), "nn.Linear has reset_parameters"
+    assert model.moe._parameters["w_in"].isnan().all()
+
+
 def test_unknown_pass_name_lists_the_passes() -> None:
     with pytest.raises(ValueError, match=r"\['exchange_row'\]; the passes are \['share_gathers'"):
         hecate.compile(build("plain"), hecate.Config(disable_passes=("exchange_row",)))
@@ -193,6 +218,20 @@ def test_direct_call_of_a_part() -> None:
     for message in run_ranks(f"{_HERE}:direct_call_of_a_part", 2):
         assert message.startswith("UntracedReadError")
         assert "call the compiled model instead" in message
+
+
+def used_outside() -> str:
+    """The head's weight trained by code outside the model: its gradient would never be averaged."""
+    model = hecate.compile(build("plain"), EAGER)
+    model(batch(0), batch(0))["loss"].backward()
+    return _message(lambda: model.norms[0].weight.square().sum().backward())
+
+
+@pytest.mark.distributed
+def test_parameter_trained_outside_the_forward() -> None:
+    for message in run_ranks(f"{_HERE}:used_outside", 2):
+        assert message.startswith("UntracedReadError")
+        assert "gradient of norms.0.weight was not averaged" in message
 
 
 def different_models() -> list[str]:

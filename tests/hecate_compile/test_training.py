@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.models import batch, build
 from tests.parity import clear_gradients, compare, rank_and_size, run_step
@@ -42,7 +44,7 @@ def fifty_steps() -> dict[str, Any]:
 
     reference = build("gpt_oss", num_experts_per_tok=1)
     model = _compiled(build("gpt_oss", num_experts_per_tok=1))
-    worst, zero_gradients, idle = 0.0, True, 0
+    worst, zero_gradients, counted, idle = 0.0, True, True, 0
     for step in range(50):
         ids = batch(step)
         forced = step // 5 % 8 if step % 5 else None
@@ -59,7 +61,10 @@ def fifty_steps() -> dict[str, Any]:
         difference = compare(model, loss, reference, expected.detach())
         worst = max(worst, difference.gradient, difference.loss)
         if forced is not None:
-            idle += sum(layer.rows.count(0) for layer in hecate.stats(model).layers)
+            layers = hecate.stats(model).layers
+            idle += sum(layer.rows.count(0) for layer in layers)
+            counted &= all(layer.expert_rows[forced] == ids.numel() == max(layer.rows) for layer in layers)
+            counted &= all(layer.bytes_sent[0 if forced > 3 else 1] > 0 for layer in layers)
             for name, parameter in model.named_parameters():
                 if name.endswith("experts.down_proj"):
                     experts = parameter._hecate_shard.experts  # type: ignore[attr-defined]
@@ -69,6 +74,7 @@ def fifty_steps() -> dict[str, Any]:
     return {
         "worst": worst,
         "zero_gradients": zero_gradients,
+        "counted": counted,
         "idle_ranks": idle,
         "graphs": len(hecate.explain(model).graphs),
     }
@@ -79,6 +85,7 @@ def test_fifty_steps_with_extreme_routing() -> None:
     for result in run_ranks(f"{_HERE}:fifty_steps", 2):
         assert result["worst"] < 1e-5
         assert result["zero_gradients"]
+        assert result["counted"]
         assert result["idle_ranks"] == 40 * 2
         assert result["graphs"] == 1
 
@@ -245,6 +252,31 @@ def test_meta_device_model() -> None:
         assert result["worst"] < 1e-5
         for std in result["stds"].values():
             assert std == pytest.approx(0.02, rel=0.1)
+
+
+def no_full_copy() -> dict[str, Any]:
+    """What expert memory is alive after compile, and after a step."""
+    model = build("qwen3_moe")
+    shapes = {p.shape for name, p in model.named_parameters() if "experts" in name}
+    model = _compiled(model)
+    alive = [_alive(shapes)]
+    run_step(model, batch(0))
+    alive.append(_alive(shapes))
+    own = {n: list(p.shape) for n, p in model.named_parameters() if n.endswith("0.mlp.experts.down_proj")}
+    return {"alive": alive, "own": own}
+
+
+def _alive(shapes: set[torch.Size]) -> int:
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return sum(not isinstance(t, FakeTensor) and t.shape in shapes for t in tensors)
+
+
+@pytest.mark.distributed
+def test_a_rank_holds_its_shard_and_no_full_copy() -> None:
+    for result in run_ranks(f"{_HERE}:no_full_copy", 2):
+        assert result["alive"] == [0, 0]
+        assert list(result["own"].values()) == [[4, 32, 16]]
 
 
 def mixed_precision() -> dict[str, Any]:

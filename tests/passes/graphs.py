@@ -34,6 +34,10 @@ class GraphUnderTest:
         node.meta["example_value"] = self.mode.from_tensor(value)
         return node
 
+    def parameter(self, *shape: int) -> Node:
+        """A dense parameter, the same on every rank."""
+        return self.input(torch.nn.Parameter(torch.randn(*shape)))
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return self._value(self.graph.call_function(target, args, kwargs), target)
 
@@ -94,7 +98,7 @@ def apply(function: Pass, under_test: GraphUnderTest, gm: GraphModule, *, world_
 
 def _run(gm: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The first output, and the gradient of every floating input."""
-    leaves = [value.clone().requires_grad_(value.is_floating_point()) for value in inputs]
+    leaves = [value.detach().clone().requires_grad_(value.is_floating_point()) for value in inputs]
     out = gm(*leaves)[0]
     if out.requires_grad:
         out.square().sum().backward()

@@ -12,9 +12,11 @@ from hecate.runtime.gradients import GradientSync, add_replica, replicate
 from hecate.runtime.world import SINGLE
 from tests.passes.graphs import GraphUnderTest, apply, targets
 
+MODULE = torch.nn.Linear(3, 1, bias=False)
+
 
 def read(g: GraphUnderTest, placeholder: Node) -> Node:
-    return g.call(replicate, placeholder, add_replica(g.inputs[0], GradientSync(SINGLE)))
+    return g.call(replicate, placeholder, add_replica(MODULE, "weight", GradientSync(SINGLE)))
 
 
 def test_reads_share_a_bucket_and_tied_reads_one_place() -> None:
@@ -33,7 +35,8 @@ def test_dtypes_and_sizes_split_buckets(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys.modules[bucket_gradients.__module__], "BUCKET_BYTES", 24)
     g = GraphUnderTest()
     values = [torch.randn(3), torch.randn(3), torch.randn(3), torch.randn(3).bfloat16()]
-    reads = [read(g, g.input(value)) for value in values]
+    inputs = [g.input(value) for value in values]
+    reads = [read(g, placeholder) for placeholder in inputs]
     total = reads[0]
     for other in reads[1:]:
         total = g.call(operator.add, total, other)

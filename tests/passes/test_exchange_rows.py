@@ -61,8 +61,8 @@ def test_at_one_rank_rows_are_only_counted() -> None:
         lambda g, x: g.call(torch.nn.functional.layer_norm, x, (I,)),
         lambda g, x: g.method("softmax", x, -1),
         lambda g, x: g.method("view", g.method("view", x, -1, I, 1), -1, I),
-        lambda g, x: g.call(torch.nn.functional.linear, x, g.input(torch.randn(I, I))),
-        lambda g, x: g.call(operator.add, x, g.input(torch.randn(I))),
+        lambda g, x: g.call(torch.nn.functional.linear, x, g.parameter(I, I)),
+        lambda g, x: g.call(operator.add, x, g.parameter(I)),
         lambda g, x: g.method("clamp", g.method("float", x), min=None, max=1.0),
     ],
     ids=["chunk", "norm", "softmax", "views", "linear", "vector", "clamp"],
@@ -70,6 +70,11 @@ def test_at_one_rank_rows_are_only_counted() -> None:
 def test_rewrites_rowwise_middles(middle: Body) -> None:
     g = GraphUnderTest()
     assert apply(exchange_rows, g, region(g, middle), world_size=2).rewritten == 1
+
+
+def _then(value: Node, _: Node) -> Node:
+    """``value``, after something that was recorded."""
+    return value
 
 
 def _halves(g: GraphUnderTest, x: Node) -> list[Node]:
@@ -82,13 +87,34 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "cumsum over rows": (lambda g, x: g.method("cumsum", x, 0), "keep rows apart"),
     "softmax over rows": (lambda g, x: g.method("softmax", x, 0), "keep rows apart"),
     "flip of rows": (lambda g, x: g.method("flip", x, 0), "keep rows apart"),
-    "one value per row": (lambda g, x: g.call(operator.mul, x, g.input(torch.rand(R, 1))), "another number of rows"),
+    "one value per row": (lambda g, x: g.call(operator.mul, x, g.input(torch.rand(R, 1))), "own tokens"),
     "number of rows baked in": (lambda g, x: g.method("view", x, R, I), "another number of rows"),
     "rows times rows": (
         lambda g, x: g.call(operator.matmul, g.call(operator.matmul, x, g.method("t", x)), x),
         "keep rows apart",
     ),
     "in place": (lambda g, x: g.method("tanh_", x), "in-place"),
+    "in place, result unused": (lambda g, x: _then(x, g.method("tanh_", x)), "in-place"),
+    "in place through a view": (
+        lambda g, x: _then(x, g.method("mul_", g.call(operator.getitem, x, (..., slice(0, 2))), 3.0)),
+        "in-place",
+    ),
+    "masked assignment": (
+        lambda g, x: _then(x, g.call(operator.setitem, x, g.call(operator.lt, x, 0.0), 0.0)),
+        "in-place",
+    ),
+    "inplace=True": (lambda g, x: _then(x, g.call(torch.nn.functional.relu, x, inplace=True)), "in-place"),
+    "scale from this rank's tokens": (
+        lambda g, x: g.call(operator.mul, x, g.method("amax", g.input(torch.rand(R, 3)))),
+        "own tokens",
+    ),
+    "grad mode": (
+        lambda g, x: _then(
+            g.call(operator.mul, x, _then(2.0, g.call(torch._C._set_grad_enabled, False))),
+            g.call(torch._C._set_grad_enabled, True),
+        ),
+        "switched on and off",
+    ),
 }
 
 
@@ -113,6 +139,54 @@ def test_refuses_biases_by_unknown_ids() -> None:
     gm = g.finish(g.call(operator.add, x, g.call(operator.getitem, g.experts(I), other)))
     outcome = apply(exchange_rows, g, gm, world_size=2)
     assert "the expert of each sorted row" in outcome.skipped[0].reason
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("what", ["rows", "offsets"])
+def test_values_changed_in_place_before_their_use(what: str, world_size: int) -> None:
+    """An in-place change is no edge of the graph; whoever replaces the value must not miss it."""
+    g = GraphUnderTest()
+    rows, ids, _ = g.routing()
+    counts = g.call(torch.histc, g.method("float", ids), bins=E, min=0, max=E - 1)
+    offsets = g.method("int", counts)
+    if what == "rows":
+        g.method("mul_", rows, 2.0)
+        offsets = g.method("cumsum", offsets, 0)
+    else:
+        g.method("cumsum_", offsets, 0)
+    gm = g.finish(mm(g, rows, g.experts(H, I), offsets))
+    outcome = apply(exchange_rows, g, gm, world_size=world_size)
+    assert outcome.rewritten == 0 and "in-place" in outcome.skipped[0].reason
+
+
+def test_rows_made_with_gradients_and_counted_without() -> None:
+    """The exchange stands where the rows are used, not inside the no_grad block that counts them."""
+    g = GraphUnderTest()
+    hidden, chosen = g.input(torch.randn(R, H)), g.input(torch.randint(0, E, (R,)))
+    weight = g.experts(H, I)
+    ordered = g.call(torch.sort, chosen)
+    rows = g.call(operator.getitem, hidden, g.call(operator.getitem, ordered, 1))
+    g.call(torch._C._set_grad_enabled, False)
+    ids = g.method("float", g.call(operator.getitem, ordered, 0))
+    counts = g.call(torch.histc, ids, bins=E, min=0, max=E - 1)
+    offsets = g.call(torch.cumsum, counts, dim=0, dtype=torch.int32)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(mm(g, rows, weight, offsets))
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_biases_looked_up_before_the_rows() -> None:
+    g = GraphUnderTest()
+    hidden, chosen = g.input(torch.randn(R, H)), g.input(torch.randint(0, E, (R,)))
+    ordered = g.call(torch.sort, chosen)
+    ids = g.call(operator.getitem, ordered, 0)
+    counts = g.call(torch.histc, g.method("float", ids), bins=E, min=0, max=E - 1)
+    offsets = g.call(torch.cumsum, counts, dim=0, dtype=torch.int32)
+    bias = g.method("float", g.call(operator.getitem, g.experts(I), ids))
+    rows = g.call(operator.getitem, hidden, g.call(operator.getitem, ordered, 1))
+    x = mm(g, rows, g.experts(H, I), offsets)
+    gm = g.finish(g.call(operator.add, x, bias))
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
 
 
 def test_refuses_experts_that_meet_no_grouped_matmul() -> None:

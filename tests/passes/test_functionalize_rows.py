@@ -46,6 +46,16 @@ def test_leaves_alone_what_was_read_before() -> None:
     assert "read it before" in outcome.skipped[0].reason
 
 
+def test_leaves_alone_what_happens_without_gradients() -> None:
+    g = GraphUnderTest()
+    out, _ = _product(g)
+    g.call(torch._C._set_grad_enabled, False)
+    g.method("mul_", out, 2.0)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(out)
+    assert apply(functionalize_rows, g, gm).rewritten == 0
+
+
 def test_leaves_other_tensors_alone() -> None:
     g = GraphUnderTest()
     copy = g.method("clone", g.input(torch.randn(3)))

@@ -85,6 +85,46 @@ def test_refuses_to_move_a_change_past_a_reader() -> None:
     assert "changed in place" in outcome.skipped[0].reason
 
 
+def test_refuses_rows_changed_in_place_and_grad_modes_and_other_forms() -> None:
+    def loop_with(change: str) -> GraphModule:
+        hidden, weights = g.input(torch.randn(R, H)), g.experts(*((2, H, H) if change == "inner index" else (H, H)))
+        total = []
+        for expert in range(E):
+            rows = g.method("clone", g.call(operator.getitem, hidden, slice(expert * 4, expert * 4 + 4)))
+            if change == "in place":
+                g.method("mul_", rows, 2.0)
+            if change == "no_grad":
+                g.call(torch._C._set_grad_enabled, False)
+            weight = g.call(operator.getitem, weights, expert)
+            if change == "inner index":
+                weight = g.call(operator.getitem, weight, 1)
+            if change == "by name":
+                weight = g.method("transpose", weight, dim0=0, dim1=1)
+            if change == "matrix added":
+                weight = g.call(operator.add, weight, g.input(torch.randn(H, H)))
+            total.append(g.call(operator.matmul, rows, weight))
+            if change == "no_grad":
+                g.call(torch._C._set_grad_enabled, True)
+        return g.finish(g.call(torch.cat, total))
+
+    for change in ("in place", "no_grad", "inner index", "by name", "matrix added"):
+        g = GraphUnderTest()
+        outcome = apply(group_expert_loops, g, loop_with(change))
+        assert (outcome.rewritten, len(outcome.skipped)) == (0, 1), change
+
+
+def test_results_changed_in_place() -> None:
+    """y *= weights, on a part that is then no view of the whole."""
+    g = GraphUnderTest()
+    hidden, weights, total = g.input(torch.randn(R, H)), g.experts(H, H), []
+    for expert in range(E):
+        rows = g.call(operator.getitem, hidden, slice(expert * 4, expert * 4 + 4))
+        y = g.call(operator.matmul, rows, g.call(operator.getitem, weights, expert))
+        total.append(g.call(operator.imul, y, g.input(torch.rand(4, 1))))
+    gm = g.finish(g.call(torch.cat, total))
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+
+
 def test_leaves_other_uses_alone() -> None:
     g = GraphUnderTest()
     rows, _, offsets = g.routing()

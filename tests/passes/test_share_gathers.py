@@ -36,7 +36,7 @@ def test_other_shards_stay_apart() -> None:
     assert targets(gm).count("gather_experts") == 2
 
 
-def test_not_across_a_change_of_grad_mode() -> None:
+def test_not_between_grad_modes() -> None:
     g = GraphUnderTest()
     shard = g.input(torch.randn(E, H))
     g.call(torch._C._set_grad_enabled, False)
