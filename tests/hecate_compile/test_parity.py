@@ -125,7 +125,7 @@ def test_bf16_is_within_bf16_rounding() -> None:
 
 
 def measure_inductor() -> dict[str, Any]:
-    return {family: measure(family, backend="inductor") for family in ("qwen3_moe", "plain")}
+    return {family: measure(family, backend="inductor") for family in ("qwen3_moe", "gpt_oss", "plain")}
 
 
 @pytest.mark.distributed

@@ -364,6 +364,24 @@ def test_gradient_checkpointing() -> None:
         assert result["checkpoints"] >= 2
 
 
+def generate() -> dict[str, Any]:
+    """transformers' own generation: a prompt, then one token at a time with a cache that grows."""
+    import hecate
+
+    reference, model = build("qwen3_moe").eval(), _compiled(build("qwen3_moe")).eval()
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    prompt = batch(0, rows=2)
+    same = torch.equal(model.generate(prompt, **options), reference.generate(prompt, **options))
+    return {"same": same, "graphs": len(hecate.explain(model).graphs)}
+
+
+@pytest.mark.distributed
+def test_generate() -> None:
+    for result in run_ranks(f"{_HERE}:generate", 2):
+        assert result["same"]
+        assert result["graphs"] <= 3, "prompt, first token, and one for every later length"
+
+
 def evaluate_between_steps() -> dict[str, Any]:
     """No-grad forwards and a new sequence length between training steps."""
     reference, model = build("qwen3_moe"), _compiled(build("qwen3_moe"))
