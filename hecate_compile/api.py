@@ -204,7 +204,7 @@ def _check_no_optimizer(model: nn.Module) -> None:
         # By type: isinstance would ask every proxy object in the process about its class.
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
-        held = [own[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in own]
+        held = [own[id(p)] for group in getattr(thing, "param_groups", ()) for p in group["params"] if id(p) in own]
         if held:
             raise RuntimeError(
                 f"hecate.compile: {type(thing).__name__} already holds parameters of this model "

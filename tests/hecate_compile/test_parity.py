@@ -115,11 +115,12 @@ def measure_bf16() -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_bf16_is_within_bf16_rounding() -> None:
-    """bf16 has 8 bits: relative rounding 2^-8 = 0.4 %. Ranks sum in another order than one process does; a bias
-    gradient, a bf16 sum over all rows of an expert, loses most. 5 % of a gradient's largest element covers it."""
+    """bf16 has 8 bits: neighbours differ by up to 2^-7 = 0.8 %. The plain models return their loss in bf16, so it may
+    be one step off: 1 %. Ranks sum in another order than one process does; a bias gradient, a bf16 sum over all rows
+    of an expert, loses most: 5 % of a gradient's largest element covers it."""
     for ranks in run_ranks("tests.hecate_compile.test_parity:measure_bf16", 2):
         for family, result in ranks.items():
-            assert result["loss"] < 4e-3, family
+            assert result["loss"] < 1e-2, family
             assert result["gradient"] < 5e-2, (family, result["worst"])
             assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
 
