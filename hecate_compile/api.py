@@ -193,8 +193,10 @@ def _refuse_ddp(model: nn.Module, world: World) -> None:
     With every parameter on its ignore list it refuses by itself, whoever wraps the model.
     """
     if world.size > 1:
-        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-        model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        root: Any = model
+        root._ddp_params_and_buffers_to_ignore = [
+            name for name, _ in (*model.named_parameters(), *model.named_buffers())
+        ]
 
 
 def _check_no_optimizer(model: nn.Module) -> None:

@@ -44,7 +44,7 @@ class Shard:
         return self.layer.owners.owned_by(self.layer.world.rank)
 
 
-def shard_of(parameter: torch.Tensor) -> Shard | None:
+def shard_of(parameter: torch.Tensor | None) -> Shard | None:
     """The record of a shard parameter; None for every other tensor."""
     return getattr(parameter, _SHARD, None)
 
@@ -127,7 +127,7 @@ def _keep_state_dict_full(module: nn.Module, keys: tuple[str, ...]) -> None:
 
 
 def _record(module: nn.Module, prefix: str, key: str) -> Shard:
-    shard = shard_of(module._parameters[key])  # type: ignore[arg-type]
+    shard = shard_of(module._parameters[key])
     if shard is None:
         raise RuntimeError(
             f"hecate: {prefix + key} is no longer the shard that hecate.compile made; something replaced the "
@@ -151,7 +151,7 @@ def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) 
     only allocate what they keep, since values come from rank 0. Rank 0 holds one full experts module at a time.
     """
     experts = {id(e.module): e for e in found}
-    made: dict[int, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     layers: list[Layer] = []
     uninitialized: list[str] = []
     for name, module in model.named_modules():
@@ -175,20 +175,17 @@ def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) 
 
 
 def _allocate(
-    module: nn.Module, device: torch.device, made: dict[int, nn.Parameter], skip: Sequence[str]
+    module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter], skip: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Replace the module's own meta tensors by NaN-filled ones, and return these; shared parameters stay shared."""
     fresh: dict[str, torch.Tensor] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or not parameter.is_meta or key in skip:
             continue
-        if id(parameter) not in made:
+        if parameter not in made:
             real = _unwritten(parameter, device)
-            made[id(parameter)] = nn.Parameter(real, requires_grad=parameter.requires_grad)
-            # The key of the memo is an address: the meta tensor must live as long as the memo.
-            made[id(parameter)]._hecate_meta = parameter  # type: ignore[attr-defined]
-            fresh[key] = made[id(parameter)]
-        module._parameters[key] = made[id(parameter)]
+            fresh[key] = made[parameter] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+        module._parameters[key] = made[parameter]
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = fresh[key] = _unwritten(buffer, device)
@@ -205,13 +202,14 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
     with torch.no_grad():
         path = name.split(".") if name else []
         for depth in range(len(path), -1, -1):
-            outer = model.get_submodule(".".join(path[:depth]))
+            outer: Any = model.get_submodule(".".join(path[:depth]))
             if hasattr(outer, "_init_weights"):
-                outer._init_weights(module)  # type: ignore[operator]
+                outer._init_weights(module)
                 break
         else:
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
 
 def copy_from_rank0(model: nn.Module, world: World) -> None:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.contract import Outcome, PassContext, Skip
 from hecate.passes.nodes import arg, calls, describe, grad_modes, mutates, positions, value_of
 
-_PLAIN = {
+_PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
@@ -56,7 +56,7 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
 def _plain_target(change: Node) -> Any:
     if change.op == "call_method" and change.target in _METHODS:
         return str(change.target)[:-1]
-    return _PLAIN.get(change.target) if change.op == "call_function" else None  # type: ignore[arg-type]
+    return _PLAIN.get(change.target) if change.op == "call_function" else None
 
 
 def _replace(gm: GraphModule, current: Node, change: Node, plain: Any) -> Node:

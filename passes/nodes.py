@@ -84,8 +84,9 @@ def ancestors(starts: Iterable[Node]) -> set[Node]:
 
 def mutates(node: Node) -> Node | None:
     """The node whose tensor this one changes in place, as written in the graph (``add_``, ``+=``, ``out=``)."""
-    if isinstance(node.kwargs.get("out"), Node):
-        return node.kwargs["out"]  # type: ignore[return-value]
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
     first = arg(node, 0) if node.args and isinstance(arg(node, 0), Node) else None
     if node.kwargs.get("inplace") is True:
         return first

@@ -39,6 +39,15 @@ def run_step(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
+def step_and_compare(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> Difference:
+    """One forward and backward of both models from cleared gradients, and how they differ."""
+    clear_gradients(model, reference)
+    loss = run_step(model, ids)
+    expected = reference(input_ids=ids, labels=ids)["loss"]
+    expected.backward()
+    return compare(model, loss, reference, expected.detach())
+
+
 def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor) -> Difference:
     """Errors of ``model``, whose experts are sharded, against the unsharded ``reference``.
 

@@ -32,7 +32,7 @@ def test_no_experts() -> None:
 
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"expected an nn\.Module, got function"):
-        hecate.compile(lambda x: x)  # type: ignore[type-var]
+        hecate.compile(lambda x: x)
 
 
 def test_optimizer_before_compile_leaves_the_model_as_it_was() -> None:
@@ -65,7 +65,7 @@ def test_torch_compile_before() -> None:
 
 def test_config_of_another_type() -> None:
     with pytest.raises(TypeError, match=r"config is a dict, expected a hecate\.Config"):
-        hecate.compile(build("plain"), {"backend": "aot_eager"})  # type: ignore[arg-type]
+        hecate.compile(build("plain"), {"backend": "aot_eager"})
 
 
 def test_copy_and_pickle_say_what_to_do_instead() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import FAMILIES, batch, build
-from tests.parity import clear_gradients, compare, run_step
+from tests.parity import step_and_compare
 from tests.ranks import RanksFailed, run_ranks
 
 PASS_NAMES = (
@@ -48,12 +48,7 @@ def measure(family: str, steps: int = 3, device: str = "cpu", **options: Any) ->
     hecate.compile(model, hecate.Config(**({"backend": "aot_eager"} | options)))
     errors = []
     for step in range(steps):
-        ids = batch(step).to(device)
-        clear_gradients(model, reference)
-        loss = run_step(model, ids)
-        expected = reference(input_ids=ids, labels=ids)["loss"]
-        expected.backward()
-        errors.append(compare(model, loss, reference, expected.detach()))
+        errors.append(step_and_compare(model, reference, batch(step).to(device)))
     explanation = hecate.explain(model)
     worst = max(errors, key=lambda e: e.gradient)
     return {

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hecate.sharding import shard_of
 from tests.models import batch, build
-from tests.parity import clear_gradients, compare, rank_and_size, run_step
+from tests.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
 from tests.ranks import run_ranks
 
 _HERE = "tests.hecate_compile.test_training"
@@ -54,11 +55,7 @@ def fifty_steps() -> dict[str, Any]:
                     parameter.data.zero_()
                     if forced is not None:
                         parameter.data[forced] = 1e4
-        clear_gradients(model, reference)
-        loss = run_step(model, ids)
-        expected = reference(input_ids=ids, labels=ids)["loss"]
-        expected.backward()
-        difference = compare(model, loss, reference, expected.detach())
+        difference = step_and_compare(model, reference, ids)
         worst = max(worst, difference.gradient, difference.loss)
         if forced is not None:
             layers = hecate.stats(model).layers
@@ -67,7 +64,7 @@ def fifty_steps() -> dict[str, Any]:
             counted &= all(layer.bytes_sent[0 if forced > 3 else 1] > 0 for layer in layers)
             for name, parameter in model.named_parameters():
                 if name.endswith("experts.down_proj"):
-                    experts = parameter._hecate_shard.experts  # type: ignore[attr-defined]
+                    experts = shard_of(parameter).experts
                     assert parameter.grad is not None
                     others = [row for row, expert in enumerate(experts) if expert != forced]
                     zero_gradients &= not bool(parameter.grad[others].any())
@@ -98,11 +95,7 @@ def more_ranks_than_experts() -> dict[str, Any]:
     worst = 0.0
     for step in range(4):
         ids = batch(step)
-        clear_gradients(model, reference)
-        loss = run_step(model, ids)
-        expected = reference(input_ids=ids, labels=ids)["loss"]
-        expected.backward()
-        worst = max(worst, compare(model, loss, reference, expected.detach()).gradient)
+        worst = max(worst, step_and_compare(model, reference, ids).gradient)
         optimizer.step()
         reference_optimizer.step()
     return {"worst": worst, "state": len(optimizer.state), "parameters": len(list(model.parameters()))}
@@ -341,11 +334,7 @@ def gradient_checkpointing() -> dict[str, Any]:
     worst = 0.0
     for step in range(3):
         ids = batch(step)
-        clear_gradients(model, reference)
-        loss = run_step(model, ids)
-        expected = reference(input_ids=ids, labels=ids)["loss"]
-        expected.backward()
-        worst = max(worst, compare(model, loss, reference, expected.detach()).gradient)
+        worst = max(worst, step_and_compare(model, reference, ids).gradient)
     explanation = hecate.explain(model)
     return {
         "worst": worst,
@@ -395,11 +384,7 @@ def evaluate_between_steps() -> dict[str, Any]:
             expected = reference(input_ids=ids.chunk(size)[rank])["logits"]
             worst = max(worst, float((logits - expected).abs().max() / expected.abs().max()))
         model.train()
-        clear_gradients(model, reference)
-        loss = run_step(model, ids)
-        expected_loss = reference(input_ids=ids, labels=ids)["loss"]
-        expected_loss.backward()
-        worst = max(worst, compare(model, loss, reference, expected_loss.detach()).gradient)
+        worst = max(worst, step_and_compare(model, reference, ids).gradient)
     if dist.is_initialized():
         dist.barrier()
     return {"worst": worst}
