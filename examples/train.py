@@ -14,6 +14,7 @@ import math
 import os
 import sysconfig
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=standard_library, help="folder with text files")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="batches per step, whose gradients add up")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
@@ -41,13 +43,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--auxiliary-loss", type=float, default=0.0, help="weight of the load-balancing loss")
     parser.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor")
-    parser.add_argument("--policy", choices=["static", "gather"], default="static")
+    parser.add_argument("--policy", choices=["hecate", "static", "gather"], default="hecate")
+    parser.add_argument("--record", type=Path, help="file for a trace of the routing, trace.npz")
     parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--generate", type=int, default=60, help="bytes to generate at the end")
     args = parser.parse_args()
-    if args.steps < 1 or args.experts < 2 or not 1 <= args.top_k <= args.experts:
-        parser.error("needs at least 1 step, 2 experts, and --top-k between 1 and --experts")
+    if min(args.steps, args.micro_batches) < 1 or args.experts < 2 or not 1 <= args.top_k <= args.experts:
+        parser.error("needs at least 1 step and micro-batch, 2 experts, and --top-k between 1 and --experts")
     return args
 
 
@@ -141,19 +144,24 @@ def main() -> None:
     console.print(f"{len(text):,} bytes of {args.text} on {size} rank(s); compiling, about a minute ...")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     losses = []
-    with Progress(*columns, console=console) as progress:
+    recording = hecate.record(model, args.record) if args.record else nullcontext()
+    with recording, Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=args.steps)
         for step in range(args.steps):
-            ids = sample_batch(text, args.batch, args.length, generator).to(device)
             start = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
+            total = torch.zeros((), device=device)
+            for micro in range(args.micro_batches):
+                ids = sample_batch(text, args.batch, args.length, generator).to(device)
+                hecate.set_requires_gradient_sync(model, micro == args.micro_batches - 1)
+                loss = model(input_ids=ids, labels=ids).loss / args.micro_batches
+                loss.backward()
+                total += loss.detach()
             hecate.clip_grad_norm_(model, 1.0)  # 3
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            losses.append(mean_over_ranks(loss.detach(), size))
-            rate = ids.numel() * size / (time.perf_counter() - start)
+            losses.append(mean_over_ranks(total, size))
+            rate = args.micro_batches * ids.numel() * size / (time.perf_counter() - start)
             shown = f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s"
             if step % 10 == 0 or step == args.steps - 1:
                 imbalance = hecate.stats(model).imbalance  # 4

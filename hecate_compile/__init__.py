@@ -8,8 +8,11 @@ from hecate.config import Config
 from hecate.finder import NoExpertsError
 from hecate.gradient_norm import clip_grad_norm_
 from hecate.reads import UntracedReadError
+from hecate.recording import record
 from hecate.report import Explanation, LayerStats, Stats
 from hecate.runtime.agreement import DisagreementError
+from hecate.runtime.planner import Rates, Topology
+from hecate.runtime.policies import Policy
 
 __version__ = "0.1.0"
 
@@ -19,11 +22,15 @@ __all__ = [
     "Explanation",
     "LayerStats",
     "NoExpertsError",
+    "Policy",
+    "Rates",
     "Stats",
+    "Topology",
     "UntracedReadError",
     "clip_grad_norm_",
     "compile",
     "explain",
+    "record",
     "set_requires_gradient_sync",
     "stats",
 ]

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +24,14 @@ from hecate.finder import ExpertsModule, Passed, find_experts
 from hecate.passes import PASSES
 from hecate.reads import Forward, install_reads
 from hecate.report import Explanation, Stats, collect_stats
+from hecate.resharding import Resharder
 from hecate.runtime.agreement import agree
 from hecate.runtime.gradients import GradientSync
 from hecate.runtime.layer import Layer
-from hecate.runtime.world import World, find_world
-from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts
+from hecate.runtime.measure import measure_rates
+from hecate.runtime.placer import Placer
+from hecate.runtime.world import World, find_topology, find_world
+from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts, size_up
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,6 +47,9 @@ class _Compiled:
     layers: tuple[Layer, ...]
     sync: GradientSync
     backend: Backend
+    placer: Placer
+    resharder: Resharder
+    forward: Forward
 
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, _Compiled] = weakref.WeakKeyDictionary()
@@ -91,7 +98,10 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     _warn_float16(model, world)
 
     # Step 2: every rank keeps its own experts, with rank 0's values.
-    layers = materialize(model, experts, world) if has_meta(model) else shard_experts(experts, world)
+    topology = find_topology(config.topology, world)
+    placer = Placer(config.make_policy(), topology, world)
+    shard = partial(materialize, model) if has_meta(model) else shard_experts
+    layers = shard(experts, world, placer)
     copy_from_rank0(model, world)
 
     # Step 3: reading a parameter becomes a gather or an averaged identity.
@@ -99,17 +109,22 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     sync = GradientSync(world, dtype=(policy.reduce_dtype or policy.param_dtype) if policy else None)
     forward = Forward()
     install_reads(model, experts, layers, sync, forward, policy.param_dtype if policy else None)
+    size_up(experts, layers, policy.param_dtype if policy else None)
+    if placer.policy.needs_rates and world.size > 1:
+        placer.rates = config.rates or measure_rates(layers[0].dtype, topology, world)
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
     _refuse_ddp(model, world)
-    backend = Backend(config=config, world=world, layers=layers)
+    backend = Backend(config=config, world=world, policy=placer.policy, layers=layers)
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
-    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, policy)
+    resharder = Resharder(experts, layers, placer, world)
+    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, resharder, policy)
     _compiled[model] = _Compiled(
         config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
-        sync=sync, backend=backend,
+        sync=sync, backend=backend, placer=placer, resharder=resharder,
+        forward=forward,
     )  # fmt: skip
     return model
 
@@ -272,7 +287,12 @@ def _dynamo_options() -> dict[str, Any]:
 
 
 def _around_forward(
-    compiled: Callable[..., Any], experts: list[ExpertsModule], backend: Backend, forward: Forward, policy: Any
+    compiled: Callable[..., Any],
+    experts: list[ExpertsModule],
+    backend: Backend,
+    forward: Forward,
+    resharder: Resharder,
+    policy: Any,
 ) -> Callable[..., Any]:
     options = _dynamo_options()
     compared: set[bool] = set()
@@ -281,6 +301,7 @@ def _around_forward(
     def call(*args: Any, **kwargs: Any) -> Any:
         if cast_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        resharder.before_forward()
         forward.running = True
         mode = torch.is_grad_enabled()
         backend.comparing = mode not in compared
@@ -290,6 +311,8 @@ def _around_forward(
         finally:
             forward.running = False
         compared.add(mode)
+        if forward.after is not None:
+            forward.after()
         return _cast(out, policy.output_dtype) if policy and policy.output_dtype else out
 
     return call

@@ -12,12 +12,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from hecate.checkpointing import keep_plans
 from hecate.config import Config
 from hecate.passes import PASSES, PassContext
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.agreement import agree
 from hecate.runtime.layer import Layer
+from hecate.runtime.policies import Policy
 from hecate.runtime.world import World
 
 log = logging.getLogger("hecate")
@@ -48,6 +50,7 @@ class Backend:
 
     config: Config
     world: World
+    policy: Policy
     layers: Sequence[Layer]
     graphs: list[GraphRecord] = field(default_factory=list)
     comparing: bool = True
@@ -68,7 +71,12 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
         folder = self.dump_folder
-        context = PassContext(world_size=self.world.size, layer_names={layer.id: layer.name for layer in self.layers})
+        context = PassContext(
+            world_size=self.world.size,
+            replicates=self.policy.replicates,
+            calibrates=self.policy.calibrates,
+            layer_names={layer.id: layer.name for layer in self.layers},
+        )
         records = run_passes(
             gm,
             context,
@@ -76,6 +84,7 @@ class Backend:
             disabled=self.disabled,
             dump=GraphDump(folder, number) if folder else None,
         )
+        keep_plans(gm)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
         self._warn_fallbacks(records)

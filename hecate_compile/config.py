@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hecate.runtime.planner import Rates, Topology
+from hecate.runtime.policies import Hecate, Objective, Policy, Static
+
 Backend = Literal["inductor", "aot_eager"]
-Policy = Literal["static", "gather"]
+PolicyName = Literal["hecate", "static", "gather"]
 Dense = Literal["replicate"]
 
 
@@ -22,8 +25,19 @@ class Config:
         backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
-        policy: ``"static"``: every expert is computed by its owner and tokens travel to it.
-            ``"gather"``: every rank gathers all experts and computes its own tokens; nothing is exchanged.
+        policy: ``"hecate"``: tokens travel to experts, and in each step hot experts are replicated where that is
+            predicted to be faster. ``"static"``: every expert is computed by its owner. ``"gather"``: every rank
+            gathers all experts and computes its own tokens; nothing is exchanged. Or a :class:`hecate.Policy` of
+            your own.
+        objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
+            of the paper, with as many experts as ``rates.hidden`` seconds can hide.
+        replicas: most replicas that a rank holds beside its own experts, per layer.
+        window: steps whose mean is the load that ``"hecate"`` expects.
+        reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
+        calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
+        topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
+        rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
+            fraction of a second. Give it to get the same placements in every run.
         dump: folder for the graphs before and after every pass; ``HECATE_DUMP`` sets it too.
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
             of parameters outside the experts; an expert's gradient is a sum that its owner computes.
@@ -34,16 +48,34 @@ class Config:
     dense: Dense = "replicate"
     backend: Backend = "inductor"
     disable_passes: Sequence[str] = ()
-    policy: Policy = "static"
+    policy: PolicyName | Policy = "hecate"
+    objective: Objective = "time"
+    replicas: int = 2
+    window: int = 5
+    reshard_every: int = 100
+    calibrate: bool = False
+    topology: Topology | None = None
+    rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
     mixed_precision: Any = None
     experts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dense", Dense), ("backend", Backend), ("policy", Policy)):
+        choices = {"dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective}
+        for name, allowed in choices.items():
             value = getattr(self, name)
-            if value not in get_args(allowed):
+            if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
+        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
+        for name, kind in (("topology", Topology), ("rates", Rates)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"hecate.Config: {name} is a {type(value).__name__}, expected a hecate.{kind.__name__}"
+                )
         for name in ("disable_passes", "experts"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -56,3 +88,14 @@ class Config:
                 f"hecate.Config: mixed_precision is a {type(self.mixed_precision).__name__}, expected a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy"
             )
+
+    def make_policy(self) -> Policy:
+        """The policy object of one model."""
+        if isinstance(self.policy, Policy):
+            return self.policy
+        if self.policy != "hecate":
+            return Static()
+        return Hecate(
+            objective=self.objective, replicas=self.replicas, window=self.window,
+            reshard_every=self.reshard_every, calibrates=self.calibrate,
+        )  # fmt: skip

@@ -31,9 +31,15 @@ class UntracedReadError(RuntimeError):
 
 @dataclass
 class Forward:
-    """Whether the compiled model's forward is running, for reads by frames that Dynamo left to Python."""
+    """The compiled model's forward.
+
+    Attributes:
+        running: whether it is running, for reads by frames that Dynamo left to Python.
+        after: called at its end; see :func:`hecate.record`.
+    """
 
     running: bool = False
+    after: Callable[[], None] | None = None
 
 
 def install_reads(

@@ -80,12 +80,16 @@ class LayerStats:
         rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
         expert_rows: rows of each expert over all ranks, length E.
         bytes_sent: bytes of rows that each rank sent to others, forward and backward, length W.
+        replicas: copies of experts on ranks that do not own them, over all ranks.
+        expert_bytes_sent: bytes of experts and their gradients that each rank sent to others, length W.
     """
 
     name: str
     rows: tuple[int, ...]
     expert_rows: tuple[int, ...]
     bytes_sent: tuple[int, ...]
+    replicas: int
+    expert_bytes_sent: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
@@ -110,13 +114,14 @@ class Stats:
         return sum(layer.imbalance for layer in self.layers) / len(self.layers) if self.layers else float("nan")
 
     def __str__(self) -> str:
-        table = Table("layer", "rows per rank", "max/mean", "hottest expert", "MB sent per rank")
+        table = Table("layer", "rows per rank", "max/mean", "hottest expert", "replicas", "MB sent per rank")
         for layer in self.layers:
             hottest = max(range(len(layer.expert_rows)), key=layer.expert_rows.__getitem__)
+            sent = [rows + experts for rows, experts in zip(layer.bytes_sent, layer.expert_bytes_sent, strict=True)]
             table.add_row(
                 layer.name, " ".join(map(str, layer.rows)), f"{layer.imbalance:.2f}",
-                f"{hottest} ({layer.expert_rows[hottest]})",
-                " ".join(f"{sent / 1e6:.2f}" for sent in layer.bytes_sent),
+                f"{hottest} ({layer.expert_rows[hottest]})", str(layer.replicas),
+                " ".join(f"{size / 1e6:.2f}" for size in sent),
             )  # fmt: skip
         return _text(table)
 
@@ -124,20 +129,22 @@ class Stats:
 def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
     seen = [layer for layer in layers if layer.counts is not None]
-    sent = torch.tensor([layer.bytes_sent for layer in seen], dtype=torch.int64, device=world.control_device)
-    everyone = transport.all_gather_even(sent, world).cpu()
+    mine = [[layer.rows, layer.bytes_sent, layer.expert_bytes_sent] for layer in seen]
+    numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 3)
+    everyone = transport.all_gather_even(numbers, world).cpu()
     found = []
     for index, layer in enumerate(seen):
         assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
-        rows = torch.zeros(world.size, dtype=torch.int64)
-        rows.index_add_(0, torch.tensor(layer.owners.ranks), per_expert.to(torch.int64))
+        rows, sent, experts_sent = everyone[:, index].t().tolist()
         found.append(
             LayerStats(
                 name=layer.name,
-                rows=tuple(rows.tolist()),
+                rows=tuple(rows) if world.size > 1 else (int(per_expert.sum()),),
                 expert_rows=tuple(per_expert.tolist()),
-                bytes_sent=tuple(everyone[:, index].tolist()),
+                bytes_sent=tuple(sent),
+                replicas=layer.replicas,
+                expert_bytes_sent=tuple(experts_sent),
             )
         )
     return Stats(layers=tuple(found))

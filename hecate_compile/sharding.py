@@ -19,6 +19,7 @@ from hecate.finder import ExpertsModule
 from hecate.runtime import transport
 from hecate.runtime.layer import Layer, add_layer
 from hecate.runtime.owners import Owners, slices_of
+from hecate.runtime.placer import Placer
 from hecate.runtime.world import World
 
 _SHARD = "_hecate_shard"
@@ -49,7 +50,7 @@ def shard_of(parameter: torch.Tensor | None) -> Shard | None:
     return getattr(parameter, _SHARD, None)
 
 
-def shard_experts(found: Sequence[ExpertsModule], world: World) -> list[Layer]:
+def shard_experts(found: Sequence[ExpertsModule], world: World, placer: Placer) -> list[Layer]:
     """Keep this rank's experts of each module, with rank 0's values, and free the rest.
 
     A parameter may be on the meta device on ranks other than 0 (see :func:`materialize`).
@@ -57,7 +58,7 @@ def shard_experts(found: Sequence[ExpertsModule], world: World) -> list[Layer]:
     layers = []
     for experts in found:
         owners = Owners.contiguous(experts.num_experts, world.size)
-        layer = add_layer(name=experts.name, owners=owners, world=world)
+        layer = add_layer(name=experts.name, owners=owners, world=world, placer=placer)
         for key in experts.parameters:
             _shard_parameter(experts, key, layer)
         _keep_state_dict_full(experts.module, experts.parameters)
@@ -90,6 +91,15 @@ def _as_shard(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.P
         # Ranks own different numbers of experts and the numbers may change: a size the graph must not know.
         torch._dynamo.decorators.mark_unbacked(parameter, 0)
     return parameter
+
+
+def size_up(found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None) -> None:
+    """Tell each layer what one of its experts weighs on the wire and computes per row, in ``dtype`` or its own."""
+    for experts, layer in zip(found, layers, strict=True):
+        shapes = [p.shape[1:] for p in map(experts.module._parameters.get, experts.parameters) if p is not None]
+        layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype
+        layer.expert_bytes = sum(shape.numel() for shape in shapes) * layer.dtype.itemsize
+        layer.row_flops = sum(2 * shape.numel() for shape in shapes if len(shape) == 2)
 
 
 # --- one logical tensor in state_dict ---
@@ -144,7 +154,7 @@ def has_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) -> list[Layer]:
+def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World, placer: Placer) -> list[Layer]:
     """Give a meta-device model storage, and shard it on the way: :func:`shard_experts` for each module in turn.
 
     Rank 0 initializes each module with the model's own ``_init_weights`` or ``reset_parameters``; the others
@@ -163,7 +173,7 @@ def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World) 
             _initialize(model, name, module)
             uninitialized += [f"{name}.{key}".lstrip(".") for key, t in fresh.items() if t._version == versions[key]]
         if own is not None:
-            layers += shard_experts([own], world)
+            layers += shard_experts([own], world, placer)
     if uninitialized:
         warnings.warn(
             f"hecate.compile: nothing initialized {', '.join(uninitialized[:8])}, which came from the meta device: "

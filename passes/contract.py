@@ -14,10 +14,14 @@ class PassContext:
 
     Attributes:
         world_size: W.
+        replicates: the policy may hold experts on ranks that do not own them.
+        calibrates: it may do so once more after the gate.
         layer_names: layer id -> name of the experts module, for messages.
     """
 
     world_size: int
+    replicates: bool = False
+    calibrates: bool = False
     layer_names: Mapping[int, str] = field(default_factory=dict)
 
     def name(self, layer: int) -> str:

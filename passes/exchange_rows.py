@@ -1,12 +1,14 @@
-"""exchange_rows: move tokens to the experts' owners instead of gathering the experts.
+"""exchange_rows: move tokens to the experts' holders instead of gathering the experts.
 
 Needs    hecate.grouped_mm on gathered experts, rows sorted by expert (see ``regions``).
-Changes  w = gather(shard)                          slots = own_experts(shard)
-         y = f(rows, w, offsets)         becomes    offsets', ticket = route(offsets, ...)
+Changes  w = gather(shard)                          placement = place(...)
+         y = f(rows, w, offsets)         becomes    slots = sparse_all_gather(shards, placement)
+                                                    offsets', ticket = route(gather_counts(offsets), placement)
                                                     y' = f(exchange(rows, ticket), slots, offsets')
                                                     y = exchange_back(y', ticket)
-         where f, the model's own matmuls and activations, stays as it is.
-Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who owns what.
+         where f, the model's own matmuls and activations, stays as it is. A policy without replicas reads its
+         slots with own_experts, which costs nothing; one that calibrates may add slots after the counts are known.
+Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
 
 At one rank there is nobody to exchange with: the experts are read in place and the rows are only counted.
 Every other region falls back to the gather, with the reason.
@@ -20,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext, Refused, Skip
-from hecate.passes.nodes import arg, gathers_by_layer, positions
+from hecate.passes.nodes import arg, gathers_by_layer, grad_modes, positions
 from hecate.passes.regions import Region, find_region
 from hecate.runtime.ops import own_experts
 
@@ -31,31 +33,52 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
     for layer, gathers in gathers_by_layer(gm.graph).items():
         try:
             region = find_region(gm.graph, layer, gathers)
+            if context.world_size > 1 and context.replicates:
+                _check_same_mode(gm.graph, region)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=str(reason)))
             continue
-        _rewrite(gm.graph, region, context.world_size)
+        _rewrite(gm.graph, region, context)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
-def _rewrite(graph: Graph, region: Region, world_size: int) -> None:
+def _check_same_mode(graph: Graph, region: Region) -> None:
+    """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
+    modes = grad_modes(graph)
+    if len({modes[gather] for gather in region.gathers}) != 1:
+        raise Refused("some of the experts' parameters are read with gradients and some without")
+
+
+def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:
     """Copy the body onto exchanged rows, then remove what nobody uses any more."""
     new: dict[Node, Node] = {}
+    world_size = context.world_size
 
     # Step 1: the parameters become this rank's slots.
-    for gather in region.gathers:
-        with graph.inserting_before(gather):
-            new[gather] = graph.call_function(own_experts, (arg(gather, 0), world_size))
+    placement: Node | None = None
+    shards: list[Node] = []
+    if world_size > 1:
+        placement, shards = _place(graph, region)
+    if placement is not None and context.replicates:
+        with graph.inserting_after(placement):
+            gathered = graph.call_function(
+                torch.ops.hecate.sparse_all_gather.default, (shards, placement, region.layer)
+            )
+        new.update(zip(region.gathers, _take_apart(graph, gathered, len(shards)), strict=True))
+    else:
+        for gather in region.gathers:
+            with graph.inserting_before(gather):
+                new[gather] = graph.call_function(own_experts, (arg(gather, 0), world_size))
 
     # Step 2: rows and offsets, as they are at one rank, exchanged at more.
-    if world_size == 1:
+    ticket: list[Node] = []
+    if placement is None:
         with graph.inserting_after(region.offsets):
             counted = torch.ops.hecate.count_rows.default
             new[region.offsets] = graph.call_function(counted, (region.offsets, region.layer))
-        ticket: list[Node] = []
     else:
-        ticket = _exchange(graph, region, new)
+        ticket = _exchange(graph, region, context, new, placement, shards)
 
     # Step 3: the body, unchanged, on the new values. A lookup by id waits for its first user, because the
     # ids of exchanged rows may be known later than those of the original rows.
@@ -88,19 +111,53 @@ def _rewrite(graph: Graph, region: Region, world_size: int) -> None:
             graph.erase_node(node)
 
 
-def _exchange(graph: Graph, region: Region, new: dict[Node, Node]) -> list[Node]:
-    """Insert route and one exchange per entry; returns the ticket: splits, send and receive index."""
+def _place(graph: Graph, region: Region) -> tuple[Node, list[Node]]:
+    """Insert ``place`` where the first expert parameter is read; returns it, and the shards as they are by then."""
     place = positions(graph)
-    latest = max((region.offsets, region.gathers[0]), key=place.__getitem__)
-    with graph.inserting_after(latest):
-        slots = graph.call_function(torch.ops.aten.sym_size.int, (region.gathers[0].args[0], 0))
-    with graph.inserting_after(slots):
-        route = graph.call_function(torch.ops.hecate.route.default, (region.offsets, slots, region.layer))
+    first = min(region.gathers, key=place.__getitem__)
+    shards = []
+    with graph.inserting_before(first):
+        for gather in region.gathers:
+            shard = arg(gather, 0)
+            if place[shard] > place[first]:
+                # A cast of a parameter, which is there from the start.
+                shard = graph.node_copy(shard)
+            shards.append(shard)
+        return graph.call_function(torch.ops.hecate.place.default, (shards[0], region.layer)), shards
+
+
+def _take_apart(graph: Graph, call: Node, count: int) -> list[Node]:
     parts: list[Node] = []
-    for index in range(4):
-        with graph.inserting_after(parts[-1] if parts else route):
-            parts.append(graph.call_function(operator.getitem, (route, index)))
-    new[region.offsets], *ticket = parts
+    for index in range(count):
+        with graph.inserting_after(parts[-1] if parts else call):
+            parts.append(graph.call_function(operator.getitem, (call, index)))
+    return parts
+
+
+def _exchange(
+    graph: Graph, region: Region, context: PassContext, new: dict[Node, Node], placement: Node, shards: list[Node]
+) -> list[Node]:
+    """Insert counts, route and one exchange per entry; returns the ticket: splits, send and receive index."""
+    place = positions(graph)
+    hecate = torch.ops.hecate
+    # The route needs the number of slots. Own experts that are read later than the first matmul do not delay it.
+    read = [new[gather] for gather in region.gathers]
+    latest = max((region.offsets, *(read if context.replicates else read[:1])), key=place.__getitem__)
+    with graph.inserting_after(latest):
+        counts = latest = graph.call_function(hecate.gather_counts.default, (region.offsets, placement, region.layer))
+    if context.calibrates:
+        with graph.inserting_after(latest):
+            calibrated = graph.call_function(hecate.calibrate.default, (counts, placement, region.layer))
+        with graph.inserting_after(calibrated):
+            more = graph.call_function(hecate.top_up.default, (shards, read, placement, calibrated, region.layer))
+        placement, parts = calibrated, _take_apart(graph, more, len(read))
+        new.update(zip(region.gathers, parts, strict=True))
+        latest = parts[-1]
+    with graph.inserting_after(latest):
+        slots = graph.call_function(torch.ops.aten.sym_size.int, (new[region.gathers[0]], 0))
+    with graph.inserting_after(slots):
+        route = graph.call_function(hecate.route.default, (counts, placement, region.offsets, slots, region.layer))
+    new[region.offsets], *ticket = parts = _take_apart(graph, route, 4)
     body = set(region.body)
     for entry in region.entries:
         # Where the rows are first used: in its grad mode, and after whatever happened to them before.

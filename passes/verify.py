@@ -1,8 +1,8 @@
 """What a graph of this compiler must look like after every pass.
 
 1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``.
-2. A grouped matmul on own experts uses the offsets of a ``route`` (or ``count_rows`` at one rank),
-   one on gathered experts never does.
+2. A grouped matmul on slots (own experts, replicas) uses the offsets of a ``route`` (or ``count_rows`` at one
+   rank), one on gathered experts never does.
 3. Every route's result is used: rows that leave come back.
 """
 
@@ -48,18 +48,19 @@ def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
         if not (is_getitem(part) and arg(part, 1) == index and calls(arg(part, 0), torch.ops.hecate.route)):
             raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
         routes.append(arg(part, 0))
-    if len(set(routes)) != 1 or routes[0].args[2] != node.args[-1]:
+    if len(set(routes)) != 1 or routes[0].args[-1] != node.args[-1]:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different routes or layers")
     return routes[0]
 
 
 def _check_offsets(node: Node) -> None:
+    hecate = torch.ops.hecate
     _, weight, offsets = operands(node)
     sources = ancestors([weight]) | {weight}
-    own = any(calls(n, own_experts) for n in sources)
+    own = any(calls(n, own_experts, hecate.sparse_all_gather, hecate.top_up) for n in sources)
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
         is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)
     )
     if own != routed:
-        what = "own experts with unrouted" if own else "gathered experts with routed"
+        what = "slots with unrouted" if own else "gathered experts with routed"
         raise InvalidGraphError(f"hecate: {node.name} uses {what} offsets {offsets}")

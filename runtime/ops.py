@@ -5,14 +5,20 @@ The plain references that define them are in ``hecate.runtime.reference``.
 | operator | shapes | backward |
 |---|---|---|
 | ``gather_experts`` | ``[E_r,...] -> [E,...]`` | ``reduce_scatter_experts`` |
-| ``route`` | ``[E] -> [S], [2,W], [n], [R']`` | none, integers only |
+| ``place`` | ``-> [E,W]``, this step's placement | none, integers only |
+| ``sparse_all_gather`` | ``[E_r,...], [E,W] -> [S,...]``, for all tensors of a layer | ``sparse_reduce_scatter`` |
+| ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
+| ``calibrate`` | ``[W,E], [E,W] -> [E,W]``, the placement after the gate | none |
+| ``top_up`` | ``[E_r,...], [S,...] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
+| ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']`` | none |
 | ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
 | ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
 | ``grouped_mm`` | ``[R,K], [S,K,N], [S] -> [R,N]`` | ``grouped_mm`` and ``grouped_mm_weight_grad`` |
 
-R' and n are unbacked sizes: they change with the routing and never cause a recompile. So is E_r, the
-length of a shard, at more than one rank: owners may move without a recompile.
+R', S and n are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r, the
+length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the CPU
+(2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
 
 ``layer`` is the id of a ``hecate.runtime.layer.Layer``. Operators return fresh tensors, never views
 of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead.
@@ -20,15 +26,16 @@ of their inputs; what is free at one rank (``own_experts``) is a plain autograd 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hecate.runtime import transport
+from hecate.runtime import sparse_collectives, transport
 from hecate.runtime.layer import get_layer
-from hecate.runtime.routing import plan_owned
+from hecate.runtime.routing import make_ticket
 
 _lib = torch.library.Library("hecate", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -92,21 +99,153 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd("hecate::gather_experts", _gather_backward, setup_context=_gather_setup, lib=_lib)
 
 
+# --- sparse materialization ---
+
+
+def _place(shard: Tensor, layer: int) -> Tensor:
+    record = get_layer(layer)
+    record.expert_bytes_sent = 0
+    placement = record.placer.take(record)
+    record.replicas = placement.num_replicas
+    return torch.from_numpy(placement.matrix.copy())
+
+
+def _placement_fake(shard: Tensor, layer: int) -> Tensor:
+    record = get_layer(layer)
+    return torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu")
+
+
+def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, layer: int) -> list[Tensor]:
+    record = get_layer(layer)
+    return sparse_collectives.gather(shards, record.placer.find(record, placement), record)
+
+
+def _slots_fake(shards: Sequence[Tensor], placement: Tensor, layer: int) -> list[Tensor]:
+    slots = torch.library.get_ctx().new_dynamic_size()
+    return [shard.new_empty((slots, *shard.shape[1:])) for shard in shards]
+
+
+def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
+    record = get_layer(layer)
+    used = record.placer.find(record, placement)
+    if used.owners != record.owners:
+        raise RuntimeError(
+            f"hecate: experts of {record.name} changed owners between a forward and its backward. Run the backward "
+            "before the next optimizer step, or set Config(reshard_every=0)."
+        )
+    return sparse_collectives.scatter(grads, used, record)
+
+
+def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
+    return [grad.new_empty((owned, *grad.shape[1:])) for grad in grads]
+
+
+def _top_up(
+    shards: Sequence[Tensor], slots: Sequence[Tensor], before: Tensor, after: Tensor, layer: int
+) -> list[Tensor]:
+    record = get_layer(layer)
+    old, new = record.placer.find(record, before), record.placer.find(record, after)
+    return sparse_collectives.top_up(shards, slots, old, new, record)
+
+
+def _top_up_fake(
+    shards: Sequence[Tensor], slots: Sequence[Tensor], before: Tensor, after: Tensor, layer: int
+) -> list[Tensor]:
+    return _slots_fake(shards, after, layer)
+
+
+_define("place(Tensor shard, int layer) -> Tensor", _place, _placement_fake)
+_define(
+    "sparse_all_gather(Tensor[] shards, Tensor placement, int layer) -> Tensor[]", _sparse_all_gather, _slots_fake
+)
+_define(
+    "sparse_reduce_scatter(Tensor[] grads, Tensor placement, SymInt owned, int layer) -> Tensor[]",
+    _sparse_reduce_scatter,
+    _sparse_reduce_scatter_fake,
+)
+_define(
+    "top_up(Tensor[] shards, Tensor[] slots, Tensor before, Tensor after, int layer) -> Tensor[]",
+    _top_up,
+    _top_up_fake,
+)
+
+
+def _sparse_all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, placement, ctx.layer = inputs
+    ctx.owned = shards[0].shape[0]
+    ctx.save_for_backward(placement)
+
+
+def _sparse_all_gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (placement,) = ctx.saved_tensors
+    return torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer), None, None
+
+
+def _top_up_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, slots, _, placement, ctx.layer = inputs
+    ctx.owned, ctx.ready = shards[0].shape[0], len(slots)
+    ctx.save_for_backward(placement)
+
+
+def _top_up_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    # All gradients go to the owners from here; the slots that were ready are copies of the same experts.
+    (placement,) = ctx.saved_tensors
+    owned = torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer)
+    return owned, [None] * ctx.ready, None, None, None
+
+
+torch.library.register_autograd(
+    "hecate::sparse_all_gather", _sparse_all_gather_backward, setup_context=_sparse_all_gather_setup, lib=_lib
+)
+torch.library.register_autograd("hecate::top_up", _top_up_backward, setup_context=_top_up_setup, lib=_lib)
+
+
 # --- token exchange ---
 
 
-def _route(offsets: Tensor, slots: int, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
     record = get_layer(layer)
-    world = record.world
+    world, placer = record.world, record.placer
     counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
-    gathered = transport.all_gather_even(counts.to(world.control_device), world).cpu()
-    record.counts = gathered
+    signed = torch.cat([counts, counts.new_full((1,), placer.signature)])
+    gathered = transport.all_gather_even(signed.to(world.control_device), world).cpu()
+    placer.check(gathered[:, -1])
+    record.counts = gathered[:, :-1].contiguous()
     record.bytes_sent = 0
-    ticket = plan_owned(gathered, record.owners, world.rank, offsets.device)
+    placer.observe(record, record.counts.numpy())
+    return record.counts.clone()
+
+
+def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
+    record = get_layer(layer)
+    return torch.empty((record.world.size, record.num_experts), dtype=torch.int64, device="cpu")
+
+
+def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> Tensor:
+    record = get_layer(layer)
+    calibrated = record.placer.calibrate(record, record.placer.find(record, placement), counts.numpy())
+    record.replicas = calibrated.num_replicas
+    return torch.from_numpy(calibrated.matrix.copy())
+
+
+def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(placement)
+
+
+def _route(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    record = get_layer(layer)
+    used = record.placer.find(record, placement)
+    quotas = record.placer.assign(record, used, counts.numpy())
+    ticket = make_ticket(quotas, used, record.world.rank, offsets.device)
+    record.rows = int(ticket.splits[1].sum())
     return ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index
 
 
-def _route_fake(offsets: Tensor, slots: int, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route_fake(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ctx = torch.library.get_ctx()
     world_size = get_layer(layer).world.size
     return (
@@ -132,6 +271,7 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     record = get_layer(layer)
     send, receive = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
+    record.row_bytes = rows.shape[1:].numel() * rows.element_size()
     arrived = transport.all_to_all(rows.index_select(0, send_index), send, receive, record.world)
     return arrived.index_select(0, receive_index)
 
@@ -149,6 +289,8 @@ def _exchange_back(
     by_source = torch.empty_like(rows, memory_format=torch.contiguous_format)
     by_source.index_copy_(0, receive_index, rows)
     returned = transport.all_to_all(by_source, send, receive, record.world)
+    # The device is busy with the experts, so this is the host's time to think.
+    record.placer.plan_ahead(record)
     # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
     complete = returned.shape[0] == num_rows
     out = torch.empty_like(returned) if complete else rows.new_zeros((num_rows, *rows.shape[1:]))
@@ -166,8 +308,11 @@ def _bytes_to_others(rows: Tensor, send: list[int], rank: int) -> int:
     return (sum(send) - send[rank]) * row_bytes
 
 
+_define("gather_counts(Tensor offsets, Tensor placement, int layer) -> Tensor", _gather_counts, _gather_counts_fake)
+_define("calibrate(Tensor counts, Tensor placement, int layer) -> Tensor", _calibrate, _calibrate_fake)
 _define(
-    "route(Tensor offsets, SymInt slots, int layer) -> (Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int layer) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _route,
     _route_fake,
 )

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Placement
+from hecate.runtime.planner.placement import Ints
 
 
 def gather_experts(shards: list[Tensor], owners: Owners) -> Tensor:
@@ -30,20 +32,51 @@ def reduce_scatter_experts(grads: list[Tensor], owners: Owners) -> list[Tensor]:
     return [mean[owners.owned_by(rank)] for rank in range(len(grads))]
 
 
-def exchange(rows: list[Tensor], offsets: list[Tensor], owners: Owners) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows sorted by expert go to the owner of their expert.
+def slots_of(placement: Placement, rank: int) -> list[int]:
+    """The experts that a rank holds, by owner and then by number."""
+    owners = placement.owners.ranks
+    held = [expert for expert, ranks in enumerate(placement.holders) if rank in ranks]
+    return sorted(held, key=lambda expert: (owners[expert], expert))
+
+
+def sparse_all_gather(shards: list[Tensor], placement: Placement) -> list[Tensor]:
+    """Each rank's slots ``[S, ...]`` from the shards ``[E_r, ...]``: every holder has the expert."""
+    full = gather_experts(shards, placement.owners)
+    return [full[slots_of(placement, rank)] for rank in range(len(shards))]
+
+
+def sparse_reduce_scatter(grads: list[Tensor], placement: Placement) -> list[Tensor]:
+    """Each rank's ``[E_r, ...]``: the sum over an expert's holders of its gradient, divided by W."""
+    out = []
+    for rank, grad in enumerate(grads):
+        total = grad.new_zeros((placement.owners.counts[rank], *grad.shape[1:]))
+        for row, expert in enumerate(placement.owners.owned_by(rank)):
+            for holder in placement.holders[expert]:
+                total[row] += grads[holder][slots_of(placement, holder).index(expert)]
+        out.append(total / len(grads))
+    return out
+
+
+def exchange(
+    rows: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows sorted by expert go to holders of their expert, the first ones to the lowest rank.
+
+    Args:
+        sends: of each rank, how many rows of each expert it sends to each rank, ``[E, W]``.
 
     Returns:
         Per rank the rows it receives, ordered by (slot, source rank, original order), and the ends of
-        its slots, ``[E_r]``.
+        its slots, ``[S]``.
     """
     arrived, slot_offsets = [], []
     for rank in range(len(rows)):
         mine, ends, total = [rows[0][:0]], [], 0
-        for expert in owners.owned_by(rank):
-            for source, offs in zip(rows, offsets, strict=True):
+        for expert in slots_of(placement, rank):
+            for source, offs, quota in zip(rows, offsets, sends, strict=True):
                 start = int(offs[expert - 1]) if expert else 0
-                mine.append(source[start : int(offs[expert])])
+                start += int(quota[expert, :rank].sum())
+                mine.append(source[start : start + int(quota[expert, rank])])
                 total += len(mine[-1])
             ends.append(total)
         arrived.append(torch.cat(mine))
@@ -51,12 +84,14 @@ def exchange(rows: list[Tensor], offsets: list[Tensor], owners: Owners) -> tuple
     return arrived, slot_offsets
 
 
-def exchange_back(arrived: list[Tensor], offsets: list[Tensor], owners: Owners, num_rows: list[int]) -> list[Tensor]:
+def exchange_back(
+    arrived: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints], num_rows: list[int]
+) -> list[Tensor]:
     """The way back: every row returns to the position it left from; rows that never left are zero."""
     positions = [torch.arange(int(offs[-1])) for offs in offsets]
     ranks = [torch.full_like(position, rank) for rank, position in enumerate(positions)]
-    where, _ = exchange(positions, offsets, owners)
-    whose, _ = exchange(ranks, offsets, owners)
+    where, _ = exchange(positions, offsets, placement, sends)
+    whose, _ = exchange(ranks, offsets, placement, sends)
     out = [arrived[0].new_zeros((count, *arrived[0].shape[1:])) for count in num_rows]
     for rows, row_positions, row_ranks in zip(arrived, where, whose, strict=True):
         for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):

@@ -1,16 +1,21 @@
-"""From expert counts to what is sent where: the plan of one token exchange.
+"""From quotas to what is sent where: the plan of one token exchange.
 
-Pure functions on tensors, no communication. Rows arrive sorted by expert; they leave ordered by
+Pure functions on integers, no communication. Rows arrive sorted by expert; they leave ordered by
 (destination, slot), and at the destination they are brought into the order (slot, source).
+
+A rank's slots are its own experts and its replicas, ordered by (owner, expert): the order in which experts
+come from their owners.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Placement, Quotas
+from hecate.runtime.planner.placement import Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,37 +35,43 @@ class Ticket:
     receive_index: torch.Tensor
 
 
-def join_segments(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def slots_of(placement: Placement, rank: int) -> Ints:
+    """The experts that ``rank`` holds, in slot order: int64 ``[S]``."""
+    experts, ranks = placement.pairs
+    held = experts[ranks == rank]
+    return held[np.argsort(placement.owner_array[held], kind="stable")]
+
+
+def join_segments(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [sum(lengths)]``."""
-    total = int(lengths.sum())
-    before = lengths.cumsum(0) - lengths
-    shift = torch.repeat_interleave(starts - before, lengths, output_size=total)
-    return shift + torch.arange(total, dtype=torch.int64)
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def plan_owned(counts: torch.Tensor, owners: Owners, rank: int, device: torch.device) -> Ticket:
-    """Every row goes to the owner of its expert.
+def make_ticket(quotas: Quotas, placement: Placement, rank: int, device: torch.device) -> Ticket:
+    """What one rank sends and receives.
 
     Args:
-        counts: rows that each rank routed to each expert, int64 ``[W, E]`` on the CPU.
+        quotas: this rank's part: which of its rows go where, and which arrive.
     """
-    # Step 1: what this rank sends, experts taken in the order (owner, slot).
-    mine = counts[rank]
-    starts = mine.cumsum(0) - mine
-    send_index = join_segments(starts[owners.by_rank], mine[owners.by_rank])
-    sent = torch.zeros(owners.world_size, dtype=torch.int64)
-    sent.index_add_(0, torch.tensor(owners.ranks, dtype=torch.int64), mine)
+    # Step 1: what this rank sends. A segment is the rows of one expert that go to one rank; the first rows of an
+    # expert go to the lowest rank. Together the segments are all rows, in order.
+    experts, destinations = np.nonzero(quotas.sends)
+    lengths = quotas.sends[experts, destinations]
+    order = np.lexsort((experts, placement.owner_array[experts], destinations))
+    send_index = join_segments((np.cumsum(lengths) - lengths)[order], lengths[order])
+    sent = np.bincount(destinations, lengths, minlength=len(quotas.receives)).astype(np.int64)
 
     # Step 2: what it receives, [W, S] rows of each source for each slot.
-    arriving = counts[:, owners.owned_by(rank)]
+    arriving = quotas.receives[:, slots_of(placement, rank)]
     flat = arriving.reshape(-1)
-    arrival = (flat.cumsum(0) - flat).view_as(arriving)
+    arrival = (np.cumsum(flat) - flat).reshape(arriving.shape)
 
     # Step 3: from (source, slot) order to (slot, source) order.
-    receive_index = join_segments(arrival.t().reshape(-1), arriving.t().reshape(-1))
+    receive_index = join_segments(arrival.T.reshape(-1), arriving.T.reshape(-1))
     return Ticket(
-        slot_offsets=arriving.sum(0).cumsum(0).to(torch.int32).to(device),
-        splits=torch.stack([sent, arriving.sum(1)]),
-        send_index=send_index.to(device),
-        receive_index=receive_index.to(device),
+        slot_offsets=torch.from_numpy(np.cumsum(arriving.sum(0)).astype(np.int32)).to(device),
+        splits=torch.from_numpy(np.stack([sent, arriving.sum(1)])),
+        send_index=torch.from_numpy(send_index).to(device),
+        receive_index=torch.from_numpy(receive_index).to(device),
     )

@@ -101,6 +101,19 @@ def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners
     like.copy_(all_to_all(rows, send, receive, world))
 
 
+def move_shards(shard: torch.Tensor, old: Owners, new: Owners, world: World) -> torch.Tensor:
+    """Bring every expert to its new owner: ``[E_old, ...] -> [E_new, ...]``."""
+    mine, next = old.owned_by(world.rank), new.owned_by(world.rank)
+    leave = sorted(range(len(mine)), key=lambda slot: (new.ranks[mine[slot]], mine[slot]))
+    arrive = sorted(range(len(next)), key=lambda slot: (old.ranks[next[slot]], next[slot]))
+    send = [sum(new.ranks[expert] == rank for expert in mine) for rank in range(world.size)]
+    receive = [sum(old.ranks[expert] == rank for expert in next) for rank in range(world.size)]
+    received = all_to_all(shard[leave], send, receive, world)
+    out = torch.empty_like(received)
+    out[arrive] = received
+    return out
+
+
 def broadcast(tensor: torch.Tensor, world: World) -> None:
     """Overwrite ``tensor`` with rank 0's, in place."""
     if world.group is not None:

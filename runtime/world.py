@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hecate.runtime.planner import Topology
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -75,3 +77,23 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
             "Move the model to this rank's GPU first, or start torch.distributed with gloo."
         )
     return World(rank=dist.get_rank(group), size=size, group=group if size > 1 else None, device=device)
+
+
+def find_topology(given: Topology | None, world: World) -> Topology:
+    """Which ranks of ``world`` share a node: as given, else by torchrun's LOCAL_WORLD_SIZE, else all of them.
+
+    Raises:
+        ValueError: the given topology has another number of ranks.
+    """
+    if given is not None:
+        if given.world_size != world.size:
+            raise ValueError(
+                f"hecate.Config: topology has {given.world_size} ranks, the process group has {world.size}"
+            )
+        return given
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.group is None or local < 1:
+        return Topology.even(world.size, world.size)
+    machines = [rank // local for rank in dist.get_process_group_ranks(world.group)]
+    numbers = {machine: number for number, machine in enumerate(sorted(set(machines)))}
+    return Topology(tuple(numbers[machine] for machine in machines))

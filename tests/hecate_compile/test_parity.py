@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hecate.runtime.planner import Rates
 from tests.models import FAMILIES, batch, build
 from tests.parity import step_and_compare
 from tests.ranks import RanksFailed, run_ranks
@@ -20,14 +21,21 @@ PASS_NAMES = (
     "exchange_rows",
     "bucket_gradients",
 )
+# Links so fast, beside slow matmuls, that every step has replicas.
+FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": {"rates": FREE_LINKS},
+    "static": {"policy": "static"},
     "gather": {"policy": "gather"},
-    **{f"without {name}": {"disable_passes": [name]} for name in PASS_NAMES},
+    **{f"without {name}": {"rates": FREE_LINKS, "disable_passes": [name]} for name in PASS_NAMES},
 }
-BASIC = ("default", "gather")
 # Every pass switched off is tried on two ranks; more ranks add nothing to that.
-PLAN = {1: BASIC, 2: tuple(VARIANTS), 3: BASIC, 4: BASIC}
+PLAN = {
+    1: ("default", "gather"),
+    2: tuple(VARIANTS),
+    3: ("default", "static", "gather"),
+    4: ("default", "gather"),
+}
 CASES = [
     pytest.param(size, family, variant, id=f"{size}ranks-{family}-{variant}")
     for size, variants in PLAN.items()
@@ -59,6 +67,7 @@ def measure(family: str, steps: int = 3, device: str = "cpu", **options: Any) ->
         "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "rewritten": {record.name: record.rewritten for record in explanation.graphs[0].passes},
         "skipped": [skip.reason for skip in explanation.skipped],
+        "replicas": [layer.replicas for layer in hecate.stats(model).layers],
     }
 
 
@@ -69,7 +78,7 @@ def measure_all(size: int) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
-        default = found[f"{family} default"] = measure(family)
+        default = found[f"{family} default"] = measure(family, **VARIANTS["default"])
         for variant in PLAN[size]:
             without = (VARIANTS[variant].get("disable_passes") or [None])[0]
             if variant != "default":
@@ -102,10 +111,13 @@ def test_equals_one_process(size: int, family: str, variant: str) -> None:
         if variant == "default":
             assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
             assert result["skipped"] == []
+            assert size == 1 or min(result["replicas"]) > 0
+        if variant == "static":
+            assert result["replicas"] == [0, 0]
 
 
 def measure_bf16() -> dict[str, Any]:
-    return {family: measure(family, dtype="bfloat16", steps=2) for family in FAMILIES}
+    return {family: measure(family, dtype="bfloat16", steps=2, rates=FREE_LINKS) for family in FAMILIES}
 
 
 @pytest.mark.distributed
@@ -121,7 +133,8 @@ def test_bf16_is_within_bf16_rounding() -> None:
 
 
 def measure_inductor() -> dict[str, Any]:
-    return {family: measure(family, backend="inductor") for family in ("qwen3_moe", "gpt_oss", "plain")}
+    families = ("qwen3_moe", "gpt_oss", "plain")
+    return {family: measure(family, backend="inductor", rates=FREE_LINKS) for family in families}
 
 
 @pytest.mark.distributed
@@ -138,7 +151,7 @@ def test_inductor_equals_one_process() -> None:
 def measure_on_one_gpu() -> dict[str, Any]:
     """Several processes share the GPU, which NCCL refuses and gloo allows."""
     torch.distributed.init_process_group("gloo")
-    return {family: measure(family, device="cuda") for family in FAMILIES}
+    return {family: measure(family, device="cuda", rates=FREE_LINKS) for family in FAMILIES}
 
 
 @pytest.mark.gpu

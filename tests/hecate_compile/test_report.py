@@ -45,8 +45,12 @@ def test_stats(model: torch.nn.Module) -> None:
 
 
 def test_imbalance() -> None:
-    layer = LayerStats(name="x", rows=(6, 2), expert_rows=(6, 2), bytes_sent=(0, 0))
-    empty = LayerStats(name="y", rows=(0, 0), expert_rows=(0, 0), bytes_sent=(0, 0))
+    layer = LayerStats(
+        name="x", rows=(6, 2), expert_rows=(6, 2), bytes_sent=(0, 0), replicas=0, expert_bytes_sent=(0, 0)
+    )
+    empty = LayerStats(
+        name="y", rows=(0, 0), expert_rows=(0, 0), bytes_sent=(0, 0), replicas=0, expert_bytes_sent=(0, 0)
+    )
     assert layer.imbalance == 1.5
     assert empty.imbalance == 1.0
     assert Stats(layers=(layer, empty)).imbalance == 1.25

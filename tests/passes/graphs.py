@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ class GraphUnderTest:
         self.layer = add_layer(name="test", owners=Owners.contiguous(E, 1), world=SINGLE).id
 
     def input(self, value: torch.Tensor) -> Node:
-        node = self.graph.placeholder(f"input_{len(self.inputs)}")
+        # Inputs come first, as in a captured graph.
+        calls = [n for n in self.graph.nodes if n.op != "placeholder"]
+        with self.graph.inserting_before(calls[0]) if calls else nullcontext():
+            node = self.graph.placeholder(f"input_{len(self.inputs)}")
         self.inputs.append(value)
         node.meta["example_value"] = self.mode.from_tensor(value)
         return node

@@ -1,26 +1,17 @@
-"""The exchange plan against the plain reference, for any counts and any ownership."""
+"""The exchange plan against the plain reference, for any counts, ownership and replicas."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime import reference
 from hecate.runtime.owners import Owners, slices_of
-from hecate.runtime.routing import Ticket, join_segments, plan_owned
-
-
-@st.composite
-def routings(draw: st.DrawFn) -> tuple[Owners, torch.Tensor]:
-    """Owners in any order, some ranks without experts, and counts with many zeros."""
-    world_size = draw(st.integers(1, 5))
-    num_experts = draw(st.integers(1, 7))
-    ranks = draw(st.lists(st.integers(0, world_size - 1), min_size=num_experts, max_size=num_experts))
-    count = st.sampled_from([0, 0, 1, 2, 5])
-    rows = st.lists(count, min_size=num_experts, max_size=num_experts)
-    counts = draw(st.lists(rows, min_size=world_size, max_size=world_size))
-    return Owners(tuple(ranks), world_size), torch.tensor(counts, dtype=torch.int64)
+from hecate.runtime.planner import Placement, assign_tokens
+from hecate.runtime.routing import Ticket, join_segments, make_ticket, slots_of
+from tests.runtime.planner.cases import FAST, Case, cases, placements
 
 
 def move(rows: list[torch.Tensor], tickets: list[Ticket]) -> list[torch.Tensor]:
@@ -30,30 +21,34 @@ def move(rows: list[torch.Tensor], tickets: list[Ticket]) -> list[torch.Tensor]:
     return [a[t.receive_index] for a, t in zip(arrived, tickets, strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(routings())
-def test_plan_moves_every_row_to_its_owner_in_slot_order(case: tuple[Owners, torch.Tensor]) -> None:
-    owners, counts = case
-    offsets = list(counts.cumsum(1))
+@FAST
+@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.booleans())
+def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, Placement], replicated: bool) -> None:
+    case, placement = drawn
+    if not replicated:
+        placement = Placement.owned(case.owners)
+    ranks = range(case.topology.world_size)
+    counts = torch.from_numpy(case.counts)
     # Every row says where it comes from, so equality means that exactly the right rows arrived.
     rows = [
         torch.tensor([[rank, i] for i in range(int(c.sum()))], dtype=torch.int64).view(-1, 2)
         for rank, c in enumerate(counts)
     ]
-    tickets = [plan_owned(counts, owners, rank, torch.device("cpu")) for rank in range(owners.world_size)]
-    expected, slot_offsets = reference.exchange(rows, offsets, owners)
+    quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
+    tickets = [make_ticket(quotas[rank], placement, rank, torch.device("cpu")) for rank in ranks]
+    expected, slot_offsets = reference.exchange(rows, list(counts.cumsum(1)), placement, [q.sends for q in quotas])
     for got, want in zip(move(rows, tickets), expected, strict=True):
         assert torch.equal(got, want)
     for rank, ticket in enumerate(tickets):
         assert torch.equal(ticket.slot_offsets, slot_offsets[rank])
-        for other in range(owners.world_size):
+        assert slots_of(placement, rank).tolist() == reference.slots_of(placement, rank)
+        for other in ranks:
             assert ticket.splits[0, other] == tickets[other].splits[1, rank]
 
 
 def test_join_segments() -> None:
-    starts, lengths = torch.tensor([7, 0, 3]), torch.tensor([2, 0, 3])
-    assert join_segments(starts, lengths).tolist() == [7, 8, 3, 4, 5]
-    assert join_segments(torch.tensor([5]), torch.tensor([0])).tolist() == []
+    assert join_segments(np.array([7, 0, 3]), np.array([2, 0, 3])).tolist() == [7, 8, 3, 4, 5]
+    assert join_segments(np.array([5]), np.array([0])).tolist() == []
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

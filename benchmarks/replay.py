@@ -1,0 +1,201 @@
+"""Replay a routing trace through placement policies, offline.
+
+    python benchmarks/replay.py benchmarks/traces/natural.npz
+    python benchmarks/replay.py trace.npz --nodes 2 --replicas 1 --png heat.png
+
+Every policy sees what it would have seen in training: the counts of earlier steps. Printed are, per policy, the rows
+of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step in the
+paper's regime (docs/planner.md). ``--png`` draws expert load over time, and rank load before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Rates, Sizes, Topology, step_time
+from hecate.runtime.policies import Hecate, LayerView, Policy, Static
+
+# GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
+SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
+CLUSTERS = {
+    "a": Rates(flops=0.4 * 125e12, rank_bytes=150e9, node_bytes=12.5e9, hidden=4e-3),
+    "b": Rates(flops=0.4 * 312e12, rank_bytes=300e9, node_bytes=50e9, hidden=1.6e-3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What one policy made of a trace.
+
+    Attributes:
+        rows: rows of each rank, ``[step, layer, rank]``.
+        replicas: ``[step, layer]``.
+        crossing: rows that left their node, ``[step, layer]``.
+        moved: experts that changed owners, over all steps.
+        seconds: predicted, ``[step, layer]``.
+        transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
+    """
+
+    rows: np.ndarray[Any, Any]
+    replicas: np.ndarray[Any, Any]
+    crossing: np.ndarray[Any, Any]
+    moved: int
+    seconds: np.ndarray[Any, Any]
+    transfers: np.ndarray[Any, Any]
+
+    @property
+    def imbalance(self) -> np.ndarray[Any, Any]:
+        """Rows of the busiest rank over the mean, ``[step, layer]``; 1 for a step without rows."""
+        mean = self.rows.mean(-1)
+        return np.where(mean > 0, self.rows.max(-1) / np.maximum(mean, 1e-9), 1.0)
+
+
+def load_trace(path: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Counts int64 ``[step, layer, rank, expert]`` and owners ``[layer, expert]``."""
+    try:
+        with np.load(path) as archive:
+            counts, owners = archive["counts"].astype(np.int64), archive["owners"]
+    except (OSError, KeyError, ValueError) as error:
+        raise SystemExit(f"{path} is not a trace that hecate.record wrote: {error}") from None
+    if counts.ndim != 4 or len(counts) == 0:
+        raise SystemExit(f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]")
+    return counts, owners
+
+
+def replay(
+    counts: np.ndarray[Any, Any],
+    owners: np.ndarray[Any, Any],
+    policy: Policy,
+    topology: Topology,
+    *,
+    rates: Rates,
+    sizes: Sizes = SIZES,
+) -> Replay:
+    """Run ``policy`` through the trace, step by step."""
+    steps, layers, ranks, experts = counts.shape
+    current = [Owners(tuple(line.tolist()), ranks) for line in owners]
+    recent: list[deque[Any]] = [deque(maxlen=policy.window) for _ in range(layers)]
+    long_load = np.zeros((layers, experts), dtype=np.int64)
+    rows = np.zeros((steps, layers, ranks), dtype=np.int64)
+    replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
+    seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
+
+    def view(layer: int) -> LayerView:
+        return LayerView(
+            id=layer, owners=current[layer], loads=tuple(recent[layer]), long_load=long_load[layer],
+            topology=topology, sizes=sizes, rates=rates,
+        )  # fmt: skip
+
+    for step in range(steps):
+        if policy.reshard_every and step and step % policy.reshard_every == 0:
+            new = policy.own([view(layer) for layer in range(layers)])
+            moved += sum(
+                a != b for o, n in zip(current, new, strict=True) for a, b in zip(o.ranks, n.ranks, strict=True)
+            )
+            current, long_load = new, np.zeros_like(long_load)
+        for layer in range(layers):
+            seen = counts[step, layer]
+            placement = policy.place(view(layer))
+            placement = policy.calibrate(view(layer), placement, seen)
+            sends = [policy.assign(view(layer), placement, seen, rank).sends for rank in range(ranks)]
+            to_nodes = topology.split_by_node(np.stack(sends).sum(1)).sum(-1)
+            rows[step, layer] = np.stack(sends).sum((0, 1))
+            replicas[step, layer] = placement.num_replicas
+            crossing[step, layer] = to_nodes.sum() - to_nodes[np.arange(ranks), topology.nodes].sum()
+            computed = np.stack(sends).sum(0)
+            split = [computed[e, list(held)].tolist() for e, held in enumerate(placement.holders)]
+            time = step_time(seen.sum(0).tolist(), split, placement, topology, sizes, rates)
+            seconds[step, layer], exposed[step, layer] = time.total, time.exposed
+            recent[layer].append(seen.sum(0))
+            long_load[layer] += seen.sum(0)
+    return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
+
+
+def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], layer: int) -> None:
+    """Heat maps of one layer: experts over time, and ranks over time under each policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    load = counts[:, layer].sum(1)
+    figure, axes = plt.subplots(1 + len(results), 1, figsize=(10, 3 * (1 + len(results))), layout="constrained")
+    share = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
+    image = axes[0].imshow(share.T, aspect="auto", interpolation="nearest", vmin=0)
+    axes[0].set(title=f"layer {layer}: rows of each expert over the mean", ylabel="expert")
+    figure.colorbar(image, ax=axes[0])
+    ranks = {
+        name: r.rows[:, layer] / np.maximum(r.rows[:, layer].mean(1, keepdims=True), 1e-9)
+        for name, r in results.items()
+    }
+    most = max(float(values.max()) for values in ranks.values())
+    for axis, (name, values) in zip(axes[1:], ranks.items(), strict=True):
+        image = axis.imshow(values.T, aspect="auto", interpolation="nearest", vmin=0, vmax=most)
+        axis.set(title=f"{name}: rows of each rank over the mean", ylabel="rank")
+        figure.colorbar(image, ax=axis)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of equal size that the ranks are on")
+    parser.add_argument("--replicas", type=int, default=2, help="most replicas on a rank")
+    parser.add_argument("--window", type=int, default=5)
+    parser.add_argument("--reshard-every", type=int, default=100)
+    parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--cluster", choices=sorted(CLUSTERS), default="a", help="speed of links and GPUs")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="rows per rank are scaled to this many tokens, top 2"
+    )
+    parser.add_argument("--png", type=Path, help="draw heat maps of --layer into this file")
+    parser.add_argument("--layer", type=int, default=0)
+    args = parser.parse_args()
+    counts, owners = load_trace(args.trace)
+    steps, layers, ranks, experts = counts.shape
+    if args.nodes < 1 or ranks % args.nodes or not 0 <= args.layer < layers:
+        parser.error(f"the trace has {ranks} ranks, which --nodes must divide, and {layers} layers")
+    scale = max(1, round(2 * args.tokens * steps * layers * ranks / max(1, counts.sum())))
+    topology = Topology.even(ranks, ranks // args.nodes)
+    options: dict[str, Any] = dict(replicas=args.replicas, window=args.window, reshard_every=args.reshard_every)
+    policies: dict[str, Policy] = {
+        "static": Static(),
+        "hecate, paper": Hecate(objective="paper", **options),
+        "hecate, time": Hecate(objective="time", calibrates=args.calibrate, **options),
+    }
+    results = {
+        name: replay(counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster])
+        for name, policy in policies.items()
+    }
+    table = Table(
+        "policy", "max/mean rows", "99th percentile", "replicas", "GB of experts", "rows that leave their node",
+        "owners changed", "predicted ms", "static takes",
+        title=f"{args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} node(s), "
+        f"{experts} experts, rows x {scale}; per layer and step",
+    )  # fmt: skip
+    static = results["static"].seconds.mean()
+    for name, result in results.items():
+        table.add_row(
+            name, f"{result.imbalance.mean():.3f}", f"{np.percentile(result.imbalance, 99):.3f}",
+            f"{result.replicas.mean():.1f}", f"{2 * result.replicas.mean() * SIZES.expert_bytes / 1e9:.3f}",
+            f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}", str(result.moved),
+            f"{result.seconds.mean() * 1e3:.2f}", f"{static / result.seconds.mean():.2f} times as long",
+        )  # fmt: skip
+    Console(width=150).print(table)
+    if args.png:
+        draw(args.png, counts, results, args.layer)
+        print(args.png)
+
+
+if __name__ == "__main__":
+    main()

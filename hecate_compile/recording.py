@@ -1,0 +1,70 @@
+"""Routing traces: which rank sent how many rows to which expert, step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hecate.api import _state_of
+
+
+@contextmanager
+def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record the routing of every training forward inside the ``with`` block; rank 0 writes it at the end.
+
+        with hecate.record(model, "trace.npz"):
+            train(model)
+
+    All ranks enter and leave together; nothing is communicated, since every rank knows all counts. The trace stays
+    in memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, what was recorded so
+    far is written. Forwards without gradients are left out.
+
+    The file is a compressed numpy archive (``numpy.load``):
+
+    ========== ==================================== ==========================================================
+    ``counts`` uint32 ``[step, layer, rank, expert]`` rows that the rank routed to the expert in its own batch
+    ``layers`` str ``[layer]``                       names of the experts modules
+    ``owners`` int32 ``[layer, expert]``             who owned what at the first step
+    ========== ==================================== ==========================================================
+
+    Raises:
+        ValueError: the model was not compiled; it is recorded already; its layers have different numbers of experts.
+        FileNotFoundError: the folder of ``path`` does not exist.
+    """
+    state = _state_of(model, "record")
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"hecate.record: {target.parent} is not a folder")
+    experts = {layer.num_experts for layer in state.layers}
+    if len(experts) != 1:
+        raise ValueError(f"hecate.record: layers have different numbers of experts: {sorted(experts)}")
+    if state.forward.after is not None:
+        raise ValueError("hecate.record: this model is being recorded already")
+    steps: list[np.ndarray[Any, Any]] = []
+    owners = np.asarray([layer.owners.ranks for layer in state.layers], dtype=np.int32)
+
+    def after() -> None:
+        counts = [layer.counts for layer in state.layers]
+        if torch.is_grad_enabled() and all(count is not None for count in counts):
+            steps.append(np.stack([count.cpu().numpy() for count in counts if count is not None]).astype(np.uint32))
+
+    state.forward.after = after
+    try:
+        yield
+    finally:
+        state.forward.after = None
+        if state.world.rank == 0:
+            shape = (0, len(state.layers), state.world.size, experts.pop())
+            np.savez_compressed(
+                target,
+                counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
+                layers=np.asarray([layer.name for layer in state.layers]),
+                owners=owners,
+            )

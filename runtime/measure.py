@@ -1,0 +1,74 @@
+"""How fast this machine computes and communicates, measured once in ``hecate.compile``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from hecate.runtime import transport
+from hecate.runtime.planner import Rates, Topology
+from hecate.runtime.world import World
+
+_BYTES = 4 * 2**20
+_SIDE = 512
+_REPEATS = 3
+# Bytes per second of a link that nobody uses.
+_NO_LINK = 1e15
+
+
+def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
+    """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
+
+    The medians of a few repeats; ranks take the largest of their times, so all get the same rates. What can be
+    hidden behind other work is 0, because collectives do not overlap with compute yet.
+    """
+    a = torch.ones(_SIDE, _SIDE, dtype=dtype, device=world.device)
+    nodes = topology.node_of
+    inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
+              for rank, mine in enumerate(nodes)]  # fmt: skip
+    across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
+    seconds = torch.tensor(
+        [_median(lambda: a @ a, world), _exchange_time(inside, world), _exchange_time(across, world)],
+        dtype=torch.float64,
+        device=world.control_device,
+    )
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
+    compute, within, between = seconds.tolist()
+    most = max(map(len, topology.members))
+    return Rates(
+        flops=2 * _SIDE**3 / compute,
+        rank_bytes=_BYTES / within if within else _NO_LINK,
+        node_bytes=_BYTES * most / between if between else _NO_LINK,
+    )
+
+
+def _exchange_time(peers: list[list[int]], world: World) -> float:
+    """Seconds in which every rank with peers sends them ``_BYTES``; 0 if nobody has any."""
+    if not any(peers):
+        return 0.0
+    shares = [_BYTES // max(1, len(others)) for others in peers]
+    mine = peers[world.rank]
+    send = [shares[world.rank] if rank in mine else 0 for rank in range(world.size)]
+    receive = [shares[rank] if rank in mine else 0 for rank in range(world.size)]
+    rows = torch.zeros(sum(send), dtype=torch.uint8, device=world.device)
+    return _median(lambda: transport.all_to_all(rows, send, receive, world), world)
+
+
+def _median(work: Callable[[], object], world: World) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        _wait(world)
+        start = time.perf_counter()
+        work()
+        _wait(world)
+        times.append(time.perf_counter() - start)
+    # The first one sets things up.
+    return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

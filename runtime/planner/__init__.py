@@ -1,0 +1,46 @@
+"""The placement planner: pure functions over integers, the same on every rank.
+
+    load = predict(history, window)                                        rows per expert to expect
+    placement = materialize(load, owners, topology, budget)                who holds what next, as in the paper
+    placement = materialize_fastest(load, owners, topology, ...)           the same by predicted time
+    quotas = assign_tokens(counts, placement, topology, rank)              who computes which rows
+    owners = shard_owners(loads, owners, topology, overlap)                who owns what, every hundred steps
+
+No process group, no clock, no device. The inputs are the counts that every exchange gathers anyway, so a plan costs
+no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
+"""
+
+from hecate.runtime.planner.balance import balance, shed_excess
+from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
+from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
+from hecate.runtime.planner.fastest import Choice, materialize_fastest, quota_matrix
+from hecate.runtime.planner.forecast import predict
+from hecate.runtime.planner.paper import materialize
+from hecate.runtime.planner.placement import Budget, Placement, Topology
+from hecate.runtime.planner.resharding import shard_owners
+from hecate.runtime.planner.transfers import Stage, transfers
+
+__all__ = [
+    "Budget",
+    "Choice",
+    "Dispatch",
+    "Placement",
+    "Quotas",
+    "Rates",
+    "Sizes",
+    "Stage",
+    "StepTime",
+    "Topology",
+    "assign_tokens",
+    "balance",
+    "materialize",
+    "materialize_fastest",
+    "predict",
+    "quota_matrix",
+    "rows_per_rank",
+    "shard_owners",
+    "shed_excess",
+    "step_time",
+    "transfer_time",
+    "transfers",
+]

@@ -1,0 +1,148 @@
+"""What a step of one layer would take under a placement, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.planner.placement import Ints, Placement, Topology
+from hecate.runtime.planner.transfers import transfers
+
+Floats = NDArray[np.float64]
+
+# Passes over rows and links in one step: forward, and twice that in backward; rows go there and back in each
+# direction; experts come once and their gradients leave once.
+_COMPUTE, _ROWS, _EXPERTS = 3, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast the machine is, for one layer or all. Equal on all ranks.
+
+    Attributes:
+        flops: floating-point operations per second of one rank in expert matmuls.
+        rank_bytes: bytes per second that a rank sends (and receives) inside its node.
+        node_bytes: bytes per second that a node sends (and receives).
+        hidden: seconds per layer and step in which experts and their gradients travel behind other work.
+
+    Raises:
+        ValueError: a rate that is not positive, or a negative time.
+    """
+
+    flops: float
+    rank_bytes: float
+    node_bytes: float
+    hidden: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.rank_bytes, self.node_bytes) <= 0 or self.hidden < 0:
+            raise ValueError(f"hecate.Rates: rates must be positive and hidden not negative, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What one layer computes and moves.
+
+    Attributes:
+        row_flops: operations on one row in the forward.
+        row_bytes: one row on the wire.
+        expert_bytes: all parameters of one expert on the wire.
+    """
+
+    row_flops: float
+    row_bytes: float
+    expert_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one layer, forward and backward.
+
+    Attributes:
+        compute: the rank with most rows.
+        rows: rows on the busiest link.
+        experts: replicas and their gradients on the busiest link, hidden or not.
+        exposed: the part of ``experts`` that nothing hides.
+    """
+
+    compute: float
+    rows: float
+    experts: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.rows + self.exposed
+
+
+def step_time(
+    rows: list[int],
+    split: list[list[int]],
+    placement: Placement,
+    topology: Topology,
+    sizes: Sizes,
+    rates: Rates,
+) -> StepTime:
+    """Predict a step, with every rank routing the same share of each expert's rows.
+
+    Args:
+        rows: of each expert, length E.
+        split: rows of each expert on each of its holders, in the order of ``placement.holders``.
+    """
+    world_size, num_nodes = topology.world_size, topology.num_nodes
+    experts, ranks = placement.pairs
+    load = np.asarray(rows, dtype=np.int64)
+    quota = np.fromiter(chain.from_iterable(split), dtype=np.float64, count=len(ranks))
+    computed = np.bincount(ranks, quota, minlength=world_size)
+    seconds = 0.0
+    if num_nodes > 1:
+        share = topology.node_sizes / world_size
+        visits, line = np.unique(experts * num_nodes + topology.nodes[ranks], return_inverse=True)
+        on_node: Floats = np.asarray(np.bincount(line, quota), dtype=np.float64)
+        expert, node = np.divmod(visits, num_nodes)
+        seconds = _busiest(load.sum() * share, load[expert] * share[node], on_node, node) / rates.node_bytes
+    if world_size > num_nodes:
+        own = np.full(world_size, load.sum() / world_size)
+        seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
+    travel = transfer_time(placement, topology, sizes, rates)
+    return StepTime(
+        compute=_COMPUTE * float(computed.max()) * sizes.row_flops / rates.flops,
+        rows=_ROWS * seconds * sizes.row_bytes,
+        experts=travel,
+        exposed=max(0.0, travel - rates.hidden),
+    )
+
+
+def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
+    """Most rows that anyone sends or receives.
+
+    Args:
+        own: rows that each place has, ``[places]``.
+        have: of each expert that a place holds, the rows that it has, ``[n]``.
+        compute: and the rows that it computes, ``[n]``.
+        where: the place, ``[n]``.
+    """
+    stay = np.minimum(have, compute)
+    received = np.bincount(where, compute - stay, minlength=len(own))
+    sent = own - np.bincount(where, stay, minlength=len(own))
+    return float(max(received.max(), sent.max()))
+
+
+def transfer_time(placement: Placement, topology: Topology, sizes: Sizes, rates: Rates) -> float:
+    """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
+    if placement.num_replicas == 0:
+        return 0.0
+    across, inside = transfers(placement, topology)
+    nodes, n, w = topology.nodes, topology.num_nodes, topology.world_size
+    copies = _most(nodes[across.sources], nodes[across.destinations], n) / rates.node_bytes
+    copies += _most(inside.sources, inside.destinations, w) / rates.rank_bytes
+    return _EXPERTS * copies * sizes.expert_bytes
+
+
+def _most(sources: Ints, destinations: Ints, n: int) -> int:
+    if len(sources) == 0:
+        return 0
+    return int(max(np.bincount(sources, minlength=n).max(), np.bincount(destinations, minlength=n).max()))

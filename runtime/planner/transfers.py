@@ -1,0 +1,52 @@
+"""How replicas travel: which rank sends which expert to which, in at most two stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hecate.runtime.planner.placement import Ints, Placement, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Experts that travel at the same time, ordered by (source, destination, owner, expert).
+
+    Attributes:
+        experts: int64 ``[n]``.
+        sources: the rank that has the expert by then, int64 ``[n]``.
+        destinations: the rank that gets it, int64 ``[n]``.
+    """
+
+    experts: Ints
+    sources: Ints
+    destinations: Ints
+
+
+def transfers(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
+    """Between nodes first, then inside them: an expert crosses to a node once and fans out there.
+
+    In each node the first holder in rank order receives the expert from its owner and passes it on; in the owner's
+    node the owner does. So no rank gets an expert twice, and the number of copies that travel is the number of
+    replicas, lambda * |C| in the paper's formula (section 2). On a single node the first stage is empty.
+    """
+    experts, ranks = placement.pairs
+    owners = placement.owner_array[experts]
+    nodes = topology.nodes
+    # The first holder of each expert on each node; on the owner's node the owner.
+    visits = experts * topology.num_nodes + nodes[ranks]
+    _, first, line = np.unique(visits, return_index=True, return_inverse=True)
+    leaders = np.where(nodes[ranks[first]] == nodes[owners[first]], owners[first], ranks[first])[line]
+    leads = ranks == leaders
+    across = leads & (ranks != owners)
+    inside = ~leads
+    return (
+        _stage(experts[across], owners[across], ranks[across], owners[across]),
+        _stage(experts[inside], leaders[inside], ranks[inside], owners[inside]),
+    )
+
+
+def _stage(experts: Ints, sources: Ints, destinations: Ints, owners: Ints) -> Stage:
+    order = np.lexsort((experts, owners, destinations, sources))
+    return Stage(experts=experts[order], sources=sources[order], destinations=destinations[order])

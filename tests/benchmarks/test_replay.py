@@ -1,0 +1,92 @@
+"""Replaying traces: the committed ones, made-up ones, and files that are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.replay import CLUSTERS, load_trace, replay
+from hecate.runtime.planner import Rates, Topology
+from hecate.runtime.policies import Hecate, Static
+
+ROOT = Path(__file__).parents[2]
+TRACES = ROOT / "benchmarks" / "traces"
+
+
+def test_natural_routing_is_balanced_with_two_replicas_per_rank() -> None:
+    counts, owners = load_trace(TRACES / "natural.npz")
+    ranks = counts.shape[2]
+    assert ranks == 8
+    topology, steps = Topology.even(ranks, ranks), slice(0, None)
+    found = {}
+    for name, policy in (("static", Static()), ("hecate", Hecate(replicas=2))):
+        found[name] = replay(counts[steps] * 16, owners, policy, topology, rates=CLUSTERS["a"]).imbalance.mean()
+    print(found)
+    assert found["hecate"] <= 1.05
+    assert found["static"] > 1.2, "the trace is not balanced by itself"
+
+
+def test_the_committed_traces_are_small() -> None:
+    files = list(TRACES.glob("*.npz"))
+    assert len(files) >= 2
+    assert sum(path.stat().st_size for path in files) <= 2**20
+    for path in files:
+        assert len(load_trace(path)[0]) >= 200
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_a_load_that_jumps_is_never_worse_than_static_by_more_than_the_transfer(hidden: float) -> None:
+    """All rows go to one of two experts, another one in each step, so the prediction is always wrong."""
+    counts = np.zeros((40, 1, 8, 16), dtype=np.int64)
+    counts[::2, 0, :, 3] = counts[1::2, 0, :, 12] = 1000
+    owners = np.arange(16)[None] // 2
+    rates = Rates(flops=5e13, rank_bytes=1e10, node_bytes=1e10, hidden=hidden)
+    topology = Topology.even(8, 4)
+    static = replay(counts, owners, Static(), topology, rates=rates)
+    for window in (1, 5):
+        policy = Hecate(window=window, reshard_every=0)
+        ours = replay(counts, owners, policy, topology, rates=rates)
+        assert (ours.rows.max(-1) <= static.rows.max(-1)).all()
+        assert (ours.seconds <= static.seconds * (1 + 1e-9) + ours.transfers).all()
+    assert window == 5 and ours.replicas[-1] > 0, "a mean over both experts replicates both"
+
+
+def test_owners_follow_a_load_that_stays() -> None:
+    """Two warm experts on one rank: re-sharding parts them, once."""
+    counts = np.ones((30, 1, 4, 8), dtype=np.int64)
+    counts[..., :2] = 50
+    policy = Hecate(replicas=0, reshard_every=10)
+    rates = Rates(flops=1e12, rank_bytes=1e10, node_bytes=1e10)
+    result = replay(counts, np.arange(8)[None] // 2, policy, Topology.even(4, 4), rates=rates)
+    assert result.imbalance[9, 0] > 1.9
+    assert result.imbalance[10:, 0].max() < 1.1
+    assert 0 < result.moved <= 8
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/replay.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_tool_prints_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rng = np.random.default_rng(0)
+    trace, png = tmp_path / "trace.npz", tmp_path / "heat.png"
+    counts = rng.multinomial(500, np.full(8, 1 / 8), size=(12, 2, 4)).astype(np.uint16)
+    np.savez_compressed(trace, counts=counts, layers=np.array(["a", "b"]), owners=np.tile(np.arange(8) // 2, (2, 1)))
+    done = run(str(trace), "--nodes", "2", "--png", str(png))
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("static", "hecate, paper", "hecate, time"))
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_files_and_options_are_named(tmp_path: Path) -> None:
+    text = tmp_path / "notes.npz"
+    text.write_text("not a trace")
+    assert "is not a trace that hecate.record wrote" in run(str(text)).stderr
+    assert "is not a trace" in run(str(tmp_path / "missing.npz")).stderr
+    assert "--nodes must divide" in run(str(TRACES / "natural.npz"), "--nodes", "3").stderr

@@ -1,0 +1,358 @@
+"""Placements and owners that change while a model trains: the numbers, the graph and the collectives stay right."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hecate.runtime import transport
+from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Placement, Rates, Topology
+from hecate.runtime.policies import LayerView, Policy
+from hecate.sharding import shard_of
+from tests.models import batch, build
+from tests.parity import rank_and_size, run_step, step_and_compare
+from tests.ranks import run_ranks
+
+_HERE = "tests.hecate_compile.test_placement"
+FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
+
+
+class Anything(Policy):
+    """Random replicas in every step and random owners at every re-sharding: the worst a policy may do."""
+
+    replicates = True
+
+    def __init__(self, seed: int = 0, reshard_every: int = 0, calibrates: bool = False) -> None:
+        self.seed, self.reshard_every, self.calibrates = seed, reshard_every, calibrates
+        self._random = random.Random(seed)
+
+    def _replicas(self, owners: Owners) -> list[set[int]]:
+        ranks = range(owners.world_size)
+        return [{rank for rank in ranks if self._random.random() < 0.4} for _ in owners.ranks]
+
+    def place(self, layer: LayerView) -> Placement:
+        return Placement.with_replicas(layer.owners, self._replicas(layer.owners))
+
+    def calibrate(self, layer: LayerView, placement: Placement, counts: Any) -> Placement:
+        more = zip(placement.holders, self._replicas(layer.owners), strict=True)
+        return Placement.with_replicas(layer.owners, [{*have, *new} for have, new in more])
+
+    def own(self, layers: Any) -> list[Owners]:
+        """Any owners at all; a rank may be left with none."""
+        size = layers[0].owners.world_size
+        return [Owners(tuple(self._random.randrange(size) for _ in layer.owners.ranks), size) for layer in layers]
+
+
+class Moving(Anything):
+    """Owners change, nothing is replicated."""
+
+    replicates = False
+
+    def place(self, layer: LayerView) -> Placement:
+        return Placement.owned(layer.owners)
+
+
+def _compiled(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    import hecate
+
+    return hecate.compile(model, hecate.Config(**({"backend": "aot_eager", "rates": FREE_LINKS} | options)))
+
+
+def _moves(model: torch.nn.Module) -> list[int]:
+    from hecate.api import _state_of
+
+    return _state_of(model, "test").resharder.moves
+
+
+def thirty_steps(nodes: list[int] | None, calibrates: bool, backend: str = "aot_eager") -> dict[str, Any]:
+    """AdamW, placements that change in every step, owners that change twice; one process starts each step from the
+    same weights, so every step is compared by itself."""
+    import hecate
+
+    policy = Anything(reshard_every=10, calibrates=calibrates)
+    topology = Topology(tuple(nodes)) if nodes else None
+    model = _compiled(build("gpt_oss"), policy=policy, topology=topology, backend=backend)
+    reference = build("gpt_oss")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    worst, replicas, owned = 0.0, set(), set()
+    for step in range(30):
+        reference.load_state_dict(model.state_dict())
+        difference = step_and_compare(model, reference, batch(step))
+        worst = max(worst, difference.gradient, difference.loss)
+        optimizer.step()
+        replicas |= {layer.replicas for layer in hecate.stats(model).layers}
+        owned |= {tuple(p.shape) for n, p in model.named_parameters() if n.endswith("0.mlp.experts.down_proj")}
+    return {
+        "worst": worst, "replicas": len(replicas), "moves": _moves(model), "shapes": len(owned),
+        "graphs": len(hecate.explain(model).graphs), "recompiles": _recompiles(),
+    }  # fmt: skip
+
+
+def _recompiles() -> int:
+    return sum(torch._dynamo.utils.counters["recompiles"].values())
+
+
+def check_thirty_steps(results: list[Any]) -> None:
+    for result in results:
+        assert result["worst"] < 1e-5
+        assert result["replicas"] > 3, "placements changed"
+        assert len(result["moves"]) == 2 and min(result["moves"]) > 0
+        assert result["graphs"] == 1
+        assert result["recompiles"] == 0
+    assert max(result["shapes"] for result in results) > 1, "ranks owned other numbers of experts"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_thirty_steps_equal_one_process(calibrates: bool) -> None:
+    check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 2, nodes=None, calibrates=calibrates))
+
+
+@pytest.mark.distributed
+def test_thirty_steps_on_two_nodes_equal_one_process() -> None:
+    check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 4, nodes=[0, 0, 1, 1], calibrates=False))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_thirty_steps_with_inductor_equal_one_process() -> None:
+    ranks = run_ranks(f"{_HERE}:thirty_steps", 2, nodes=None, calibrates=False, backend="inductor", timeout=500)
+    check_thirty_steps(ranks)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def resharding_is_invisible() -> dict[str, Any]:
+    """The same training with owners that move every second step and with owners that stay, side by side."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        torch._dynamo.reset()
+        models = [_compiled(build("qwen3_moe"), policy=p) for p in (Moving(reshard_every=2), "static")]
+        # Two optimizers per model: every parameter's own is found.
+        optimizers = [
+            [make([p for p in m.parameters() if shard_of(p)]), make([p for p in m.parameters() if not shard_of(p)])]
+            for m in models
+        ]
+        kept, same = [], True
+        hooked: list[int] = []
+        shard = next(p for p in models[0].parameters() if shard_of(p))
+        shard.register_post_accumulate_grad_hook(lambda p, seen=hooked: seen.append(len(p)))
+        for step in range(7):
+            losses = []
+            for model, pair in zip(models, optimizers, strict=True):
+                rank, size = rank_and_size()
+                mine = batch(step).chunk(size)[rank]
+                loss = model(input_ids=mine, labels=mine)["loss"]
+                loss.backward()
+                losses.append(loss)
+                for optimizer in pair:
+                    optimizer.step()
+                    # Gradients of the step stay, as some loops have it; those of others are cleared.
+                    if step % 3:
+                        optimizer.zero_grad()
+                if not step % 3:
+                    model.zero_grad()
+            # Losses that stay alive keep the gradient accumulators of their step alive.
+            kept.append(losses)
+            same &= torch.equal(*losses)
+        states = [_full_state(m, pair) for m, pair in zip(models, optimizers, strict=True)]
+        same &= states[0].keys() == states[1].keys()
+        different = [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
+        found[name] = {
+            "same": same, "different": different, "moves": _moves(models[0]), "hooked": len(hooked),
+            "tensors": len(states[0]),
+        }  # fmt: skip
+    return found
+
+
+def _full_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Every parameter and every tensor of its optimizer state, experts gathered into one."""
+    full = {}
+    for name, parameter in model.named_parameters():
+        values = {"value": parameter.detach()}
+        for optimizer in optimizers:
+            values |= {k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, torch.Tensor)}
+        shard = shard_of(parameter)
+        for key, value in values.items():
+            if shard is not None and value.ndim:
+                value = transport.gather_shards(value, shard.layer.owners, shard.layer.world)
+            full[f"{name} {key}"] = value
+    return full
+
+
+@pytest.mark.distributed
+def test_resharding_is_bitwise_invisible() -> None:
+    for ranks in run_ranks(f"{_HERE}:resharding_is_invisible", 2):
+        for name, result in ranks.items():
+            assert result["same"], name
+            assert result["different"] == [], name
+            assert len(result["moves"]) == 3 and min(result["moves"]) > 0
+            assert result["hooked"] == 7, "hooks on parameters survive"
+            assert result["tensors"] > 60
+
+
+def two_hundred_steps() -> dict[str, Any]:
+    """The default policy on a load that jumps between two experts, so that its prediction is always wrong."""
+    import hecate
+
+    reference = build("gpt_oss", num_experts_per_tok=1)
+    model = _compiled(build("gpt_oss", num_experts_per_tok=1), window=1, reshard_every=0)
+    calls = _log_collectives()
+    worst, graphs = 0.0, set()
+    for step in range(200):
+        for candidate in (model, reference):
+            for name, parameter in candidate.named_parameters():
+                if name.endswith("router.bias"):
+                    parameter.data.zero_()
+                    if step >= 20:
+                        parameter.data[[1, 6][step % 2]] = 1e4
+        if step % 20 < 3:
+            difference = step_and_compare(model, reference, batch(step))
+            worst = max(worst, difference.gradient, difference.loss)
+        else:
+            run_step(model, batch(step))
+        graphs.add(len(hecate.explain(model).graphs))
+    return {
+        "worst": worst, "graphs": sorted(graphs), "recompiles": _recompiles(), "calls": len(calls),
+        "log": hashlib.sha256("\n".join(calls).encode()).hexdigest(),
+    }  # fmt: skip
+
+
+def _log_collectives() -> list[str]:
+    """A line for every collective from now on: its name, dtype, and the width of its rows."""
+    calls: list[str] = []
+
+    def logged(name: str) -> None:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            calls.append(f"{name} {tensor.dtype} {list(tensor.shape[1:])}")
+            return original(*args, **kwargs)
+
+        setattr(dist, name, call)
+
+    for name in ("all_to_all_single", "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor"):
+        logged(name)
+    original = transport._all_gather
+    transport._all_gather = lambda *args, **kwargs: (calls.append("all_gather_single"), original(*args, **kwargs))[1]
+    return calls
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_hundred_steps_of_changing_placements() -> None:
+    ranks = run_ranks(f"{_HERE}:two_hundred_steps", 3)
+    for result in ranks:
+        assert result["worst"] < 1e-5
+        assert result["graphs"] == [1]
+        assert result["recompiles"] == 0
+        assert result["calls"] > 200 * 2 * 5
+    assert len({result["log"] for result in ranks}) == 1
+
+
+def degenerate() -> dict[str, Any]:
+    """Fewer experts than ranks; no slots; ranks without tokens; one expert with all rows; both objectives."""
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "fewer experts than ranks": ({"num_experts": 2}, {"replicas": 1}),
+        "no slots": ({}, {"replicas": 0}),
+        "more slots than experts": ({}, {"replicas": 50}),
+        "the paper's rule": (
+            {},
+            {"objective": "paper", "rates": Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9, hidden=1e-5)},
+        ),
+        "calibrated": ({}, {"calibrate": True}),
+        "a node per rank": ({}, {"topology": Topology((0, 1, 2))}),
+    }
+    found = {}
+    for name, (model_options, options) in cases.items():
+        torch._dynamo.reset()
+        reference = build("qwen3_moe", **model_options)
+        model = _compiled(build("qwen3_moe", **model_options), **options)
+        worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(3))
+        import hecate
+
+        found[name] = {"worst": worst, "replicas": [layer.replicas for layer in hecate.stats(model).layers]}
+    return found
+
+
+@pytest.mark.distributed
+def test_degenerate_settings() -> None:
+    for ranks in run_ranks(f"{_HERE}:degenerate", 3):
+        for name, result in ranks.items():
+            assert result["worst"] < 1e-5, name
+            assert (max(result["replicas"]) == 0) == (name == "no slots"), name
+            assert max(result["replicas"]) <= 8 * 2
+
+
+class Selfish(Anything):
+    """A wrong policy: it looks at its own rank from the third step on."""
+
+    def place(self, layer: LayerView) -> Placement:
+        self._calls = getattr(self, "_calls", 0) + 1
+        wanted: list[set[int]] = [set() for _ in layer.owners.ranks]
+        if self._calls > 5:
+            wanted[3] = {rank_and_size()[0]}
+        return Placement.with_replicas(layer.owners, wanted)
+
+
+def disagree() -> str:
+    model = _compiled(build("qwen3_moe"), policy=Selfish())
+    try:
+        for step in range(5):
+            run_step(model, batch(step))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_ranks_that_plan_differently_stop_with_the_layer_and_the_step() -> None:
+    for message in run_ranks(f"{_HERE}:disagree", 2, timeout=120):
+        assert "ranks disagree on the placement of experts" in message
+        assert "layer model.layers.1.mlp.experts, step 2" in message
+        assert "expert 3 also on ranks [1]" in message
+
+
+class Flat(torch.optim.SGD):
+    """Keeps one flat vector of state per parameter, which has no line for each expert."""
+
+    def step(self, closure: Any = None) -> Any:
+        out = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["flat"] = torch.zeros(7)
+        return out
+
+
+def unmovable_state() -> dict[str, Any]:
+    model = _compiled(build("qwen3_moe"), policy=Moving(reshard_every=1))
+    optimizer = Flat(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            run_step(model, batch(step))
+            optimizer.step()
+    return {"moves": _moves(model), "warnings": [str(w.message) for w in caught if "hecate" in str(w.message)]}
+
+
+@pytest.mark.distributed
+def test_state_that_cannot_move_keeps_experts_where_they_are() -> None:
+    first, second = run_ranks(f"{_HERE}:unmovable_state", 2)
+    assert first["moves"] == second["moves"] == []
+    assert second["warnings"] == []
+    (message,) = first["warnings"]
+    assert "Flat's 'flat'" in message and "stay with their owners" in message

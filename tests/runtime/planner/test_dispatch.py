@@ -1,0 +1,147 @@
+"""Who computes which rows, and how far that is from the linear program's optimum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from hecate.runtime.owners import Owners
+from hecate.runtime.planner import (
+    Budget,
+    Dispatch,
+    Placement,
+    Rates,
+    Topology,
+    assign_tokens,
+    balance,
+    materialize,
+    materialize_fastest,
+    rows_per_rank,
+    shed_excess,
+)
+from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements
+
+drawn_cases = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))
+
+
+@FAST
+@given(drawn_cases, st.sampled_from(["nearest", "balanced"]))
+def test_every_row_goes_once_to_a_holder_and_ranks_agree(drawn: tuple[Case, Placement], how: Dispatch) -> None:
+    case, placement = drawn
+    ranks = range(case.topology.world_size)
+    plans = [assign_tokens(case.counts, placement, case.topology, rank, how) for rank in ranks]
+    for rank, plan in enumerate(plans):
+        assert (plan.sends >= 0).all()
+        assert np.array_equal(plan.sends.sum(1), case.counts[rank])
+        assert not plan.sends[placement.matrix == 0].any()
+        for other, theirs in enumerate(plans):
+            assert np.array_equal(plan.sends[:, other], theirs.receives[rank])
+    received = np.array([plan.receives.sum() for plan in plans])
+    assert np.array_equal(received, rows_per_rank(case.counts, placement, case.topology, how))
+
+
+@FAST
+@given(drawn_cases)
+def test_nearest_prefers_the_rank_then_the_node(drawn: tuple[Case, Placement]) -> None:
+    case, placement = drawn
+    for rank in range(case.topology.world_size):
+        sends = assign_tokens(case.counts, placement, case.topology, rank, "nearest").sends
+        for expert, ranks in enumerate(placement.holders):
+            node = case.topology.node_of[rank]
+            near = [r for r in ranks if case.topology.node_of[r] == node]
+            allowed = [rank] if rank in ranks else near or list(ranks)
+            assert sends[expert, allowed].sum() == case.counts[rank, expert]
+            assert np.ptp(sends[expert, allowed]) <= 1
+
+
+@FAST
+@given(drawn_cases)
+def test_balanced_keeps_what_it_can_local(drawn: tuple[Case, Placement]) -> None:
+    """A holder that takes rows of others has none of its own left to give away, and so for nodes."""
+    case, placement = drawn
+    quota = np.zeros(placement.matrix.shape, dtype=np.int64)
+    for expert, rank, rows in (
+        (e, r, q)
+        for e, (ranks, part) in enumerate(zip(placement.holders, balance(case.load.tolist(), placement), strict=True))
+        for r, q in zip(ranks, part, strict=True)
+    ):
+        quota[expert, rank] = rows
+    for rank in range(case.topology.world_size):
+        plan = assign_tokens(case.counts, placement, case.topology, rank)
+        assert np.array_equal(plan.receives.sum(0), quota[:, rank])
+        assert np.array_equal(plan.sends[:, rank], np.minimum(case.counts[rank], quota[:, rank]))
+
+
+@FAST
+@given(drawn_cases)
+def test_balanced_is_never_worse_than_owners_only(drawn: tuple[Case, Placement]) -> None:
+    """Whatever the prediction was: replicas that are there can only help. This bounds a step whose load jumped."""
+    case, placement = drawn
+    owned = rows_per_rank(case.counts, Placement.owned(case.owners), case.topology)
+    assert rows_per_rank(case.counts, placement, case.topology).max() <= owned.max() + 1
+
+
+@FAST
+@given(cases(), st.integers(0, 4))
+def test_shedding_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
+    rows, world_size = case.load.tolist(), case.topology.world_size
+    replicas: list[set[int]] = [set() for _ in rows]
+    free = [slots] * world_size
+    placement, split = shed_excess(rows, case.owners, replicas, free)
+    assert [sum(part) for part in split] == rows
+    level = np.zeros(world_size, dtype=np.int64)
+    for ranks, part in zip(placement.holders, split, strict=True):
+        level[list(ranks)] += part
+    share = -(-sum(rows) // world_size)
+    blocked = all(count >= share or not free[rank] for rank, count in enumerate(level))
+    assert level.max() <= share or blocked
+    assert placement.num_replicas <= max(0, world_size - 1) or slots > 1
+
+
+def optimum(load: np.ndarray, placement: Placement) -> float:
+    """Least possible rows of the busiest rank: a linear program over the rows of each expert on each holder."""
+    experts, ranks = placement.pairs
+    n, (num_experts, world_size) = len(experts), placement.matrix.shape
+    equal = np.zeros((num_experts, n + 1))
+    equal[experts, np.arange(n)] = 1
+    below = np.zeros((world_size, n + 1))
+    below[ranks, np.arange(n)] = 1
+    below[:, n] = -1
+    cost = np.zeros(n + 1)
+    cost[n] = 1
+    return float(linprog(cost, A_ub=below, b_ub=np.zeros(world_size), A_eq=equal, b_eq=load).fun)
+
+
+def random_placement(rng: np.random.Generator, load: np.ndarray, owners: Owners, topology: Topology) -> Placement:
+    """By the paper's rule, by predicted time, or anything."""
+    experts, kind = owners.num_experts, rng.integers(3)
+    if kind == 0:
+        budget = Budget(overlap=int(rng.integers(0, experts + 1)), slots=int(rng.integers(0, 4)))
+        return materialize(load, owners, topology, budget)
+    if kind == 1:
+        links = Rates(flops=1e12, rank_bytes=1e11, node_bytes=1e10, hidden=1e-2)
+        slots = int(rng.integers(1, 4))
+        return materialize_fastest(load, owners, topology, slots=slots, sizes=SIZES, rates=links).placement
+    ranks = [set(rng.integers(0, owners.world_size, int(rng.integers(0, 3))).tolist()) for _ in range(experts)]
+    return Placement.with_replicas(owners, ranks)
+
+
+@pytest.mark.slow
+def test_balanced_is_close_to_the_linear_program() -> None:
+    """1,000 random cases, with as many rows per rank as in training: whole rows cost less than a row per rank."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(1000):
+        world_size, experts = int(rng.choice([2, 4, 8, 16])), int(rng.choice([8, 16, 32, 64]))
+        weights = rng.permutation(1.0 / np.arange(1, experts + 1) ** rng.uniform(0, 1.3))
+        counts = rng.multinomial(2048, weights / weights.sum(), size=world_size)
+        topology = Topology.even(world_size, int(rng.choice([2, world_size])))
+        owners = Owners(tuple((rng.permutation(experts) % world_size).tolist()), world_size)
+        placement = random_placement(rng, counts.sum(0), owners, topology)
+        ratios.append(rows_per_rank(counts, placement, topology).max() / optimum(counts.sum(0), placement))
+    print(f"mean {np.mean(ratios):.4f}, 99th percentile {np.percentile(ratios, 99):.4f}, worst {max(ratios):.4f}")
+    assert np.mean(ratios) < 1.01
+    assert np.percentile(ratios, 99) < 1.03
