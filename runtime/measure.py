@@ -13,7 +13,8 @@ from hecate.runtime.planner import Rates, Topology
 from hecate.runtime.world import World
 
 _BYTES = 4 * 2**20
-_SIDE = 512
+# A matmul large enough to be no matter of launching it, and small enough not to be noticed.
+_SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
 # Bytes per second of a link that nobody uses.
 _NO_LINK = 1e15
@@ -25,7 +26,8 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     The medians of a few repeats; ranks take the largest of their times, so all get the same rates. What can be
     hidden behind other work is 0, because collectives do not overlap with compute yet.
     """
-    a = torch.ones(_SIDE, _SIDE, dtype=dtype, device=world.device)
+    side = _SIDE.get(world.device.type, 512)
+    a = torch.ones(side, side, dtype=dtype, device=world.device)
     nodes = topology.node_of
     inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
               for rank, mine in enumerate(nodes)]  # fmt: skip
@@ -39,7 +41,7 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     compute, within, between = seconds.tolist()
     most = max(map(len, topology.members))
     return Rates(
-        flops=2 * _SIDE**3 / compute,
+        flops=2 * side**3 / compute,
         rank_bytes=_BYTES / within if within else _NO_LINK,
         node_bytes=_BYTES * most / between if between else _NO_LINK,
     )

@@ -33,6 +33,7 @@ def main() -> None:
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "examples/train.py",
                 "--steps", "300", "--batch", "4", "--micro-batches", str(MICRO_BATCHES), "--experts", "32",
                 "--layers", "4", "--top-k", "2", "--auxiliary-loss", str(auxiliary), "--generate", "0",
+                "--policy", "static",
                 "--record", str(raw), "--dump", folder,
             ]  # fmt: skip
             subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

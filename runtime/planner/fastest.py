@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner.balance import shed_excess
-from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time
+from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
+from hecate.runtime.planner.dealing import deal
 from hecate.runtime.planner.placement import Ints, Placement, Topology
 
 
@@ -47,7 +48,8 @@ def materialize_fastest(
     3. the 1, 2, 4, ... hottest experts on every node (every rank on a single node), so that their rows stay
        there, and then 2. with the slots that are left.
 
-    Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md).
+    Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md). Slots that are left get
+    replicas while their transfer is hidden.
 
     Args:
         load: expected rows per expert, ``[E]``.
@@ -71,7 +73,35 @@ def materialize_fastest(
         time = step_time(rows, split, placement, topology, sizes, rates)
         if time.total < best.time.total:
             best = Choice(placement=placement, time=time, spread=spread)
+    if best.placement.num_replicas and best.time.experts < rates.hidden:
+        best = _fill_hidden(rows, hottest, best, topology, slots, sizes, rates)
     return best
+
+
+def _fill_hidden(
+    rows: list[int], experts: list[int], choice: Choice, topology: Topology, slots: int, sizes: Sizes, rates: Rates
+) -> Choice:
+    """Replicas that travel for nothing: they make a wrong prediction cheaper.
+
+    One slot per rank at a time, as long as their transfer stays hidden.
+    """
+    owners, placement, travel = choice.placement.owners, choice.placement, choice.time.experts
+    replicas = [set(ranks) - {owner} for ranks, owner in zip(placement.holders, owners.ranks, strict=True)]
+    used = [0] * owners.world_size
+    for ranks in replicas:
+        for rank in ranks:
+            used[rank] += 1
+    for taken in range(slots):
+        free = [[rank for rank in ranks if used[rank] <= taken] for ranks in topology.members]
+        if not any(free):
+            continue
+        deal(rows, experts, owners, replicas, free, topology)
+        more = Placement.with_replicas(owners, replicas)
+        seconds = transfer_time(more, topology, sizes, rates)
+        if seconds > rates.hidden:
+            break
+        placement, travel = more, seconds
+    return Choice(placement=placement, time=replace(choice.time, experts=travel), spread=choice.spread)
 
 
 def spread_counts(most: int) -> list[int]:

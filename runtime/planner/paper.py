@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
+from hecate.runtime.planner.dealing import deal
 from hecate.runtime.planner.placement import Budget, Placement, Topology
 
 
@@ -39,53 +38,5 @@ def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, b
             replicas[expert] = set(range(world_size)) - {owners.ranks[expert]}
         return Placement.with_replicas(owners, replicas)
     for _ in range(slots):
-        _deal_one_slot(rows, hottest, replicas, owners, topology)
+        deal(rows, hottest, owners, replicas, [list(ranks) for ranks in topology.members], topology)
     return Placement.with_replicas(owners, replicas)
-
-
-def _deal_one_slot(
-    rows: list[int], hottest: list[int], replicas: list[set[int]], owners: Owners, topology: Topology
-) -> None:
-    """Give every rank one more replica, where there is one that it does not hold."""
-    free = [list(ranks) for ranks in topology.members]
-    left, turn = owners.world_size, 0
-    held: dict[int, list[int]] = {}
-    # A heap keeps the smallest first, so rows per holder are negative; ties go to the smaller id.
-    queue = [(-rows[e] / (1 + len(replicas[e])), e) for e in hottest if len(replicas[e]) < owners.world_size - 1]
-    heapq.heapify(queue)
-    while left and queue:
-        _, expert = heapq.heappop(queue)
-        if expert not in held:
-            held[expert] = [0] * topology.num_nodes
-            for rank in (owners.ranks[expert], *replicas[expert]):
-                held[expert][topology.node_of[rank]] += 1
-        taken = _take_rank(owners.ranks[expert], replicas[expert], held[expert], free, turn)
-        if taken is None:
-            continue
-        node, rank = taken
-        replicas[expert].add(rank)
-        held[expert][node] += 1
-        left -= 1
-        # The node after the last one dealt to has had its turn longest ago: no node has more free slots.
-        turn = (node + 1) % topology.num_nodes
-        if len(replicas[expert]) < owners.world_size - 1:
-            heapq.heappush(queue, (-rows[expert] / (1 + len(replicas[expert])), expert))
-
-
-def _take_rank(
-    owner: int, replicas: set[int], held: list[int], free: list[list[int]], turn: int
-) -> tuple[int, int] | None:
-    """A node and a rank on it with a free slot that does not hold the expert; it is no longer free.
-
-    Nodes with fewest copies first, in turns from ``turn`` on; None if nobody is left.
-    """
-    order = [*range(turn, len(held)), *range(turn)]
-    for wanted in sorted(set(held)):
-        for node in order:
-            if held[node] != wanted:
-                continue
-            for index, rank in enumerate(free[node]):
-                if rank != owner and rank not in replicas:
-                    del free[node][index]
-                    return node, rank
-    return None
