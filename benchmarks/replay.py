@@ -87,12 +87,13 @@ def replay(
     long_load = np.zeros((layers, experts), dtype=np.int64)
     rows = np.zeros((steps, layers, ranks), dtype=np.int64)
     replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
+    seen_steps = 0
     seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
 
     def view(layer: int) -> LayerView:
         return LayerView(
-            id=layer, owners=current[layer], loads=tuple(recent[layer]), long_load=long_load[layer],
-            topology=topology, sizes=sizes, rates=rates,
+            id=layer, owners=current[layer], loads=tuple(recent[layer]),
+            long_load=long_load[layer] // max(1, seen_steps), topology=topology, sizes=sizes, rates=rates,
         )  # fmt: skip
 
     for step in range(steps):
@@ -101,7 +102,7 @@ def replay(
             moved += sum(
                 a != b for o, n in zip(current, new, strict=True) for a, b in zip(o.ranks, n.ranks, strict=True)
             )
-            current, long_load = new, np.zeros_like(long_load)
+            current, long_load, seen_steps = new, np.zeros_like(long_load), 0
         for layer in range(layers):
             seen = counts[step, layer]
             placement = policy.place(view(layer))
@@ -117,6 +118,7 @@ def replay(
             seconds[step, layer], exposed[step, layer] = time.total, time.exposed
             recent[layer].append(seen.sum(0))
             long_load[layer] += seen.sum(0)
+        seen_steps += 1
     return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
 
 

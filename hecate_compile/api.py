@@ -99,6 +99,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
     # Step 2: every rank keeps its own experts, with rank 0's values.
     topology = find_topology(config.topology, world)
+    agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
     placer = Placer(config.make_policy(), topology, world)
     shard = partial(materialize, model) if has_meta(model) else shard_experts
     layers = shard(experts, world, placer)
@@ -110,8 +111,10 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     forward = Forward()
     install_reads(model, experts, layers, sync, forward, policy.param_dtype if policy else None)
     size_up(experts, layers, policy.param_dtype if policy else None)
-    if placer.policy.needs_rates and world.size > 1:
-        placer.rates = config.rates or measure_rates(layers[0].dtype, topology, world)
+    if config.rates is not None:
+        placer.rates = config.rates
+    elif placer.policy.needs_rates and world.size > 1:
+        placer.rates = measure_rates(layers[0].dtype, topology, world)
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
@@ -120,7 +123,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
     resharder = Resharder(experts, layers, placer, world)
-    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, resharder, policy)
+    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, placer, resharder, policy)
     _compiled[model] = _Compiled(
         config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
         sync=sync, backend=backend, placer=placer, resharder=resharder,
@@ -291,6 +294,7 @@ def _around_forward(
     experts: list[ExpertsModule],
     backend: Backend,
     forward: Forward,
+    placer: Placer,
     resharder: Resharder,
     policy: Any,
 ) -> Callable[..., Any]:
@@ -302,6 +306,7 @@ def _around_forward(
         if cast_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         resharder.before_forward()
+        placer.learning = torch.is_grad_enabled()
         forward.running = True
         mode = torch.is_grad_enabled()
         backend.comparing = mode not in compared

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hecate.api import _state_of
+from hecate.runtime import transport
 
 
 @contextmanager
@@ -22,9 +23,9 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         with hecate.record(model, "trace.npz"):
             train(model)
 
-    All ranks enter and leave together; nothing is communicated, since every rank knows all counts. The trace stays
-    in memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, what was recorded so
-    far is written. Forwards without gradients are left out.
+    All ranks enter and leave together; every rank knows all counts, so recording communicates nothing. The trace
+    stays in rank 0's memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, what was
+    recorded so far is written. Forwards without gradients are left out.
 
     The file is a compressed numpy archive (``numpy.load``):
 
@@ -36,11 +37,14 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
 
     Raises:
         ValueError: the model was not compiled; it is recorded already; its layers have different numbers of experts.
-        FileNotFoundError: the folder of ``path`` does not exist.
+        FileNotFoundError: the folder of ``path`` does not exist on rank 0.
+        RuntimeError: in the first forward, if a layer gathers its experts, so that nobody counts its rows.
     """
     state = _state_of(model, "record")
     target = Path(path)
-    if not target.parent.is_dir():
+    found = torch.tensor([target.parent.is_dir()], dtype=torch.uint8, device=state.world.control_device)
+    transport.broadcast(found, state.world)
+    if not bool(found):
         raise FileNotFoundError(f"hecate.record: {target.parent} is not a folder")
     experts = {layer.num_experts for layer in state.layers}
     if len(experts) != 1:
@@ -51,9 +55,15 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     owners = np.asarray([layer.owners.ranks for layer in state.layers], dtype=np.int32)
 
     def after() -> None:
-        counts = [layer.counts for layer in state.layers]
-        if torch.is_grad_enabled() and all(count is not None for count in counts):
-            steps.append(np.stack([count.cpu().numpy() for count in counts if count is not None]).astype(np.uint32))
+        if not torch.is_grad_enabled():
+            return
+        counts = []
+        for layer in state.layers:
+            if layer.counts is None:
+                raise RuntimeError(f"hecate.record: {layer.name} gathers its experts, so its rows are not counted")
+            counts.append(layer.counts.cpu().numpy())
+        if state.world.rank == 0:
+            steps.append(np.stack(counts).astype(np.uint32))
 
     state.forward.after = after
     try:

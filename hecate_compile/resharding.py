@@ -1,21 +1,23 @@
 """Change who owns which expert between two steps: parameters, gradients and optimizer state move (paper, Alg. 2).
 
-Optimizers are found through torch's own step hook, whoever built them. The move happens at the start of the next
-training forward, when no graph of the step before is needed any more.
+Parameters and gradients move at the start of the next training forward, when no graph of the step before is needed
+any more. Optimizer state follows right before its optimizer's next step, whoever built that: each parameter group
+notes whose experts its state belongs to, so state that was saved under other owners finds its way too.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import warnings
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hecate.finder import ExpertsModule
 from hecate.runtime import transport
@@ -24,16 +26,10 @@ from hecate.runtime.layer import Layer
 from hecate.runtime.owners import Owners
 from hecate.runtime.placer import Placer
 from hecate.runtime.world import World
-from hecate.sharding import shard_of
+from hecate.sharding import Shard, shard_of
 
-_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-
-def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _steps[optimizer] = _steps.get(optimizer, 0) + 1
-
-
-register_optimizer_step_post_hook(_count_step)
+# The key in a parameter group under which the owners stand as JSON: text survives every kind of checkpoint.
+_OWNERS = "hecate_owners"
 
 
 class Resharder:
@@ -48,154 +44,100 @@ class Resharder:
     ) -> None:
         self.experts, self.layers, self.placer, self.world = experts, layers, placer, world
         self.moves: list[int] = []
-        self._done = 0
+        self._steps = 0
         self._impossible = False
 
     def before_forward(self) -> None:
         """Re-shard if it is time. A collective then; all ranks have made the same optimizer steps."""
         every = self.placer.policy.reshard_every
-        if self.world.group is None or not every or self._impossible or not torch.is_grad_enabled():
+        if self.world.group is None or not every or not torch.is_grad_enabled() or not self.placer.stepped:
             return
-        optimizers = self._optimizers()
-        steps = max((_steps[optimizer] for optimizer in optimizers), default=0)
-        if steps // every <= self._done:
+        # However many optimizers the model has, what lies between two forwards is one step.
+        self.placer.stepped = False
+        self._steps += 1
+        if self._steps % every or self._impossible:
             return
-        self._done = steps // every
         exchanging = [(e, layer) for e, layer in zip(self.experts, self.layers, strict=True) if layer.plan.loads]
         if not exchanging:
             return
         new = self.placer.policy.own([self.placer.view(layer) for _, layer in exchanging])
-        self._move([(e, layer, owners) for (e, layer), owners in zip(exchanging, new, strict=True)], optimizers)
+        changes = [
+            (e, layer, owners) for (e, layer), owners in zip(exchanging, new, strict=True) if owners != layer.owners
+        ]
         for _, layer in exchanging:
-            layer.plan.long_load = None
+            layer.plan.forget()
+        if changes and self._agree_to_move(changes):
+            for e, layer, owners in changes:
+                self._move(e, layer, owners)
+            self.moves.append(sum(_changed(layer.owners, owners) for _, layer, owners in changes))
+            for _, layer, owners in changes:
+                layer.owners = owners
+                layer.plan.planned = None
 
-    def _optimizers(self) -> list[Optimizer]:
-        """The optimizers that have stepped and hold experts of this model, in the order of their first step."""
-        mine = {layer.id for layer in self.layers}
-        return [
-            optimizer
-            for optimizer in list(_steps)
-            if any(
-                (shard := shard_of(p)) is not None and shard.layer.id in mine
-                for group in optimizer.param_groups
-                for p in group["params"]
-            )
-        ]
-
-    def _move(self, wanted: Sequence[tuple[ExpertsModule, Layer, Owners]], optimizers: Sequence[Optimizer]) -> None:
-        changes = [(e, layer, owners) for e, layer, owners in wanted if owners != layer.owners]
-        if not changes:
-            return
+    def _agree_to_move(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> bool:
+        """Whether every rank can move its optimizer state; raises if ranks would move different things."""
         for _, layer, owners in changes:
-            if sum(owners.counts) != layer.num_experts or owners.world_size != self.world.size:
+            if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
                 raise ValueError(f"hecate: the policy returned owners for {layer.name} that do not fit: {owners}")
-        moving = [
-            _Moving(parameter, layer, owners, _states_of(parameter, optimizers))
-            for e, layer, owners in changes
-            for key in e.parameters
-            if (parameter := e.module._parameters[key]) is not None
-        ]
-        if not self._all_can_move(moving, changes):
-            return
-        with torch.no_grad():
-            for one in moving:
-                one.move(self.world)
-        self.moves.append(
-            sum(a != b for _, layer, owners in changes for a, b in zip(layer.owners.ranks, owners.ranks, strict=True))
-        )
-        for _, layer, owners in changes:
-            layer.owners = owners
-            layer.plan.planned = None
-
-    def _all_can_move(
-        self, moving: Sequence[_Moving], changes: Sequence[tuple[ExpertsModule, Layer, Owners]]
-    ) -> bool:
-        """Whether every rank can move all its tensors; raises if ranks would move different things."""
-        agree(
-            [f"{layer.name}: {owners.ranks}" for _, layer, owners in changes]
-            + [line for one in moving for line in one.describe()],
-            "what moves when experts change owners",
-            "Every rank must make the same optimizer steps with the same optimizers. "
-            "Config(reshard_every=0) keeps owners as they are.",
-            self.world,
-        )
-        stuck = [name for one in moving for name in one.stuck()]
+        stuck = self._stuck_state({layer.id for _, layer, _ in changes})
         count = torch.tensor([len(stuck)], device=self.world.control_device)
         dist.all_reduce(count, group=self.world.group)
-        if not int(count):
-            return True
-        self._impossible = True
-        if self.world.rank == 0:
-            warnings.warn(
-                f"hecate: experts stay with their owners, because {', '.join(stuck[:3]) or 'state on another rank'} "
-                "has no line for each expert and cannot move with them. AdamW, Adam and SGD can.",
-                stacklevel=2,
-            )
-        return False
+        if int(count):
+            self._impossible = True
+            if self.world.rank == 0:
+                warnings.warn(
+                    f"hecate: experts stay with their owners, because {', '.join(stuck[:3]) or 'state elsewhere'} "
+                    "has no line for each expert and cannot move with them. Adam, AdamW and SGD can.",
+                    stacklevel=2,
+                )
+            return False
+        agree(
+            [f"{layer.name}: {owners.ranks}" for _, layer, owners in changes]
+            + [
+                f"{layer.name}.{key} {p.dtype} gradient {p.grad is not None}"
+                for e, layer, _ in changes
+                for key, p in _parameters(e)
+            ],
+            "what moves when experts change owners",
+            "Every rank must run the same steps. A policy with reshard_every=0 keeps owners as they are.",
+            self.world,
+        )
+        return True
 
-
-@dataclass(frozen=True)
-class _State:
-    """One tensor of an optimizer's state, where it is kept."""
-
-    optimizer: str
-    holder: dict[Any, Any]
-    key: str
-
-    @property
-    def value(self) -> torch.Tensor:
-        value: torch.Tensor = self.holder[self.key]
-        return value
-
-
-def _states_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> list[_State]:
-    """The state of a parameter without numbers such as the step, in an order that is the same on all ranks."""
-    return [
-        _State(type(optimizer).__name__, optimizer.state[parameter], key)
-        for optimizer in optimizers
-        if parameter in optimizer.state
-        for key, value in sorted(optimizer.state[parameter].items())
-        if isinstance(value, torch.Tensor) and value.ndim > 0
-    ]
-
-
-@dataclass(frozen=True)
-class _Moving:
-    """An expert parameter that gets other rows, and the tensors that have a line for each of its experts."""
-
-    parameter: nn.Parameter
-    layer: Layer
-    owners: Owners
-    states: list[_State]
-
-    def describe(self) -> list[str]:
-        shard = shard_of(self.parameter)
-        name = shard.name if shard is not None else self.layer.name
-        tensors = [(name, self.parameter.detach())]
-        if self.parameter.grad is not None:
-            tensors.append((f"gradient of {name}", self.parameter.grad))
-        tensors += [(f"{state.optimizer} {state.key} of {name}", state.value) for state in self.states]
-        return [f"{text} {value.dtype} {list(value.shape[1:])}" for text, value in tensors]
-
-    def stuck(self) -> list[str]:
-        """State that does not have one line per expert."""
-        shape = self.parameter.shape
+    def _stuck_state(self, layers: set[int]) -> list[str]:
+        """State of living optimizers that does not have one line per expert."""
+        # Garbage lives on until it is collected, which is at another time on every rank.
+        gc.collect()
         return [
-            f"{state.optimizer}'s {state.key!r}"
-            for state in self.states
-            if state.value.ndim != len(shape) or len(state.value) != shape[0]
+            f"{type(optimizer).__name__}'s {key!r}"
+            for optimizer in list(_stepped)
+            for group in optimizer.param_groups
+            for parameter, shard in _shards_of([group])
+            if shard.layer.id in layers
+            for key, value in sorted(optimizer.state.get(parameter, {}).items())
+            if not _can_move(value, parameter, _noted(group, shard.layer))
         ]
 
-    def move(self, world: World) -> None:
-        """A collective. Parameter and state objects stay; what they hold is other experts'."""
+    def _move(self, experts: ExpertsModule, layer: Layer, owners: Owners) -> None:
+        with torch.no_grad():
+            for _, parameter in _parameters(experts):
+                gradient = parameter.grad
+                if gradient is not None:
+                    gradient = transport.move_shards(gradient, layer.owners, owners, self.world)
+                values = transport.move_shards(parameter.detach(), layer.owners, owners, self.world)
+                _refill(parameter, values, gradient)
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return transport.move_shards(tensor, self.layer.owners, self.owners, world)
 
-        for state in self.states:
-            state.holder[state.key] = moved(state.value)
-        gradient = None if self.parameter.grad is None else moved(self.parameter.grad)
-        _refill(self.parameter, moved(self.parameter.detach()), gradient)
+def _parameters(experts: ExpertsModule) -> Iterator[tuple[str, nn.Parameter]]:
+    for key in experts.parameters:
+        parameter = experts.module._parameters[key]
+        if parameter is not None:
+            yield key, parameter
+
+
+def _changed(old: Owners, new: Owners) -> int:
+    """How many experts change hands."""
+    return sum(a != b for a, b in zip(old.ranks, new.ranks, strict=True))
 
 
 def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -208,3 +150,92 @@ def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tenso
     torch._C._swap_tensor_impl(parameter, fresh)
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
     parameter.grad = gradient
+
+
+# --- optimizers ---
+
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _shards_of(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[nn.Parameter, Shard]]:
+    for group in groups:
+        for parameter in group["params"]:
+            shard = shard_of(parameter)
+            if shard is not None and shard.layer.world.group is not None:
+                yield parameter, shard
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """State moves to where its experts went since the last step, or since it was saved."""
+    # An optimizer step that is compiled itself counts no steps, so its experts stay where they are.
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if _OWNERS in group:
+            _follow(optimizer, group)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        layers = {shard.layer.id: shard.layer for _, shard in _shards_of([group])}
+        for layer in layers.values():
+            layer.placer.stepped = True
+        if any(layer.placer.policy.reshard_every for layer in layers.values()):
+            _stepped.add(optimizer)
+            if _OWNERS not in group:
+                group[_OWNERS] = _as_text(layers.values())
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+def _as_text(layers: Any) -> str:
+    return json.dumps({layer.name: layer.owners.ranks for layer in layers})
+
+
+def _follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """A collective if owners changed; the note in the group is the same on all ranks."""
+    shards = list(_shards_of([group]))
+    layers = {shard.layer.id: shard.layer for _, shard in shards}
+    text = _as_text(layers.values())
+    if text == group[_OWNERS]:
+        return
+    with torch.no_grad():
+        for parameter, shard in shards:
+            layer, state = shard.layer, optimizer.state.get(parameter, {})
+            old = _noted(group, layer)
+            if old == layer.owners:
+                continue
+            for key, value in sorted(state.items()):
+                if not _can_move(value, parameter, old):
+                    raise ValueError(
+                        f"hecate: {type(optimizer).__name__}'s {key!r} of {shard.name} was made or saved under other "
+                        "owners of the experts, and cannot follow them: it has no line for each expert"
+                    )
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[key] = transport.move_shards(value, old, layer.owners, layer.world)
+    group[_OWNERS] = text
+
+
+def _noted(group: dict[str, Any], layer: Layer) -> Owners:
+    """Whose experts the group's state belongs to."""
+    noted = json.loads(group[_OWNERS]) if _OWNERS in group else {}
+    owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
+    if owners.num_experts != layer.num_experts:
+        raise ValueError(
+            f"hecate: optimizer state of {layer.name} was saved for {owners.num_experts} experts, "
+            f"the model has {layer.num_experts}"
+        )
+    return owners
+
+
+def _can_move(value: Any, parameter: nn.Parameter, owners: Owners) -> bool:
+    """A number, or a tensor with a line for each expert that this rank had under ``owners``."""
+    if isinstance(value, torch.Tensor):
+        shard = shard_of(parameter)
+        mine = owners.counts[shard.layer.world.rank] if shard is not None else len(parameter)
+        return value.ndim == 0 or (value.ndim == parameter.ndim and len(value) == mine)
+    return value is None or isinstance(value, (int, float, str))

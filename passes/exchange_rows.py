@@ -34,7 +34,7 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
         try:
             region = find_region(gm.graph, layer, gathers)
             if context.world_size > 1 and context.replicates:
-                _check_same_mode(gm.graph, region)
+                _check_same_mode(gm.graph, region, context)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=str(reason)))
             continue
@@ -43,11 +43,14 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
-def _check_same_mode(graph: Graph, region: Region) -> None:
+def _check_same_mode(graph: Graph, region: Region, context: PassContext) -> None:
     """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
     modes = grad_modes(graph)
     if len({modes[gather] for gather in region.gathers}) != 1:
         raise Refused("some of the experts' parameters are read with gradients and some without")
+    # What calibrate adds is gathered where the rows have been counted.
+    if context.calibrates and modes[region.offsets] != modes[region.gathers[0]]:
+        raise Refused("rows are counted without gradients; calibrate=False avoids this")
 
 
 def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:

@@ -12,7 +12,8 @@ from hecate.runtime import transport
 from hecate.runtime.planner import Rates, Topology
 from hecate.runtime.world import World
 
-_BYTES = 4 * 2**20
+# Bytes that a rank sends, enough to be no matter of latency.
+_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # A matmul large enough to be no matter of launching it, and small enough not to be noticed.
 _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
@@ -26,14 +27,14 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     The medians of a few repeats; ranks take the largest of their times, so all get the same rates. What can be
     hidden behind other work is 0, because collectives do not overlap with compute yet.
     """
-    side = _SIDE.get(world.device.type, 512)
+    side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
     a = torch.ones(side, side, dtype=dtype, device=world.device)
     nodes = topology.node_of
     inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
               for rank, mine in enumerate(nodes)]  # fmt: skip
     across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
     seconds = torch.tensor(
-        [_median(lambda: a @ a, world), _exchange_time(inside, world), _exchange_time(across, world)],
+        [_median(lambda: a @ a, world), _exchange_time(inside, size, world), _exchange_time(across, size, world)],
         dtype=torch.float64,
         device=world.control_device,
     )
@@ -42,16 +43,16 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     most = max(map(len, topology.members))
     return Rates(
         flops=2 * side**3 / compute,
-        rank_bytes=_BYTES / within if within else _NO_LINK,
-        node_bytes=_BYTES * most / between if between else _NO_LINK,
+        rank_bytes=size / within if within else _NO_LINK,
+        node_bytes=size * most / between if between else _NO_LINK,
     )
 
 
-def _exchange_time(peers: list[list[int]], world: World) -> float:
-    """Seconds in which every rank with peers sends them ``_BYTES``; 0 if nobody has any."""
+def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:
+    """Seconds in which every rank with peers sends them ``size`` bytes; 0 if nobody has any."""
     if not any(peers):
         return 0.0
-    shares = [_BYTES // max(1, len(others)) for others in peers]
+    shares = [size // max(1, len(others)) for others in peers]
     mine = peers[world.rank]
     send = [shares[world.rank] if rank in mine else 0 for rank in range(world.size)]
     receive = [shares[rank] if rank in mine else 0 for rank in range(world.size)]

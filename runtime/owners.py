@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,16 @@ class Owners:
     def owned_by(self, rank: int) -> list[int]:
         """The experts of ``rank``, in slot order."""
         return [expert for expert, owner in enumerate(self.ranks) if owner == rank]
+
+    @cached_property
+    def array(self) -> Ints:
+        """:attr:`ranks` as int64 ``[E]``."""
+        return np.asarray(self.ranks, dtype=np.int64)
+
+    @cached_property
+    def alone(self) -> tuple[tuple[int, ...], ...]:
+        """The holders of each expert when nothing is replicated."""
+        return tuple((rank,) for rank in self.ranks)
 
     @cached_property
     def counts(self) -> list[int]:

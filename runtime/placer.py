@@ -1,8 +1,10 @@
 """The placements of one model's layers, step by step, and proof that all ranks have the same.
 
 Every rank runs its policy on the same counts and so comes to the same placement without talking. A digest of all
-plans so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
-layer and the step, instead of hanging in a collective whose sizes do not match.
+placements so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
+layer and the step. A placement is made when its layer's exchange of the step before is done, so the next layer's
+exchange compares it before it is used; that of a model's only MoE layer, and what ``calibrate`` adds, is compared
+in the exchange after.
 """
 
 from __future__ import annotations
@@ -31,17 +33,23 @@ class LayerPlan:
 
     Attributes:
         loads: rows per expert in the last steps, oldest first.
-        long_load: their sum since owners last changed; None before the first step.
+        total_load: their sum since owners were last reconsidered.
+        steps_seen: over how many steps.
         step: forwards of this layer so far.
         planned: the placement of the next forward, if it is known already.
-        recent: placements in use, newest last: a forward, and a backward that belongs to an earlier one.
+        recent: placements in use and how they travel, newest last: a forward, and a backward of an earlier one.
     """
 
     loads: deque[Ints]
-    long_load: Ints | None = None
+    total_load: Ints | int = 0
+    steps_seen: int = 0
     step: int = 0
     planned: Placement | None = None
-    recent: deque[Placement] = field(default_factory=lambda: deque(maxlen=4))
+    recent: deque[tuple[Placement, list[tuple[Stage, Stage]]]] = field(default_factory=lambda: deque(maxlen=4))
+
+    def forget(self) -> None:
+        """Begin to add up the load anew."""
+        self.total_load, self.steps_seen = 0, 0
 
 
 class Placer:
@@ -52,14 +60,16 @@ class Placer:
         topology: ranks in nodes.
         rates: how fast the machine is; a policy that needs them has measured or given ones.
         digest: of all plans so far, 8 bytes.
+        learning: whether the counts of a forward tell about the next ones; off while gradients are.
+        stepped: an optimizer with experts of this model has stepped since the last training forward.
     """
 
     def __init__(self, policy: Policy, topology: Topology, world: World, rates: Rates | None = None) -> None:
         self.policy, self.topology, self.world = policy, topology, world
         self.rates = rates or Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
         self.digest = b"\0" * 8
+        self.learning, self.stepped = True, False
         self._last: dict[str, str] = {}
-        self._transfers: deque[tuple[Placement, tuple[Stage, Stage]]] = deque(maxlen=8)
 
     @classmethod
     def static(cls, world: World) -> Placer:
@@ -68,10 +78,9 @@ class Placer:
 
     def view(self, layer: Layer) -> LayerView:
         plan = layer.plan
-        nothing = np.zeros(layer.num_experts, dtype=np.int64)
+        total = plan.total_load + np.zeros(layer.num_experts, dtype=np.int64)
         return LayerView(
-            id=layer.id, owners=layer.owners, loads=tuple(plan.loads),
-            long_load=nothing if plan.long_load is None else plan.long_load,
+            id=layer.id, owners=layer.owners, loads=tuple(plan.loads), long_load=total // max(1, plan.steps_seen),
             topology=self.topology, sizes=layer.sizes, rates=self.rates,
         )  # fmt: skip
 
@@ -79,8 +88,16 @@ class Placer:
         """Decide the next forward's placement, if it is not decided yet."""
         plan = layer.plan
         if plan.planned is None:
-            plan.planned = self.policy.place(self.view(layer))
+            plan.planned = self._checked(layer, self.policy.place(self.view(layer)))
             self._sign(layer, plan.planned)
+
+    def _checked(self, layer: Layer, placement: Placement) -> Placement:
+        name = type(self.policy).__name__
+        if placement.owners != layer.owners:
+            raise RuntimeError(f"hecate: {name}.place returned other owners for {layer.name} than it has now")
+        if placement.num_replicas and not self.policy.replicates:
+            raise RuntimeError(f"hecate: {name}.place returned replicas, but {name}.replicates is not set")
+        return placement
 
     def take(self, layer: Layer) -> Placement:
         """The placement of the forward that begins now."""
@@ -109,33 +126,35 @@ class Placer:
 
     def observe(self, layer: Layer, counts: Ints) -> None:
         """Remember the rows ``[W, E]`` of a step."""
-        plan, load = layer.plan, counts.sum(0)
-        plan.loads.append(load)
-        plan.long_load = load if plan.long_load is None else plan.long_load + load
+        if self.learning:
+            plan, load = layer.plan, counts.sum(0)
+            plan.loads.append(load)
+            plan.total_load = plan.total_load + load
+            plan.steps_seen += 1
 
     def find(self, layer: Layer, matrix: torch.Tensor) -> Placement:
         """The placement behind a graph's ``[E, W]`` tensor."""
         wanted = matrix.numpy()
-        for placement in reversed(layer.plan.recent):
+        for placement, _ in reversed(layer.plan.recent):
             if np.array_equal(placement.matrix, wanted):
                 return placement
         placement = Placement.from_matrix(wanted)
         self._keep(layer.plan, placement)
         return placement
 
-    def transfers(self, placement: Placement) -> tuple[Stage, Stage]:
+    def transfers(self, layer: Layer, placement: Placement) -> tuple[Stage, Stage]:
         """How its replicas travel."""
-        for known, stages in self._transfers:
+        for known, stages in layer.plan.recent:
             if known is placement:
-                return stages
-        stages = transfers(placement, self.topology)
-        self._transfers.append((placement, stages))
-        return stages
+                if not stages:
+                    stages.append(transfers(placement, self.topology))
+                return stages[0]
+        return transfers(placement, self.topology)
 
     @staticmethod
     def _keep(plan: LayerPlan, placement: Placement) -> None:
-        if not any(known is placement for known in plan.recent):
-            plan.recent.append(placement)
+        if not any(known is placement for known, _ in plan.recent):
+            plan.recent.append((placement, []))
 
     # --- the same on all ranks ---
 

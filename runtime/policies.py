@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hecate.runtime.planner import (
     assign_tokens,
     materialize,
     materialize_fastest,
+    materialize_spread,
     predict,
     quota_matrix,
     shard_owners,
@@ -36,6 +37,9 @@ from hecate.runtime.planner.placement import Ints
 
 Objective = Literal["time", "paper"]
 
+# Steps between comparisons of placements by predicted time.
+_COMPARE_EVERY = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerView:
@@ -45,7 +49,7 @@ class LayerView:
         id: number of the layer, a key for what a policy remembers.
         owners: who owns what now.
         loads: rows per expert in the last steps, oldest first, at most ``Policy.window`` of them; ``[T][E]``.
-        long_load: rows per expert since owners last changed, ``[E]``.
+        long_load: mean rows per expert and step since owners were last reconsidered, ``[E]``.
         topology: ranks in nodes.
         sizes: bytes and operations.
         rates: how fast the machine is.
@@ -79,7 +83,7 @@ class Policy:
     reshard_every: int = 0
 
     def __repr__(self) -> str:
-        # Ranks compare their options as text, which must not hold an address.
+        # Ranks compare their options as text, which must not hold an address: so no functions in public attributes.
         options = {name: value for name, value in sorted(vars(self).items()) if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
@@ -96,7 +100,7 @@ class Policy:
         return assign_tokens(counts, placement, layer.topology, rank)
 
     def own(self, layers: Sequence[LayerView]) -> list[Owners]:
-        """New owners of all layers, for a step boundary. Ranks must keep their number of owner slots."""
+        """New owners of all layers, for a step boundary."""
         return [layer.owners for layer in layers]
 
 
@@ -123,11 +127,14 @@ class Hecate(Policy):
     window: int = 5
     reshard_every: int = 100
     calibrates: bool = False
-    _spread: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    _turn: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _chosen: dict[int, tuple[int, int | None]] = field(default_factory=dict, repr=False, compare=False)
 
-    replicates = True
     needs_rates = True
+
+    @property
+    def replicates(self) -> bool:  # type: ignore[override]
+        """Without slots there is nothing to gather."""
+        return self.replicas > 0
 
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:
@@ -136,20 +143,23 @@ class Hecate(Policy):
         if self.objective == "paper":
             budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
             return materialize(load, layer.owners, layer.topology, budget)
-        choice = materialize_fastest(
-            load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates,
-            spreads=self._tries(layer.id),
-        )  # fmt: skip
-        self._spread[layer.id] = choice.spread
-        return choice.placement
+        return self._place_fast(layer, load)
 
-    def _tries(self, id: int) -> tuple[int, ...] | None:
-        """Loads drift, so what was best is tried again; its neighbours only now and then, which saves time."""
-        turn = self._turn[id] = self._turn.get(id, -1) + 1
-        if turn == 0:
-            return None
-        best = self._spread[id]
-        return (best,) if turn % 4 else (0, best // 2, best, max(1, 2 * best))
+    def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
+        """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
+        turn, spread = self._chosen.get(layer.id, (0, None))
+        given: dict[str, Any] = dict(slots=self.replicas, sizes=layer.sizes, rates=layer.rates)
+        if turn % _COMPARE_EVERY == 0:
+            # At the start everything is tried, later the neighbours.
+            spreads = None if turn == 0 else (0, (spread or 0) // 2, spread or 0, max(1, 2 * (spread or 0)))
+            choice = materialize_fastest(load, layer.owners, layer.topology, spreads=spreads, **given)
+            placement, spread = choice.placement, choice.spread
+        elif spread is None:
+            placement = Placement.owned(layer.owners)
+        else:
+            placement = materialize_spread(load, layer.owners, layer.topology, spread=spread, **given)
+        self._chosen[layer.id] = (turn + 1, spread)
+        return placement
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         load = counts.sum(0)

@@ -27,7 +27,7 @@ def gather(shards: Sequence[Tensor], placement: Placement, layer: Layer) -> list
     A rank's own experts are copied into their slots.
     """
     slots, outs = _own_slots(shards, placement, layer)
-    for stage in layer.placer.transfers(placement):
+    for stage in layer.placer.transfers(layer, placement):
         _forward(outs, slots, stage, layer)
     return outs
 
@@ -42,7 +42,7 @@ def top_up(
     for out, tensor in zip(outs, have, strict=True):
         out.index_copy_(0, there.to(out.device), tensor)
     held = before.matrix > 0
-    for stage in layer.placer.transfers(after):
+    for stage in layer.placer.transfers(layer, after):
         # A rank that passes an expert on has it by then: from before, or from the first stage.
         missing = ~held[stage.experts, stage.destinations]
         rest = Stage(
@@ -55,8 +55,8 @@ def top_up(
 def scatter(grads: Sequence[Tensor], placement: Placement, layer: Layer) -> list[Tensor]:
     """The mean over ranks of the slots' gradients ``[S, ...]``, at the owners: ``[E_r, ...]``.
 
-    Sums run in rank order, in float32 for narrower dtypes; on the way to the owner's node they have the dtype of
-    the gradient. So they are deterministic for one placement.
+    A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Sums are
+    in float32 for narrower dtypes, and travel in the dtype of the gradient. So one placement has one order of sums.
     """
     rank, world_size = layer.world.rank, layer.world.size
     slots = slots_of(placement, rank)
@@ -66,7 +66,7 @@ def scatter(grads: Sequence[Tensor], placement: Placement, layer: Layer) -> list
         return [grad[start:end].contiguous() / world_size for grad in grads]
     totals = [grad.to(_sum_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format) for grad in grads]
     dtypes = [grad.dtype for grad in grads]
-    for stage in reversed(layer.placer.transfers(placement)):
+    for stage in reversed(layer.placer.transfers(layer, placement)):
         _backward(totals, dtypes, slots, stage, layer)
     return [(total[start:end] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 

@@ -13,7 +13,7 @@ no communication. Loads are rows, int64. Ties go to the smaller id, so equal inp
 from hecate.runtime.planner.balance import balance, shed_excess
 from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
 from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
-from hecate.runtime.planner.fastest import Choice, materialize_fastest, quota_matrix
+from hecate.runtime.planner.fastest import Choice, materialize_fastest, materialize_spread, quota_matrix
 from hecate.runtime.planner.forecast import predict
 from hecate.runtime.planner.paper import materialize
 from hecate.runtime.planner.placement import Budget, Placement, Topology
@@ -35,6 +35,7 @@ __all__ = [
     "balance",
     "materialize",
     "materialize_fastest",
+    "materialize_spread",
     "predict",
     "quota_matrix",
     "rows_per_rank",

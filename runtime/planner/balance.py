@@ -8,7 +8,7 @@ from hecate.runtime.owners import Owners
 from hecate.runtime.planner.placement import Placement
 
 # Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth.
-# Against the linear program that costs 0.1 % on average (tests/runtime/planner/test_balance.py).
+# Against the linear program that costs 0.1 % on average (tests/runtime/planner/test_dispatch.py).
 _SWEEPS = 20
 _GOOD_ENOUGH = 1.005
 _STALLED = 0.999
@@ -27,26 +27,36 @@ def balance(rows: list[int], placement: Placement) -> list[list[int]]:
         For each expert one number per holder, in the order of ``placement.holders``.
     """
     level = [0.0] * placement.owners.world_size
-    quotas: list[list[float]] = []
-    blocks = []
+    split = [[total] for total in rows]
+    shared = []
     for expert, ranks in enumerate(placement.holders):
-        quotas.append([0.0] * len(ranks))
         if len(ranks) == 1:
             level[ranks[0]] += rows[expert]
-            quotas[expert][0] = rows[expert]
-        elif rows[expert]:
-            blocks.append(expert)
-    blocks.sort(key=lambda expert: (-rows[expert], expert))
+        else:
+            shared.append(expert)
     bound = max(max(level), sum(rows) / len(level)) * _GOOD_ENOUGH
+    shared.sort(key=lambda expert: (-rows[expert], expert))
+    blocks = []
+    for expert in shared:
+        ranks = placement.holders[expert]
+        share = rows[expert] / len(ranks)
+        blocks.append((rows[expert], ranks, [share] * len(ranks)))
+        for rank in ranks:
+            level[rank] += share
     previous = float("inf")
     for _ in range(_SWEEPS if blocks else 0):
-        for expert in blocks:
-            _pour(rows[expert], placement.holders[expert], quotas[expert], level)
+        for total, ranks, quota in blocks:
+            _pour(total, ranks, quota, level)
         highest = max(level)
         if highest <= bound or highest > previous * _STALLED:
             break
         previous = highest
-    return [_whole(quota, total) for quota, total in zip(quotas, rows, strict=True)]
+    if max(_whole(split, placement, shared, blocks)) > _owners_highest(rows, placement):
+        # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
+        for expert in shared:
+            ranks = placement.holders[expert]
+            split[expert] = [rows[expert] * (rank == placement.owners.ranks[expert]) for rank in ranks]
+    return split
 
 
 def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[float]) -> None:
@@ -70,17 +80,42 @@ def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[flo
         level[ranks[index]] = height + quota[index]
 
 
-def _whole(quota: list[float], total: int) -> list[int]:
-    """Whole rows with the same sum: largest remainders first."""
-    if len(quota) == 1:
-        return [total]
-    whole = [int(q + 1e-9) for q in quota]
-    missing = total - sum(whole)
-    if missing:
-        order = sorted(range(len(quota)), key=lambda i: (whole[i] - quota[i], i))
-        for index in range(missing):
-            whole[order[index % len(order)]] += 1
-    return whole
+def _whole(
+    split: list[list[int]],
+    placement: Placement,
+    shared: list[int],
+    blocks: list[tuple[int, tuple[int, ...], list[float]]],
+) -> list[int]:
+    """Round the quotas of ``blocks`` into ``split`` with the same sums; what is over goes to the emptier ranks.
+
+    Returns the rows of each rank.
+    """
+    level = [0] * placement.owners.world_size
+    for ranks, quotas in zip(placement.holders, split, strict=True):
+        if len(ranks) == 1:
+            level[ranks[0]] += quotas[0]
+    rest = []
+    for expert, (total, ranks, quota) in zip(shared, blocks, strict=True):
+        split[expert] = whole = [int(q + 1e-9) for q in quota]
+        for rank, count in zip(ranks, whole, strict=True):
+            level[rank] += count
+        rest.append(total - sum(whole))
+    for expert, (_, ranks, _), missing in zip(shared, blocks, rest, strict=True):
+        if missing:
+            order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
+            for turn in range(missing):
+                index = order[turn % len(order)]
+                split[expert][index] += 1
+                level[ranks[index]] += 1
+    return level
+
+
+def _owners_highest(rows: list[int], placement: Placement) -> int:
+    """Rows of the busiest rank if owners computed everything."""
+    level = [0] * placement.owners.world_size
+    for owner, count in zip(placement.owners.ranks, rows, strict=True):
+        level[owner] += count
+    return max(level)
 
 
 def shed_excess(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.planner.placement import Ints, Placement, Topology
-from hecate.runtime.planner.transfers import transfers
+from hecate.runtime.planner.transfers import hops
 
 Floats = NDArray[np.float64]
 
@@ -135,14 +135,14 @@ def transfer_time(placement: Placement, topology: Topology, sizes: Sizes, rates:
     """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
     if placement.num_replicas == 0:
         return 0.0
-    across, inside = transfers(placement, topology)
-    nodes, n, w = topology.nodes, topology.num_nodes, topology.world_size
-    copies = _most(nodes[across.sources], nodes[across.destinations], n) / rates.node_bytes
-    copies += _most(inside.sources, inside.destinations, w) / rates.rank_bytes
+    (_, owners, leaders), (_, sources, destinations) = hops(placement, topology)
+    copies = _most(topology.nodes[owners], topology.nodes[leaders]) / rates.node_bytes
+    copies += _most(sources, destinations) / rates.rank_bytes
     return _EXPERTS * copies * sizes.expert_bytes
 
 
-def _most(sources: Ints, destinations: Ints, n: int) -> int:
+def _most(sources: Ints, destinations: Ints) -> int:
+    """Most experts that any place sends or receives."""
     if len(sources) == 0:
         return 0
-    return int(max(np.bincount(sources, minlength=n).max(), np.bincount(destinations, minlength=n).max()))
+    return int(max(np.bincount(sources).max(), np.bincount(destinations).max()))

@@ -123,7 +123,7 @@ def _balanced(counts: Ints, placement: Placement, topology: Topology, rank: int)
     """
     split = balance(counts.sum(0).tolist(), placement)
     quotas = _to_owners(counts, placement, rank)
-    lengths = np.asarray([len(part) for part in split])
+    lengths = np.asarray(list(map(len, split)))
     shared = np.repeat(lengths > 1, lengths)
     experts, ranks = (values[shared] for values in placement.pairs)
     quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(shared))[shared]
@@ -215,9 +215,15 @@ def _sums(place: Ints, values: Ints, size: int) -> Ints:
 def _running(values: Ints, place: Ints) -> Ints:
     """Running sums that start anew at each new place; equal places stand together."""
     total = np.cumsum(values)
-    first = np.flatnonzero(np.diff(place, prepend=-1))
-    before = total[first] - values[first]
-    return total - np.repeat(before, np.diff(first, append=len(place)))
+    if len(values) == 0:
+        return total
+    changes = np.flatnonzero(place[1:] != place[:-1]) + 1
+    lengths = np.empty(len(changes) + 1, dtype=np.int64)
+    lengths[:-1], lengths[-1] = changes, len(place)
+    lengths[1:] -= changes
+    before = np.zeros(len(lengths), dtype=np.int64)
+    before[1:] = total[changes - 1]
+    return total - np.repeat(before, lengths)
 
 
 def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:
@@ -227,13 +233,20 @@ def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:
 
 def _first(values: Ints, amount: Ints) -> Ints:
     """The first ``amount[...]`` of each line of ``values`` ``[..., n]``."""
-    end = np.minimum(np.cumsum(values, -1), amount[..., None])
-    return np.diff(end, axis=-1, prepend=0)
+    return _steps(np.minimum(np.cumsum(values, -1), amount[..., None]))
 
 
 def _overlap(mine: Ints, theirs: Ints, index: int) -> Ints:
     """How much of the segment ``mine[:, index]`` meets each of ``theirs``, both ``[n, k]`` laid side by side."""
     end = mine[:, : index + 1].sum(1)
     start = end - mine[:, index]
-    clipped = np.minimum(np.maximum(np.cumsum(theirs, 1), start[:, None]), end[:, None])
-    return np.diff(clipped, axis=1, prepend=start[:, None])
+    met = _steps(np.minimum(np.maximum(np.cumsum(theirs, 1), start[:, None]), end[:, None]))
+    met[:, 0] -= start
+    return met
+
+
+def _steps(ends: Ints) -> Ints:
+    """By how much each value of a line exceeds the one before; the first exceeds zero."""
+    steps = ends.copy()
+    steps[..., 1:] -= ends[..., :-1]
+    return steps

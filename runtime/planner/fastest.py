@@ -21,12 +21,12 @@ class Choice:
     """A placement and what it is predicted to take.
 
     Attributes:
-        spread: how many of the hottest experts were put on every node.
+        spread: how many of the hottest experts were put on every node; None if nothing is replicated.
     """
 
     placement: Placement
     time: StepTime
-    spread: int = 0
+    spread: int | None = None
 
 
 def materialize_fastest(
@@ -62,46 +62,93 @@ def materialize_fastest(
     best = Choice(placement=nothing, time=time)
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return best
-    hottest = [e for e in sorted(range(len(rows)), key=lambda e: (-rows[e], e)) if rows[e]]
-    groups = topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(owners.world_size))
-    most = min(len(hottest), slots * min(map(len, groups)))
+    hottest = _hottest(rows)
+    most = min(len(hottest), slots * min(map(len, _groups(topology))))
     for spread in spread_counts(most) if spreads is None else sorted({min(spread, most) for spread in spreads}):
-        replicas: list[set[int]] = [set() for _ in rows]
-        free = [slots] * owners.world_size
-        _spread(rows, hottest[:spread], owners, groups, replicas, free)
-        placement, split = shed_excess(rows, owners, replicas, free)
-        time = step_time(rows, split, placement, topology, sizes, rates)
+        proposal = _propose(rows, hottest, owners, topology, slots, spread)
+        time = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates)
         if time.total < best.time.total:
-            best = Choice(placement=placement, time=time, spread=spread)
-    if best.placement.num_replicas and best.time.experts < rates.hidden:
-        best = _fill_hidden(rows, hottest, best, topology, slots, sizes, rates)
-    return best
+            best, chosen = Choice(placement=proposal.placement, time=time, spread=spread), proposal
+    if best.spread is None:
+        return best
+    filled = _fill_hidden(rows, hottest, chosen, topology, slots, sizes, rates)
+    time = replace(best.time, experts=transfer_time(filled, topology, sizes, rates))
+    return Choice(placement=filled, time=time, spread=best.spread)
+
+
+def materialize_spread(
+    load: NDArray[np.integer],
+    owners: Owners,
+    topology: Topology,
+    *,
+    slots: int,
+    sizes: Sizes,
+    rates: Rates,
+    spread: int,
+) -> Placement:
+    """The placement of :func:`materialize_fastest` when the best ``spread`` is known: nothing is compared."""
+    rows = load.tolist()
+    hottest = _hottest(rows)
+    proposal = _propose(rows, hottest, owners, topology, slots, spread)
+    return _fill_hidden(rows, hottest, proposal, topology, slots, sizes, rates)
+
+
+def _hottest(rows: list[int]) -> list[int]:
+    """Experts with rows, most first."""
+    return [e for e in sorted(range(len(rows)), key=lambda e: (-rows[e], e)) if rows[e]]
+
+
+def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
+    """The nodes; on a single node the ranks."""
+    return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """A placement, its rows per holder, the replicas of each expert, and the slots that are left on each rank."""
+
+    placement: Placement
+    split: list[list[int]]
+    replicas: list[set[int]]
+    free: list[int]
+
+
+def _propose(
+    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, spread: int
+) -> _Proposal:
+    replicas: list[set[int]] = [set() for _ in rows]
+    free = [slots] * owners.world_size
+    _spread(rows, hottest[:spread], owners, _groups(topology), replicas, free)
+    placement, split = shed_excess(rows, owners, replicas, free)
+    return _Proposal(placement, split, replicas, free)
 
 
 def _fill_hidden(
-    rows: list[int], experts: list[int], choice: Choice, topology: Topology, slots: int, sizes: Sizes, rates: Rates
-) -> Choice:
-    """Replicas that travel for nothing: they make a wrong prediction cheaper.
-
-    One slot per rank at a time, as long as their transfer stays hidden.
-    """
-    owners, placement, travel = choice.placement.owners, choice.placement, choice.time.experts
-    replicas = [set(ranks) - {owner} for ranks, owner in zip(placement.holders, owners.ranks, strict=True)]
-    used = [0] * owners.world_size
-    for ranks in replicas:
-        for rank in ranks:
-            used[rank] += 1
-    for taken in range(slots):
-        free = [[rank for rank in ranks if used[rank] <= taken] for ranks in topology.members]
+    rows: list[int],
+    experts: list[int],
+    proposal: _Proposal,
+    topology: Topology,
+    slots: int,
+    sizes: Sizes,
+    rates: Rates,
+) -> Placement:
+    """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
+    owners = proposal.placement.owners
+    for kept in range(slots if rates.hidden else 0):
+        # Every rank's first free slot comes before any rank's second.
+        free = [
+            [rank for turn in range(slots) for rank in ranks if proposal.free[rank] - kept > turn]
+            for ranks in topology.members
+        ]
         if not any(free):
-            continue
-        deal(rows, experts, owners, replicas, free, topology)
-        more = Placement.with_replicas(owners, replicas)
-        seconds = transfer_time(more, topology, sizes, rates)
-        if seconds > rates.hidden:
             break
-        placement, travel = more, seconds
-    return Choice(placement=placement, time=replace(choice.time, experts=travel), spread=choice.spread)
+        replicas = list(map(set, proposal.replicas))
+        # Each slot takes the expert with most rows per holder, so colder experts have no turn.
+        deal(rows, experts[: sum(map(len, free))], owners, replicas, free, topology)
+        more = Placement.with_replicas(owners, replicas)
+        if transfer_time(more, topology, sizes, rates) <= rates.hidden:
+            return more
+    return proposal.placement
 
 
 def spread_counts(most: int) -> list[int]:
@@ -113,7 +160,7 @@ def _spread(
     rows: list[int],
     experts: list[int],
     owners: Owners,
-    groups: tuple[tuple[int, ...], ...],
+    groups: Sequence[tuple[int, ...]],
     replicas: list[set[int]],
     free: list[int],
 ) -> None:

@@ -9,9 +9,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.owners import Owners
+from hecate.runtime.owners import Ints, Owners
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
@@ -115,16 +114,14 @@ class Placement:
     @classmethod
     def owned(cls, owners: Owners) -> Placement:
         """Owners only: nothing is materialized."""
-        return cls(owners, tuple((rank,) for rank in owners.ranks))
+        return cls(owners, owners.alone)
 
     @classmethod
     def with_replicas(cls, owners: Owners, replicas: list[set[int]]) -> Placement:
         """The owners and ``replicas``, the further ranks that hold each expert."""
-        held = tuple(
-            tuple(sorted({owner, *more})) if more else (owner,)
-            for owner, more in zip(owners.ranks, replicas, strict=True)
-        )
-        return cls(owners, held)
+        alone = owners.alone
+        held = [tuple(sorted({*alone[e], *more})) if more else alone[e] for e, more in enumerate(replicas)]
+        return cls(owners, tuple(held))
 
     @classmethod
     def from_matrix(cls, matrix: NDArray[np.integer]) -> Placement:
@@ -137,7 +134,7 @@ class Placement:
     @cached_property
     def pairs(self) -> tuple[Ints, Ints]:
         """Every (expert, holder), in that order: two int64 ``[n]``."""
-        experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
+        experts = np.repeat(np.arange(len(self.holders)), list(map(len, self.holders)))
         return experts, np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
 
     @cached_property
@@ -148,10 +145,10 @@ class Placement:
         matrix[np.arange(len(matrix)), self.owner_array] = 2
         return matrix
 
-    @cached_property
+    @property
     def owner_array(self) -> Ints:
         """The owner of each expert, int64 ``[E]``."""
-        return np.asarray(self.owners.ranks, dtype=np.int64)
+        return self.owners.array
 
     @cached_property
     def num_replicas(self) -> int:

@@ -31,22 +31,34 @@ def transfers(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
     node the owner does. So no rank gets an expert twice, and the number of copies that travel is the number of
     replicas, lambda * |C| in the paper's formula (section 2). On a single node the first stage is empty.
     """
+    across, inside = hops(placement, topology)
+    return _stage(placement, *across), _stage(placement, *inside)
+
+
+Hops = tuple[Ints, Ints, Ints]
+
+
+def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
+    """The same two stages in any order: experts, sources and destinations."""
     experts, ranks = placement.pairs
     owners = placement.owner_array[experts]
+    if topology.num_nodes == 1:
+        travels = np.flatnonzero(ranks != owners)
+        nothing = np.zeros(0, dtype=np.int64)
+        return (nothing, nothing, nothing), (experts[travels], owners[travels], ranks[travels])
     nodes = topology.nodes
     # The first holder of each expert on each node; on the owner's node the owner.
     visits = experts * topology.num_nodes + nodes[ranks]
     _, first, line = np.unique(visits, return_index=True, return_inverse=True)
     leaders = np.where(nodes[ranks[first]] == nodes[owners[first]], owners[first], ranks[first])[line]
     leads = ranks == leaders
-    across = leads & (ranks != owners)
-    inside = ~leads
+    across, inside = np.flatnonzero(leads & (ranks != owners)), np.flatnonzero(~leads)
     return (
-        _stage(experts[across], owners[across], ranks[across], owners[across]),
-        _stage(experts[inside], leaders[inside], ranks[inside], owners[inside]),
+        (experts[across], owners[across], ranks[across]),
+        (experts[inside], leaders[inside], ranks[inside]),
     )
 
 
-def _stage(experts: Ints, sources: Ints, destinations: Ints, owners: Ints) -> Stage:
-    order = np.lexsort((experts, owners, destinations, sources))
+def _stage(placement: Placement, experts: Ints, sources: Ints, destinations: Ints) -> Stage:
+    order = np.lexsort((experts, placement.owner_array[experts], destinations, sources))
     return Stage(experts=experts[order], sources=sources[order], destinations=destinations[order])

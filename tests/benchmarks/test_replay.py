@@ -62,8 +62,8 @@ def test_owners_follow_a_load_that_stays() -> None:
     policy = Hecate(replicas=0, reshard_every=10)
     rates = Rates(flops=1e12, rank_bytes=1e10, node_bytes=1e10)
     result = replay(counts, np.arange(8)[None] // 2, policy, Topology.even(4, 4), rates=rates)
-    assert result.imbalance[9, 0] > 1.9
-    assert result.imbalance[10:, 0].max() < 1.1
+    assert result.imbalance[9, 0] > 3.7
+    assert result.imbalance[10:, 0].max() < 2.0, "one warm expert is the least that a rank can have"
     assert 0 < result.moved <= 8
 
 
