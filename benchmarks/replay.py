@@ -106,7 +106,8 @@ def replay(
         for layer in range(layers):
             seen = counts[step, layer]
             placement = policy.place(view(layer))
-            placement = policy.calibrate(view(layer), placement, seen)
+            if policy.calibrates:
+                placement = policy.calibrate(view(layer), placement, seen)
             sends = [policy.assign(view(layer), placement, seen, rank).sends for rank in range(ranks)]
             to_nodes = topology.split_by_node(np.stack(sends).sum(1)).sum(-1)
             rows[step, layer] = np.stack(sends).sum((0, 1))

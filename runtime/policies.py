@@ -1,44 +1,48 @@
 """Who holds what, and who computes what: policies behind one interface.
 
-A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank, so all
-ranks come to the same plan. The engine (``hecate.runtime.placer``, the operators, the passes) knows only
-:class:`Policy`; give an instance of your own to ``hecate.Config(policy=...)``.
+A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank; what it
+remembers between steps comes from the same calls on all ranks. So all ranks come to the same plan. The engine
+(``hecate.runtime.placer``, the operators, the passes) knows only :class:`Policy`; give an instance of your own to
+``hecate.Config(policy=...)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import (
     Budget,
-    Dispatch,
+    Choice,
     Placement,
     Quotas,
     Rates,
     Sizes,
+    StepTime,
     Topology,
     assign_tokens,
+    balance,
+    local_split,
     materialize,
     materialize_fastest,
     materialize_spread,
     predict,
-    quota_matrix,
     shard_owners,
     step_time,
     transfer_time,
 )
-from hecate.runtime.planner.balance import balance
 from hecate.runtime.planner.placement import Ints
 
 Objective = Literal["time", "paper"]
 
-# Steps between comparisons of placements by predicted time.
-_COMPARE_EVERY = 4
+# Steps between comparisons of a few placements by predicted time, and of all; the first divides the second.
+_COMPARE_EVERY, _SEARCH_EVERY = 4, 32
+# New owners must be predicted to be this much faster.
+_WORTH_MOVING = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,87 +152,107 @@ class Hecate(Policy):
     def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
         """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
         turn, spread = self._chosen.get(layer.id, (0, None))
-        given: dict[str, Any] = dict(slots=self.replicas, sizes=layer.sizes, rates=layer.rates)
         if turn % _COMPARE_EVERY == 0:
-            # At the start everything is tried, later the neighbours.
-            spreads = None if turn == 0 else (0, (spread or 0) // 2, spread or 0, max(1, 2 * (spread or 0)))
-            choice = materialize_fastest(load, layer.owners, layer.topology, spreads=spreads, **given)
+            # Everything if nothing was best, and now and then; else the neighbours.
+            everything = spread is None or turn % _SEARCH_EVERY == 0
+            spreads = None if everything else (0, spread // 2, spread, max(1, 2 * spread))
+            choice = self._fastest(layer, load, layer.owners, spreads)
             placement, spread = choice.placement, choice.spread
         elif spread is None:
             placement = Placement.owned(layer.owners)
         else:
-            placement = materialize_spread(load, layer.owners, layer.topology, spread=spread, **given)
+            placement = materialize_spread(
+                load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates,
+                spread=spread,
+            )  # fmt: skip
         self._chosen[layer.id] = (turn + 1, spread)
         return placement
 
+    def _fastest(self, layer: LayerView, load: Ints, owners: Owners, spreads: Sequence[int] | None = None) -> Choice:
+        return materialize_fastest(
+            load, owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates, spreads=spreads
+        )
+
+    def _planned(self, layer: LayerView, load: Ints, owners: Owners) -> Placement:
+        """The placement for a known load, by this policy's objective."""
+        if self.objective == "time":
+            return self._fastest(layer, load, owners).placement
+        budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
+        return materialize(load, owners, layer.topology, budget)
+
+    def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
+        """What a step with this load takes, dispatched as this policy does."""
+        rows, topology = load.tolist(), layer.topology
+        split: Sequence[Sequence[float]] = (
+            balance(rows, placement, topology) if self.objective == "time" else local_split(rows, placement, topology)
+        )
+        return step_time(rows, split, placement, topology, layer.sizes, layer.rates)
+
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         load = counts.sum(0)
-        free = self.replicas - np.bincount(placement.pairs[1], minlength=layer.topology.world_size)
-        free += np.bincount(placement.owner_array, minlength=layer.topology.world_size)
-        choice = materialize_fastest(
-            load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates
-        )
-        merged = _merge(placement, choice.placement, free.tolist())
-        if merged.num_replicas == placement.num_replicas:
+        merged, added = _merge(placement, self._planned(layer, load, layer.owners), load, self.replicas)
+        if not added.num_replicas:
             return placement
-        now = self._time(layer, load, placement)
-        extra = transfer_time(merged, layer.topology, layer.sizes, layer.rates)
-        extra -= transfer_time(placement, layer.topology, layer.sizes, layer.rates)
-        return merged if self._time(layer, load, merged) + extra < now else placement
-
-    def _time(self, layer: LayerView, load: Ints, placement: Placement) -> float:
-        """Compute and rows, without the transfer."""
-        rows = load.tolist()
-        time = step_time(rows, balance(rows, placement), placement, layer.topology, layer.sizes, layer.rates)
-        return time.compute + time.rows
+        # The gate has run, so nothing hides what is added.
+        extra = transfer_time(added, layer.topology, layer.sizes, layer.rates)
+        before, after = self._time(layer, load, placement), self._time(layer, load, merged)
+        return merged if after.compute + after.rows + extra < before.compute + before.rows else placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        how: Dispatch = "balanced" if self.objective == "time" else "nearest"
-        return assign_tokens(counts, placement, layer.topology, rank, how)
+        topology = layer.topology
+        if self.objective == "paper":
+            return assign_tokens(counts, placement, topology, rank, "nearest")
+        if topology.num_nodes == 1 or not placement.num_replicas:
+            return assign_tokens(counts, placement, topology, rank, "balanced")
+        # Balance can cost more between nodes than it saves, where the load is not the expected one.
+        rows, owned = counts.sum(0).tolist(), Placement.owned(layer.owners)
+        split = balance(rows, placement, topology)
+        ours = step_time(rows, split, placement, topology, layer.sizes, layer.rates)
+        theirs = step_time(rows, [[total] for total in rows], owned, topology, layer.sizes, layer.rates)
+        if theirs.compute + theirs.rows < ours.compute + ours.rows:
+            return assign_tokens(counts, owned, topology, rank)
+        return assign_tokens(counts, placement, topology, rank, "balanced", split)
 
     def own(self, layers: Sequence[LayerView]) -> list[Owners]:
         old = [layer.owners for layer in layers]
-        loads = [layer.long_load for layer in layers]
-        hot = [self._expected_hot(layer) for layer in layers]
-        new = shard_owners(loads, old, layers[0].topology, hot)
+        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
+        # t: experts that will be replicated, so that it matters little who owns them.
+        hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
+        new = shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)
+        before = sum(
+            self._time(layer, layer.long_load, plan).total for layer, plan in zip(layers, plans, strict=True)
+        )
+        after = sum(
+            self._time(layer, layer.long_load, self._planned(layer, layer.long_load, owners)).total
+            for layer, owners in zip(layers, new, strict=True)
+        )
         # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
-        return new if _cold_peak(loads, new, hot) < 0.95 * _cold_peak(loads, old, hot) else old
-
-    def _expected_hot(self, layer: LayerView) -> int:
-        """t: how many experts of a layer will be replicated, so that it matters little who owns them."""
-        if self.objective == "paper":
-            return overlap_degree(layer)
-        choice = materialize_fastest(
-            layer.long_load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes,
-            rates=layer.rates,
-        )  # fmt: skip
-        return sum(len(ranks) > 1 for ranks in choice.placement.holders)
+        return new if after < _WORTH_MOVING * before else old
 
 
 def overlap_degree(layer: LayerView) -> int:
-    """t, how many experts can cross to a node in the time that is hidden (paper, section 4)."""
+    """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
     topology, rates = layer.topology, layer.rates
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
-    return int(rates.hidden * link / layer.sizes.expert_bytes) if layer.sizes.expert_bytes else 0
+    return int(rates.hidden * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
 
 
-def _merge(placement: Placement, more: Placement, free: list[int]) -> Placement:
-    """The holders of ``placement``, and those of ``more`` for which their rank has a slot left."""
-    replicas: list[set[int]] = []
-    for have, want in zip(placement.holders, more.holders, strict=True):
-        added = {rank for rank in want if rank not in have and free[rank] > 0}
-        for rank in added:
-            free[rank] -= 1
-        replicas.append({*have, *added})
-    return Placement.with_replicas(placement.owners, replicas)
+def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:
+    """The holders of ``placement`` and those of ``more`` for which there are slots, hottest experts first.
 
-
-def _cold_peak(loads: Sequence[Ints], owners: Sequence[Owners], hot: Sequence[int]) -> int:
-    """Rows of the busiest owner without the hottest experts, summed over layers."""
-    total = 0
-    for load, owned, count in zip(loads, owners, hot, strict=True):
-        cold = load.copy()
-        cold[np.argsort(-load, kind="stable")[:count]] = 0
-        placement = Placement.owned(owned)
-        total += int(quota_matrix([[rows] for rows in cold.tolist()], placement).sum(0).max())
-    return total
+    Returns:
+        All of them, and a placement of the new ones alone.
+    """
+    owners = placement.owners
+    free = [slots] * owners.world_size
+    for owner, ranks in zip(owners.ranks, placement.holders, strict=True):
+        for rank in ranks:
+            free[rank] -= rank != owner
+    added: list[set[int]] = [set() for _ in owners.ranks]
+    for expert in np.argsort(-load, kind="stable").tolist():
+        for rank in more.holders[expert]:
+            if rank not in placement.holders[expert] and free[rank] > 0:
+                added[expert].add(rank)
+                free[rank] -= 1
+    merged = [{*have, *new} for have, new in zip(placement.holders, added, strict=True)]
+    return Placement.with_replicas(owners, merged), Placement.with_replicas(owners, added)

@@ -10,7 +10,7 @@ No process group, no clock, no device. The inputs are the counts that every exch
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
 """
 
-from hecate.runtime.planner.balance import balance, shed_excess
+from hecate.runtime.planner.balance import balance, local_split, shed_excess
 from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
 from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
 from hecate.runtime.planner.fastest import Choice, materialize_fastest, materialize_spread, quota_matrix
@@ -33,6 +33,7 @@ __all__ = [
     "Topology",
     "assign_tokens",
     "balance",
+    "local_split",
     "materialize",
     "materialize_fastest",
     "materialize_spread",

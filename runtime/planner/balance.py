@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner.placement import Placement
+from hecate.runtime.planner.placement import Placement, Topology
 
 # Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth.
 # Against the linear program that costs 0.1 % on average (tests/runtime/planner/test_dispatch.py).
@@ -14,48 +14,73 @@ _GOOD_ENOUGH = 1.005
 _STALLED = 0.999
 
 
-def balance(rows: list[int], placement: Placement) -> list[list[int]]:
+def local_split(rows: list[int], placement: Placement, topology: Topology) -> list[list[float]]:
+    """The rows of each expert on each of its holders if rows go to the nearest one, every rank having the same share.
+
+    Holders in a node share its rows evenly; those of nodes without a holder are shared by all holders.
+    """
+    split = []
+    node_of, sizes, world_size = topology.node_of, topology.node_sizes.tolist(), topology.world_size
+    for total, ranks in zip(rows, placement.holders, strict=True):
+        if len(ranks) == 1:
+            split.append([float(total)])
+        elif topology.num_nodes == 1:
+            split.append([total / len(ranks)] * len(ranks))
+        else:
+            held: dict[int, int] = {}
+            for rank in ranks:
+                held[node_of[rank]] = held.get(node_of[rank], 0) + 1
+            away = (world_size - sum(sizes[node] for node in held)) / len(ranks)
+            per_rank = total / world_size
+            split.append([per_rank * (sizes[node_of[r]] / held[node_of[r]] + away) for r in ranks])
+    return split
+
+
+def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
     """How many rows of each expert each of its holders computes, so that the busiest rank has as few as possible.
 
-    Block coordinate descent on the sum of squared rank loads: each expert in turn pours its rows over its holders
-    like water over the others' levels. The least sum of squares over these simplices has the least maximum too.
+    Block coordinate descent on the sum of squared rank loads, from :func:`local_split`: each expert with a holder
+    that has too much pours its rows over its holders like water over the others' levels. The least sum of squares
+    over these simplices has the least maximum too; experts that overload nobody keep their rows where they are.
 
     Args:
         rows: of each expert, length E.
 
     Returns:
-        For each expert one number per holder, in the order of ``placement.holders``.
+        For each expert one number per holder, in the order of ``placement.holders``. No rank has more than the
+        busiest one would have if owners computed everything.
     """
     level = [0.0] * placement.owners.world_size
-    split = [[total] for total in rows]
-    shared = []
+    local = local_split(rows, placement, topology)
+    blocks = []
     for expert, ranks in enumerate(placement.holders):
         if len(ranks) == 1:
             level[ranks[0]] += rows[expert]
         else:
-            shared.append(expert)
+            blocks.append((rows[expert], expert, ranks, local[expert]))
     bound = max(max(level), sum(rows) / len(level)) * _GOOD_ENOUGH
-    shared.sort(key=lambda expert: (-rows[expert], expert))
-    blocks = []
-    for expert in shared:
-        ranks = placement.holders[expert]
-        share = rows[expert] / len(ranks)
-        blocks.append((rows[expert], ranks, [share] * len(ranks)))
-        for rank in ranks:
-            level[rank] += share
-    previous = float("inf")
-    for _ in range(_SWEEPS if blocks else 0):
-        for total, ranks, quota in blocks:
-            _pour(total, ranks, quota, level)
+    blocks.sort(key=lambda block: (-block[0], block[1]))
+    for _, _, ranks, quota in blocks:
+        for rank, count in zip(ranks, quota, strict=True):
+            level[rank] += count
+    previous = max(level)
+    for _ in range(_SWEEPS):
+        if previous <= bound:
+            break
+        for total, _, ranks, quota in blocks:
+            for rank in ranks:
+                if level[rank] > bound:
+                    _pour(total, ranks, quota, level)
+                    break
         highest = max(level)
-        if highest <= bound or highest > previous * _STALLED:
+        if highest > previous * _STALLED:
             break
         previous = highest
-    if max(_whole(split, placement, shared, blocks)) > _owners_highest(rows, placement):
+    split = [[total] for total in rows]
+    if max(_whole(split, placement, blocks)) > _owners_highest(rows, placement):
         # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
-        for expert in shared:
-            ranks = placement.holders[expert]
-            split[expert] = [rows[expert] * (rank == placement.owners.ranks[expert]) for rank in ranks]
+        for total, expert, ranks, _ in blocks:
+            split[expert] = [total * (rank == placement.owners.ranks[expert]) for rank in ranks]
     return split
 
 
@@ -81,10 +106,7 @@ def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[flo
 
 
 def _whole(
-    split: list[list[int]],
-    placement: Placement,
-    shared: list[int],
-    blocks: list[tuple[int, tuple[int, ...], list[float]]],
+    split: list[list[int]], placement: Placement, blocks: list[tuple[int, int, tuple[int, ...], list[float]]]
 ) -> list[int]:
     """Round the quotas of ``blocks`` into ``split`` with the same sums; what is over goes to the emptier ranks.
 
@@ -94,13 +116,12 @@ def _whole(
     for ranks, quotas in zip(placement.holders, split, strict=True):
         if len(ranks) == 1:
             level[ranks[0]] += quotas[0]
-    rest = []
-    for expert, (total, ranks, quota) in zip(shared, blocks, strict=True):
+    for _, expert, ranks, quota in blocks:
         split[expert] = whole = [int(q + 1e-9) for q in quota]
         for rank, count in zip(ranks, whole, strict=True):
             level[rank] += count
-        rest.append(total - sum(whole))
-    for expert, (_, ranks, _), missing in zip(shared, blocks, rest, strict=True):
+    for total, expert, ranks, _ in blocks:
+        missing = total - sum(split[expert])
         if missing:
             order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
             for turn in range(missing):
@@ -124,8 +145,8 @@ def shed_excess(
     """Add replicas until no rank has more than its even share of rows, as far as slots allow.
 
     It starts from an even split over the holders. The rank with most rows gives rows of its hottest expert to the
-    rank with fewest that has a free slot: its whole excess, or what the other lacks. So every replica brings one
-    rank to the even share, and W - 1 are enough for all if slots allow.
+    rank with fewest that has a free slot: its whole excess, or what the other lacks, or all rows of that expert. So
+    every replica brings a rank to the even share or an expert to another rank.
 
     Args:
         rows: of each expert, length E.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -80,7 +81,7 @@ class StepTime:
 
 def step_time(
     rows: list[int],
-    split: list[list[int]],
+    split: Sequence[Sequence[float]],
     placement: Placement,
     topology: Topology,
     sizes: Sizes,

@@ -44,7 +44,7 @@ def deal(
         node, rank = taken
         replicas[expert].add(rank)
         held[expert][node] += 1
-        # The node after the last one dealt to has had its turn longest ago: no node has more free slots.
+        # Nodes take turns, so that their free slots run out together.
         turn = (node + 1) % topology.num_nodes
         if len(replicas[expert]) < owners.world_size - 1:
             heapq.heappush(queue, (-rows[expert] / (1 + len(replicas[expert])), expert))

@@ -29,7 +29,12 @@ class Quotas:
 
 
 def assign_tokens(
-    counts: Ints, placement: Placement, topology: Topology, rank: int, how: Dispatch = "balanced"
+    counts: Ints,
+    placement: Placement,
+    topology: Topology,
+    rank: int,
+    how: Dispatch = "balanced",
+    split: list[list[int]] | None = None,
 ) -> Quotas:
     """Split every rank's rows of every expert over the expert's holders.
 
@@ -40,18 +45,19 @@ def assign_tokens(
     Args:
         counts: rows that each rank has for each expert, int64 ``[W, E]``.
         rank: whose part to return.
+        split: the result of :func:`balance`, if it is known already.
     """
     if placement.num_replicas == 0:
         return _to_owners(counts, placement, rank)
     if how == "nearest":
         return _nearest(counts, placement, topology, rank)
-    return _balanced(counts, placement, topology, rank)
+    return _balanced(counts, placement, topology, rank, split)
 
 
 def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: Dispatch = "balanced") -> Ints:
     """Rows that each rank computes, int64 ``[W]``."""
     if how == "balanced" or placement.num_replicas == 0:
-        return quota_matrix(balance(counts.sum(0).tolist(), placement), placement).sum(0)
+        return quota_matrix(balance(counts.sum(0).tolist(), placement, topology), placement).sum(0)
     total = np.zeros(topology.world_size, dtype=np.int64)
     for rank in range(topology.world_size):
         total += _even_split(counts[rank], _eligible(placement, topology, rank), rank).sum(0)
@@ -114,14 +120,17 @@ def _even_split(rows: Ints, eligible: Bools, rotation: int) -> Ints:
 # --- the balanced rule ---
 
 
-def _balanced(counts: Ints, placement: Placement, topology: Topology, rank: int) -> Quotas:
+def _balanced(
+    counts: Ints, placement: Placement, topology: Topology, rank: int, split: list[list[int]] | None
+) -> Quotas:
     """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any.
 
     Supply (rows that ranks have) and demand (rows that holders compute) of an expert meet like two lines of segments
     laid side by side, in rank order. Supply is everywhere and demand only at holders. So what a rank sends is found
     from the holders of all experts, and what it receives from all ranks' rows of the experts that it holds.
     """
-    split = balance(counts.sum(0).tolist(), placement)
+    if split is None:
+        split = balance(counts.sum(0).tolist(), placement, topology)
     quotas = _to_owners(counts, placement, rank)
     lengths = np.asarray(list(map(len, split)))
     shared = np.repeat(lengths > 1, lengths)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner.balance import shed_excess
+from hecate.runtime.planner.balance import balance, shed_excess
 from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
 from hecate.runtime.planner.dealing import deal
 from hecate.runtime.planner.placement import Ints, Placement, Topology
@@ -60,6 +60,7 @@ def materialize_fastest(
     nothing = Placement.owned(owners)
     time = step_time(rows, [[count] for count in rows], nothing, topology, sizes, rates)
     best = Choice(placement=nothing, time=time)
+    time_of_nothing = time
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return best
     hottest = _hottest(rows)
@@ -68,12 +69,19 @@ def materialize_fastest(
         proposal = _propose(rows, hottest, owners, topology, slots, spread)
         time = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates)
         if time.total < best.time.total:
-            best, chosen = Choice(placement=proposal.placement, time=time, spread=spread), proposal
+            best, chosen, spread_of_chosen = (
+                Choice(placement=proposal.placement, time=time, spread=spread), proposal, spread
+            )  # fmt: skip
     if best.spread is None:
         return best
+    # The winner is timed again as its rows will be dispatched, and with its free slots filled.
+    nothing_time, best = time_of_nothing, Choice(placement=nothing, time=time_of_nothing)
     filled = _fill_hidden(rows, hottest, chosen, topology, slots, sizes, rates)
-    time = replace(best.time, experts=transfer_time(filled, topology, sizes, rates))
-    return Choice(placement=filled, time=time, spread=best.spread)
+    for placement in (chosen.placement,) if filled is chosen.placement else (chosen.placement, filled):
+        time = step_time(rows, balance(rows, placement, topology), placement, topology, sizes, rates)
+        if time.total <= best.time.total and time.total < nothing_time.total:
+            best = Choice(placement=placement, time=time, spread=spread_of_chosen)
+    return best
 
 
 def materialize_spread(
@@ -152,8 +160,8 @@ def _fill_hidden(
 
 
 def spread_counts(most: int) -> list[int]:
-    """0, 1, 2, 4, ... up to ``most``."""
-    return [0, *(2**power for power in range(most.bit_length()))]
+    """0, 1, 2, 4, ... and ``most``."""
+    return sorted({0, most, *(2**power for power in range(most.bit_length()))})
 
 
 def _spread(

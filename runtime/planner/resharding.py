@@ -58,8 +58,13 @@ def shard_owners(
 def _least_loaded(here: list[int], total: list[int], free: list[int], topology: Topology) -> int:
     """A rank with a free slot, on the node with least load in this layer."""
 
-    def load_of(ranks: Sequence[int]) -> tuple[int, int, int]:
-        return sum(here[r] for r in ranks), sum(total[r] for r in ranks), sum(free[r] for r in ranks)
+    def load_of(ranks: Sequence[int]) -> tuple[float, float, int]:
+        # Per rank, since nodes may have different numbers of them.
+        return (
+            sum(here[r] for r in ranks) / len(ranks),
+            sum(total[r] for r in ranks) / len(ranks),
+            sum(free[r] for r in ranks),
+        )
 
     # min takes the first of equals.
     node = min((ranks for ranks in topology.members if any(free[r] for r in ranks)), key=load_of)

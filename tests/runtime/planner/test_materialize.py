@@ -55,8 +55,11 @@ def test_the_fastest_stays_in_its_budget_and_is_never_predicted_slower(case: Cas
     choice = materialize_fastest(case.load, case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates)
     check_placement(choice.placement, case, slots)
     rows, nothing = case.load.tolist(), Placement.owned(case.owners)
-    static = step_time(rows, balance(rows, nothing), nothing, case.topology, SIZES, rates)
+    static = step_time(rows, balance(rows, nothing, case.topology), nothing, case.topology, SIZES, rates)
     assert choice.time.total <= static.total
+    # What is predicted is what will be dispatched.
+    split = balance(rows, choice.placement, case.topology)
+    assert choice.time == step_time(rows, split, choice.placement, case.topology, SIZES, rates)
     again = materialize_fastest(case.load.copy(), case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates)
     assert (choice.placement, choice.time) == (again.placement, again.time)
 
