@@ -9,7 +9,7 @@ Three measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
               in separate processes, alternating, one rank each
     one       a training step at one rank: plain torch.compile, hecate.compile
     two       a training step at two ranks (gloo): hecate.compile, DistributedDataParallel under torch.compile,
-              transformers' own expert parallelism (eager, as it ships), hecate with policy="gather"
+              transformers' own expert parallelism (eager, as it ships), hecate with policy="static" and "gather"
 
 A step is forward, backward, AdamW and zero_grad. Systems alternate step by step in the same processes, so that
 whatever else the machine does hits all of them; a ratio is the median over rounds of (system / baseline) in the
@@ -144,6 +144,7 @@ def child_two(rounds: str) -> dict[str, list[float]]:
         "hecate": make_step(compile_hecate(build_model())),
         "DDP + torch.compile": make_step(wrap_ddp(build_model())),
         "transformers expert parallel": make_step(load_expert_parallel(build_model())),
+        "hecate, policy=static": make_step(compile_hecate(build_model(), policy="static")),
         "hecate, policy=gather": make_step(compile_hecate(build_model(), policy="gather")),
     }
     samples = time_steps(systems, int(rounds), 3)

@@ -154,8 +154,9 @@ class Hecate(Policy):
         turn, spread = self._chosen.get(layer.id, (0, None))
         if turn % _COMPARE_EVERY == 0:
             # Everything if nothing was best, and now and then; else the neighbours.
-            everything = spread is None or turn % _SEARCH_EVERY == 0
-            spreads = None if everything else (0, spread // 2, spread, max(1, 2 * spread))
+            spreads: tuple[int, ...] | None = None
+            if spread is not None and turn % _SEARCH_EVERY:
+                spreads = (0, spread // 2, spread, max(1, 2 * spread))
             choice = self._fastest(layer, load, layer.owners, spreads)
             placement, spread = choice.placement, choice.spread
         elif spread is None:

@@ -19,21 +19,20 @@ def local_split(rows: list[int], placement: Placement, topology: Topology) -> li
 
     Holders in a node share its rows evenly; those of nodes without a holder are shared by all holders.
     """
-    split = []
-    node_of, sizes, world_size = topology.node_of, topology.node_sizes.tolist(), topology.world_size
-    for total, ranks in zip(rows, placement.holders, strict=True):
-        if len(ranks) == 1:
-            split.append([float(total)])
-        elif topology.num_nodes == 1:
-            split.append([total / len(ranks)] * len(ranks))
-        else:
-            held: dict[int, int] = {}
-            for rank in ranks:
-                held[node_of[rank]] = held.get(node_of[rank], 0) + 1
-            away = (world_size - sum(sizes[node] for node in held)) / len(ranks)
-            per_rank = total / world_size
-            split.append([per_rank * (sizes[node_of[r]] / held[node_of[r]] + away) for r in ranks])
-    return split
+    return [_local(total, ranks, topology) for total, ranks in zip(rows, placement.holders, strict=True)]
+
+
+def _local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float]:
+    if len(ranks) == 1 or topology.num_nodes == 1:
+        return [total / len(ranks)] * len(ranks)
+    held: dict[int, int] = {}
+    for rank in ranks:
+        node = topology.node_of[rank]
+        held[node] = held.get(node, 0) + 1
+    sizes = topology.members
+    away = (topology.world_size - sum(len(sizes[node]) for node in held)) / len(ranks)
+    per_rank = total / topology.world_size
+    return [per_rank * (len(sizes[node]) / held[node] + away) for node in (topology.node_of[rank] for rank in ranks)]
 
 
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
@@ -50,15 +49,15 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
         For each expert one number per holder, in the order of ``placement.holders``. No rank has more than the
         busiest one would have if owners computed everything.
     """
-    level = [0.0] * placement.owners.world_size
-    local = local_split(rows, placement, topology)
+    alone = [0] * placement.owners.world_size
     blocks = []
     for expert, ranks in enumerate(placement.holders):
         if len(ranks) == 1:
-            level[ranks[0]] += rows[expert]
+            alone[ranks[0]] += rows[expert]
         else:
-            blocks.append((rows[expert], expert, ranks, local[expert]))
-    bound = max(max(level), sum(rows) / len(level)) * _GOOD_ENOUGH
+            blocks.append((rows[expert], expert, ranks, _local(rows[expert], ranks, topology)))
+    bound = max(max(alone), sum(rows) / len(alone)) * _GOOD_ENOUGH
+    level: list[float] = [*alone]
     blocks.sort(key=lambda block: (-block[0], block[1]))
     for _, _, ranks, quota in blocks:
         for rank, count in zip(ranks, quota, strict=True):
@@ -77,7 +76,7 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
             break
         previous = highest
     split = [[total] for total in rows]
-    if max(_whole(split, placement, blocks)) > _owners_highest(rows, placement):
+    if max(_whole(split, alone, blocks)) > _owners_highest(rows, placement):
         # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
         for total, expert, ranks, _ in blocks:
             split[expert] = [total * (rank == placement.owners.ranks[expert]) for rank in ranks]
@@ -106,16 +105,17 @@ def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[flo
 
 
 def _whole(
-    split: list[list[int]], placement: Placement, blocks: list[tuple[int, int, tuple[int, ...], list[float]]]
+    split: list[list[int]], alone: list[int], blocks: list[tuple[int, int, tuple[int, ...], list[float]]]
 ) -> list[int]:
     """Round the quotas of ``blocks`` into ``split`` with the same sums; what is over goes to the emptier ranks.
 
-    Returns the rows of each rank.
+    Args:
+        alone: rows of each rank of experts that only it holds.
+
+    Returns:
+        Rows of each rank.
     """
-    level = [0] * placement.owners.world_size
-    for ranks, quotas in zip(placement.holders, split, strict=True):
-        if len(ranks) == 1:
-            level[ranks[0]] += quotas[0]
+    level = alone.copy()
     for _, expert, ranks, quota in blocks:
         split[expert] = whole = [int(q + 1e-9) for q in quota]
         for rank, count in zip(ranks, whole, strict=True):

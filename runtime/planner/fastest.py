@@ -142,7 +142,12 @@ def _fill_hidden(
 ) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
     owners = proposal.placement.owners
-    for kept in range(slots if rates.hidden else 0):
+    # On many nodes filling takes time, and is mostly in vain.
+    if topology.num_nodes > 1 and transfer_time(proposal.placement, topology, sizes, rates) >= rates.hidden:
+        return proposal.placement
+    if rates.hidden == 0:
+        return proposal.placement
+    for kept in range(slots):
         # Every rank's first free slot comes before any rank's second.
         free = [
             [rank for turn in range(slots) for rank in ranks if proposal.free[rank] - kept > turn]
