@@ -3,13 +3,14 @@
     make benchmark                      all of it, about 15 minutes on two cores
     python benchmarks/compile_and_step.py --only two --rounds 100
 
-Three measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
+Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
 
     compile   first forward and backward with empty caches: plain torch.compile, hecate.compile,
               in separate processes, alternating, one rank each
     one       a training step at one rank: plain torch.compile, hecate.compile
     two       a training step at two ranks (gloo): hecate.compile, DistributedDataParallel under torch.compile,
               transformers' own expert parallelism (eager, as it ships), hecate with policy="static" and "gather"
+    skewed    the same with a router that prefers one rank's experts: hecate.compile, hecate with policy="static"
 
 A step is forward, backward, AdamW and zero_grad. Systems alternate step by step in the same processes, so that
 whatever else the machine does hits all of them; a ratio is the median over rounds of (system / baseline) in the
@@ -152,6 +153,25 @@ def child_two(rounds: str) -> dict[str, list[float]]:
     return samples
 
 
+def child_skewed(rounds: str) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    systems = {
+        "hecate": make_step(compile_hecate(skew(build_model()))),
+        "hecate, policy=static": make_step(compile_hecate(skew(build_model()), policy="static")),
+    }
+    samples = time_steps(systems, int(rounds), 3)
+    dist.barrier()
+    return samples
+
+
+def skew(model: torch.nn.Module) -> torch.nn.Module:
+    """Let the first four experts, all of one rank, be chosen far more often."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data[:4] *= 5
+    return model
+
+
 def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: float) -> Any:
     """Run ``child_<mode>(argument)`` on ``ranks`` processes; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -192,14 +212,16 @@ def table(samples: dict[str, list[float]], baseline: str, unit: float, name: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["compile", "one", "two"], help="one of the three measurements")
+    parser.add_argument("--only", choices=["compile", "one", "two", "skewed"], help="one of the measurements")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of steps")
     parser.add_argument("--compiles", type=int, default=3, help="compilations of each system")
     parser.add_argument("--child", nargs=3, metavar=("MODE", "ARGUMENT", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         mode, argument, out = args.child
-        result = {"compile": child_compile, "one": child_one, "two": child_two}[mode](argument)
+        result = {"compile": child_compile, "one": child_one, "two": child_two, "skewed": child_skewed}[mode](
+            argument
+        )
         if os.environ.get("RANK", "0") == "0":
             Path(out).write_text(json.dumps(result))
         return
@@ -220,7 +242,7 @@ def main() -> None:
         found["compile"] = samples
         print(table(samples, "plain", 1, "first forward and backward, s"), end="\n\n", flush=True)
     with tempfile.TemporaryDirectory() as caches:
-        for mode, ranks, baseline in (("one", 1, "torch.compile"), ("two", 2, "hecate")):
+        for mode, ranks, baseline in (("one", 1, "torch.compile"), ("two", 2, "hecate"), ("skewed", 2, "hecate")):
             if args.only in (None, mode):
                 found[mode] = run_child(mode, str(args.rounds), ranks=ranks, caches=caches, timeout=1800)
                 print(table(found[mode], baseline, 1e3, f"step at {ranks} rank(s), ms"), end="\n\n", flush=True)

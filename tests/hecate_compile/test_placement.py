@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import warnings
@@ -319,6 +320,36 @@ def test_ranks_that_plan_differently_stop_with_the_layer_and_the_step() -> None:
         assert "ranks disagree on the placement of experts" in message
         assert "layer model.layers.1.mlp.experts, step 2" in message
         assert "expert 3 also on ranks [1]" in message
+
+
+def resume() -> dict[str, Any]:
+    """State saved after experts moved, loaded where they are in their first places, and trained on."""
+    first = _compiled(build("qwen3_moe"), policy=Moving(reshard_every=2))
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    for step in range(5):
+        run_step(first, batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = first.state_dict(), copy.deepcopy(optimizer.state_dict())
+    torch._dynamo.reset()
+    second = _compiled(build("qwen3_moe", seed=1), policy="static")
+    second.load_state_dict(saved[0])
+    resumed = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    resumed.load_state_dict(saved[1])
+    for model, one in ((first, optimizer), (second, resumed)):
+        run_step(model, batch(9))
+        one.step()
+    states = [_full_state(m, [o]) for m, o in ((first, optimizer), (second, resumed))]
+    different = [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
+    return {"different": different, "moves": _moves(first), "tensors": len(states[1])}
+
+
+@pytest.mark.distributed
+def test_saved_optimizer_state_finds_its_experts_again() -> None:
+    for result in run_ranks(f"{_HERE}:resume", 2):
+        assert len(result["moves"]) == 2
+        assert result["different"] == []
+        assert result["tensors"] > 90
 
 
 class Flat(torch.optim.SGD):
