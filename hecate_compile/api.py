@@ -139,8 +139,12 @@ def explain(model: nn.Module) -> Explanation:
         ValueError: the model was not compiled.
     """
     state = _state_of(model, "explain")
+    nodes, rates = state.placer.topology.num_nodes, state.placer.rates
+    policy = "policy gather" if state.config.policy == "gather" else f"{state.placer.policy!r} on {nodes} node(s)"
+    if state.placer.policy.needs_rates and state.world.size > 1:
+        policy += f", {rates}"
     return Explanation(
-        world=state.world, experts=state.experts, passed=state.passed, layers=state.layers,
+        world=state.world, policy=policy, experts=state.experts, passed=state.passed, layers=state.layers,
         graphs=tuple(state.backend.graphs),
     )  # fmt: skip
 

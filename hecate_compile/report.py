@@ -31,6 +31,7 @@ class Explanation:
 
     Attributes:
         world: rank and number of ranks.
+        policy: what decides who holds what, on which nodes, and what it takes for the speed of the machine.
         experts: the modules that were sharded.
         passed: modules that look similar and were not.
         layers: the runtime records, with the owners.
@@ -38,6 +39,7 @@ class Explanation:
     """
 
     world: World
+    policy: str
     experts: tuple[ExpertsModule, ...]
     passed: tuple[Passed, ...]
     layers: tuple[Layer, ...]
@@ -56,7 +58,7 @@ class Explanation:
                 experts.name or "(the model)", str(experts.num_experts), experts.sign,
                 ", ".join(experts.parameters), owned,
             )  # fmt: skip
-        parts: list[Table | str] = [f"rank {self.world.rank} of {self.world.size}", found]
+        parts: list[Table | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}", found]
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")

@@ -69,7 +69,7 @@ class Placer:
         self.rates = rates or Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
         self.digest = b"\0" * 8
         self.learning, self.stepped = True, False
-        self._last: dict[str, str] = {}
+        self._last: dict[str, tuple[int, Placement]] = {}
 
     @classmethod
     def static(cls, world: World) -> Placer:
@@ -159,7 +159,7 @@ class Placer:
     # --- the same on all ranks ---
 
     def _sign(self, layer: Layer, placement: Placement) -> None:
-        self._last[layer.name] = f"layer {layer.name}, step {layer.plan.step}: {_describe(placement)}"
+        self._last[layer.name] = layer.plan.step, placement
         if not self.policy.replicates:
             return
         experts, ranks = placement.pairs
@@ -182,7 +182,7 @@ class Placer:
         if bool((signatures == signatures[0]).all()):
             return
         agree(
-            list(self._last.values()),
+            [f"layer {name}, step {step}: {_describe(placement)}" for name, (step, placement) in self._last.items()],
             "the placement of experts",
             "Every rank must run the same forwards in the same order, with the same policy and library versions.",
             self.world,

@@ -116,6 +116,12 @@ def test_unknown_pass_name_lists_the_passes() -> None:
     ("options", "message"),
     [
         ({"policy": "magic"}, "policy='magic', expected one of"),
+        ({"objective": "speed"}, "objective='speed', expected one of"),
+        ({"replicas": -1}, "replicas=-1, expected a whole number of at least 0"),
+        ({"window": 0}, "window=0, expected a whole number of at least 1"),
+        ({"reshard_every": 1.5}, "reshard_every=1.5, expected a whole number"),
+        ({"topology": (0, 0, 1)}, r"topology is a tuple, expected a hecate\.Topology"),
+        ({"rates": 3.0}, r"rates is a float, expected a hecate\.Rates"),
         ({"backend": "eager"}, "backend='eager'"),
         ({"dense": "shard"}, "dense='shard'"),
         ({"disable_passes": "exchange_rows"}, "is a string, expected a tuple"),

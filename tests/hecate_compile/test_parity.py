@@ -33,8 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PLAN = {
     1: ("default", "gather"),
     2: tuple(VARIANTS),
-    3: ("default", "static", "gather"),
-    4: ("default", "gather"),
+    3: ("default", "gather"),
+    4: ("default",),
 }
 CASES = [
     pytest.param(size, family, variant, id=f"{size}ranks-{family}-{variant}")
