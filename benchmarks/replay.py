@@ -125,8 +125,10 @@ def replay(
 
 def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], layer: int) -> None:
     """Heat maps of one layer: experts over time, and ranks over time under each policy."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--png needs matplotlib: pip install 'hecate-compile[benchmarks]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -73,7 +73,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_tool_prints_and_draws(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     rng = np.random.default_rng(0)
     trace, png = tmp_path / "trace.npz", tmp_path / "heat.png"
     counts = rng.multinomial(500, np.full(8, 1 / 8), size=(12, 2, 4)).astype(np.uint16)
