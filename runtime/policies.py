@@ -135,10 +135,9 @@ class Hecate(Policy):
 
     needs_rates = True
 
-    @property
-    def replicates(self) -> bool:  # type: ignore[override]
-        """Without slots there is nothing to gather."""
-        return self.replicas > 0
+    def __post_init__(self) -> None:
+        # Without slots there is nothing to gather.
+        self.replicates = self.replicas > 0
 
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:

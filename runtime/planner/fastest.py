@@ -60,30 +60,29 @@ def materialize_fastest(
         spreads: how many of the hottest experts to try on every node; by default all of the list above.
     """
     rows = load.tolist()
-    nothing = Placement.owned(owners)
-    time = step_time(rows, [[count] for count in rows], nothing, topology, sizes, rates)
-    time_of_nothing = time
-    best = Choice(placement=nothing, time=time)
+    owned = Placement.owned(owners)
+    nothing = Choice(
+        placement=owned, time=step_time(rows, [[count] for count in rows], owned, topology, sizes, rates)
+    )
     if slots == 0 or owners.world_size == 1 or not any(rows):
-        return best
-    hottest = _hottest(rows)
+        return nothing
+    hottest = _hottest(load)
     most = min(len(hottest), slots * min(map(len, _groups(topology))))
+    tried = []
     for spread in spread_counts(most) if spreads is None else sorted({min(spread, most) for spread in spreads}):
         proposal = _propose(rows, hottest, owners, topology, slots, spread)
         time = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates)
-        if time.total < best.time.total:
-            best, chosen, spread_of_chosen = (
-                Choice(placement=proposal.placement, time=time, spread=spread), proposal, spread
-            )  # fmt: skip
-    if best.spread is None:
-        return best
+        tried.append((time.total, spread, proposal))
+    total, spread, proposal = min(tried, key=lambda one: one[:2])
+    if total >= nothing.time.total:
+        return nothing
     # The winner is timed again as its rows will be dispatched, and with its free slots filled.
-    best = Choice(placement=nothing, time=time_of_nothing)
-    filled = _fill_hidden(rows, hottest, chosen, topology, slots, sizes, rates)
-    for placement in (chosen.placement,) if filled is chosen.placement else (chosen.placement, filled):
+    best = nothing
+    filled = _fill_hidden(rows, hottest, proposal, topology, slots, sizes, rates)
+    for placement in (proposal.placement,) if filled is proposal.placement else (proposal.placement, filled):
         time = step_time(rows, balance(rows, placement, topology), placement, topology, sizes, rates)
-        if time.total <= best.time.total and time.total < _WORTH * time_of_nothing.total:
-            best = Choice(placement=placement, time=time, spread=spread_of_chosen)
+        if time.total <= best.time.total and time.total < _WORTH * nothing.time.total:
+            best = Choice(placement=placement, time=time, spread=spread)
     return best
 
 
@@ -98,15 +97,15 @@ def materialize_spread(
     spread: int,
 ) -> Placement:
     """The placement of :func:`materialize_fastest` when the best ``spread`` is known: nothing is compared."""
-    rows = load.tolist()
-    hottest = _hottest(rows)
+    rows, hottest = load.tolist(), _hottest(load)
     proposal = _propose(rows, hottest, owners, topology, slots, spread)
     return _fill_hidden(rows, hottest, proposal, topology, slots, sizes, rates)
 
 
-def _hottest(rows: list[int]) -> list[int]:
+def _hottest(load: NDArray[np.integer]) -> list[int]:
     """Experts with rows, most first."""
-    return [e for e in sorted(range(len(rows)), key=lambda e: (-rows[e], e)) if rows[e]]
+    order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
+    return order
 
 
 def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
@@ -145,10 +144,10 @@ def _fill_hidden(
 ) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
     owners = proposal.placement.owners
+    if rates.hidden == 0:
+        return proposal.placement
     # On many nodes filling takes time, and is mostly in vain.
     if topology.num_nodes > 1 and transfer_time(proposal.placement, topology, sizes, rates) >= rates.hidden:
-        return proposal.placement
-    if rates.hidden == 0:
         return proposal.placement
     for kept in range(slots):
         # Every rank's first free slot comes before any rank's second.
@@ -181,6 +180,8 @@ def _spread(
     free: list[int],
 ) -> None:
     """One copy of each expert in every group, on the rank with fewest expected rows that has a free slot."""
+    if not experts:
+        return
     expected = [0.0] * owners.world_size
     for expert, owner in enumerate(owners.ranks):
         expected[owner] += rows[expert]

@@ -156,6 +156,7 @@ def measure_on_one_gpu() -> dict[str, Any]:
     return {family: measure(family, device="cuda", **REPLICAS) for family in FAMILIES}
 
 
+# CI has no GPU. docs/gpu.md says that these have not run yet.
 @pytest.mark.gpu
 @pytest.mark.distributed
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -166,6 +167,7 @@ def test_ranks_that_share_a_gpu_equal_one_process() -> None:
             assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
 
 
+# As above: no GPU in CI, not run yet.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -25,6 +25,7 @@ def test_transformers_fallback() -> None:
 def test_torch_spellings(spelling: str) -> None:
     target = torch._grouped_mm if spelling == "_grouped_mm" else getattr(torch.nn.functional, "grouped_mm", None)
     if target is None:
+        # Public only in newer torch; where it is missing no model can spell it so. torch 2.13 runs this.
         pytest.skip("this torch has no torch.nn.functional.grouped_mm")
     g = GraphUnderTest()
     rows, _, offsets = g.routing()

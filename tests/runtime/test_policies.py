@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Placement, Rates, Topology, balance, step_time, transfer_time
-from hecate.runtime.policies import Hecate, LayerView, Static, overlap_degree
+from hecate.runtime.policies import Hecate, LayerView, Objective, Static, overlap_degree
 from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
 LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=1e-3)
@@ -28,10 +28,10 @@ def view(load: np.ndarray, owners: Owners, topology: Topology, links: Rates = LI
     st.sampled_from(["time", "paper"]),
 )
 def test_calibration_adds_within_the_slots_and_only_what_pays(
-    drawn: tuple[Case, Placement], links: Rates, objective: str
+    drawn: tuple[Case, Placement], links: Rates, objective: Objective
 ) -> None:
     case, placement = drawn
-    policy = Hecate(calibrates=True, replicas=3, objective=objective)  # type: ignore[arg-type]
+    policy = Hecate(calibrates=True, replicas=3, objective=objective)
     seen = view(case.load, case.owners, case.topology, links)
     after = policy.calibrate(seen, placement, case.counts)
     assert after.includes(placement)
