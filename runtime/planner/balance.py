@@ -76,7 +76,9 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
             break
         previous = highest
     split = [[total] for total in rows]
-    if max(_whole(split, alone, blocks)) > _owners_highest(rows, placement):
+    highest_whole = max(_whole(split, alone, blocks))
+    # Owners alone have at least the mean, so often there is nothing to compare with.
+    if highest_whole * len(alone) > sum(rows) and highest_whole > _owners_highest(rows, placement):
         # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
         for total, expert, ranks, _ in blocks:
             split[expert] = [total * (rank == placement.owners.ranks[expert]) for rank in ranks]

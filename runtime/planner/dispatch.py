@@ -133,15 +133,16 @@ def _balanced(
         split = balance(counts.sum(0).tolist(), placement, topology)
     quotas = _to_owners(counts, placement, rank)
     lengths = np.asarray(list(map(len, split)))
-    shared = np.repeat(lengths > 1, lengths)
+    several = lengths > 1
+    shared = np.flatnonzero(np.repeat(several, lengths))
     experts, ranks = (values[shared] for values in placement.pairs)
-    quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(shared))[shared]
+    quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=int(lengths.sum()))[shared]
     if not topology.in_order:
         # By node first, so that a node's ranks stand side by side.
         order = np.lexsort((topology.position[ranks], experts))
         experts, ranks, quota = experts[order], ranks[order], quota[order]
     quotas.sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
-    quotas.receives[:, lengths > 1] = 0
+    quotas.receives[:, several] = 0
     held = experts[ranks == rank]
     if len(held):
         lines = np.full(len(split), -1)
@@ -224,15 +225,11 @@ def _sums(place: Ints, values: Ints, size: int) -> Ints:
 def _running(values: Ints, place: Ints) -> Ints:
     """Running sums that start anew at each new place; equal places stand together."""
     total = np.cumsum(values)
-    if len(values) == 0:
-        return total
-    changes = np.flatnonzero(place[1:] != place[:-1]) + 1
-    lengths = np.empty(len(changes) + 1, dtype=np.int64)
-    lengths[:-1], lengths[-1] = changes, len(place)
-    lengths[1:] -= changes
-    before = np.zeros(len(lengths), dtype=np.int64)
-    before[1:] = total[changes - 1]
-    return total - np.repeat(before, lengths)
+    begins = np.empty(len(place), dtype=bool)
+    begins[:1] = True
+    np.not_equal(place[1:], place[:-1], out=begins[1:])
+    # Sums before a place never fall, so the last of them is the largest so far.
+    return total - np.maximum.accumulate(np.where(begins, total - values, 0))
 
 
 def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:
