@@ -141,9 +141,7 @@ def _owners_highest(rows: list[int], placement: Placement) -> int:
     return max(level)
 
 
-def shed_excess(
-    rows: list[int], owners: Owners, replicas: list[set[int]], free: list[int]
-) -> tuple[Placement, list[list[int]]]:
+def shed_excess(rows: list[int], owners: Owners, replicas: list[set[int]], free: list[int]) -> list[dict[int, int]]:
     """Add replicas until no rank has more than its even share of rows, as far as slots allow.
 
     It starts from an even split over the holders. The rank with most rows gives rows of its hottest expert to the
@@ -156,7 +154,7 @@ def shed_excess(
         free: slots left on each rank, length W; taken from.
 
     Returns:
-        The placement, and the rows of each expert on each of its holders, in the order of ``holders``.
+        For each rank its rows of each expert that it holds.
     """
     level = [0] * owners.world_size
     have: list[dict[int, int]] = [{} for _ in level]
@@ -190,9 +188,4 @@ def shed_excess(
             heapq.heappush(donors, (-level[donor], donor))
         if level[taker] < share and free[taker]:
             heapq.heappush(takers, (level[taker], taker))
-    placement = Placement.with_replicas(owners, replicas)
-    split = [
-        [have[rank].get(expert, 0) for rank in ranks] if len(ranks) > 1 else [rows[expert]]
-        for expert, ranks in enumerate(placement.holders)
-    ]
-    return placement, split
+    return have

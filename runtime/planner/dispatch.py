@@ -132,17 +132,16 @@ def _balanced(
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
     quotas = _to_owners(counts, placement, rank)
-    lengths = np.asarray(list(map(len, split)))
-    several = lengths > 1
-    shared = np.flatnonzero(np.repeat(several, lengths))
-    experts, ranks = (values[shared] for values in placement.pairs)
-    quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=int(lengths.sum()))[shared]
+    shared = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
+    experts = np.repeat(shared, [len(split[expert]) for expert in shared])
+    ranks = np.fromiter(chain.from_iterable([placement.holders[expert] for expert in shared]), dtype=np.int64)
+    quota = np.fromiter(chain.from_iterable([split[expert] for expert in shared]), dtype=np.int64)
     if not topology.in_order:
         # By node first, so that a node's ranks stand side by side.
         order = np.lexsort((topology.position[ranks], experts))
         experts, ranks, quota = experts[order], ranks[order], quota[order]
     quotas.sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
-    quotas.receives[:, several] = 0
+    quotas.receives[:, shared] = 0
     held = experts[ranks == rank]
     if len(held):
         lines = np.full(len(split), -1)

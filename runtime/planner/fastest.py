@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -115,12 +116,25 @@ def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A placement, its rows per holder, the replicas of each expert, and the slots that are left on each rank."""
+    """The replicas of each expert, the slots that are left on each rank, and each rank's rows of each expert."""
 
-    placement: Placement
-    split: list[list[int]]
+    rows: list[int]
+    owners: Owners
     replicas: list[set[int]]
     free: list[int]
+    have: list[dict[int, int]]
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement.with_replicas(self.owners, self.replicas)
+
+    @cached_property
+    def split(self) -> list[list[int]]:
+        """The rows of each expert on each of its holders, in the order of ``placement.holders``."""
+        return [
+            [self.have[rank].get(expert, 0) for rank in ranks] if len(ranks) > 1 else [self.rows[expert]]
+            for expert, ranks in enumerate(self.placement.holders)
+        ]
 
 
 def _propose(
@@ -129,8 +143,8 @@ def _propose(
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * owners.world_size
     _spread(rows, hottest[:spread], owners, _groups(topology), replicas, free)
-    placement, split = shed_excess(rows, owners, replicas, free)
-    return _Proposal(placement, split, replicas, free)
+    have = shed_excess(rows, owners, replicas, free)
+    return _Proposal(rows, owners, replicas, free, have)
 
 
 def _fill_hidden(
@@ -143,7 +157,6 @@ def _fill_hidden(
     rates: Rates,
 ) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
-    owners = proposal.placement.owners
     if rates.hidden == 0:
         return proposal.placement
     # On many nodes filling takes time, and is mostly in vain.
@@ -159,8 +172,8 @@ def _fill_hidden(
             break
         replicas = list(map(set, proposal.replicas))
         # Each slot takes the expert with most rows per holder, so colder experts have no turn.
-        deal(rows, experts[: sum(map(len, free))], owners, replicas, free, topology)
-        more = Placement.with_replicas(owners, replicas)
+        deal(rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
+        more = Placement.with_replicas(proposal.owners, replicas)
         if transfer_time(more, topology, sizes, rates) <= rates.hidden:
             return more
     return proposal.placement

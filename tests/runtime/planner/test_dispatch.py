@@ -87,11 +87,11 @@ def test_shedding_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> Non
     rows, world_size = case.load.tolist(), case.topology.world_size
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * world_size
-    placement, split = shed_excess(rows, case.owners, replicas, free)
-    assert [sum(part) for part in split] == rows
-    level = np.zeros(world_size, dtype=np.int64)
-    for ranks, part in zip(placement.holders, split, strict=True):
-        level[list(ranks)] += part
+    have = shed_excess(rows, case.owners, replicas, free)
+    placement = Placement.with_replicas(case.owners, replicas)
+    assert [sum(held.get(expert, 0) for held in have) for expert in range(len(rows))] == rows
+    assert all(placement.matrix[expert, rank] for rank, held in enumerate(have) for expert in held)
+    level = np.asarray([sum(held.values()) for held in have])
     share = -(-sum(rows) // world_size)
     blocked = all(count >= share or not free[rank] for rank, count in enumerate(level))
     assert level.max() <= share or blocked
