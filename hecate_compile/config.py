@@ -35,6 +35,10 @@ class Config:
         window: steps whose mean is the load that ``"hecate"`` expects.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
         calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
+        rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, twice
+            the traffic of experts.
+        prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
+            twice the largest transfer. 0 hides nothing.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second. Give it to get the same placements in every run.
@@ -54,6 +58,8 @@ class Config:
     window: int = 5
     reshard_every: int = 100
     calibrate: bool = False
+    rematerialize: bool = False
+    prefetch_bytes: int | None = None
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
@@ -66,8 +72,10 @@ class Config:
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
-        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0)):
+        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0), ("prefetch_bytes", 0)):
             value = getattr(self, name)
+            if name == "prefetch_bytes" and value is None:
+                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
         for name, kind in (("topology", Topology), ("rates", Rates)):

@@ -38,7 +38,10 @@ class Split:
     role: Role
 
 
+# All collectives, by themselves and by their halves.
 COLLECTIVES: dict[torch._ops.OpOverload, Split] = {}
+STARTS: dict[torch._ops.OpOverload, Split] = {}
+WAITS: dict[torch._ops.OpOverload, Split] = {}
 
 
 def define(schema: str, kernel: Any, fake: Any) -> torch._ops.OpOverload:
@@ -79,8 +82,9 @@ def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any,
     def waited(token: Tensor, *args: Any) -> Any:
         return fake(*args)
 
-    COLLECTIVES[define(schema, whole, fake)] = Split(
+    split = COLLECTIVES[define(schema, whole, fake)] = Split(
         start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
         wait=define(f"{name}_wait(Tensor token, {arguments}) -> {result}", wait, waited),
         role=role,
     )
+    STARTS[split.start] = WAITS[split.wait] = split

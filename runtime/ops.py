@@ -6,7 +6,7 @@ The plain references that define them are in ``hecate.runtime.reference``.
 |---|---|---|
 | ``gather_experts`` | ``[E_r,...] -> [E,...]`` | ``reduce_scatter_experts`` |
 | ``place`` | ``-> [E,W], [S]``, this step's placement, and the experts in this rank's slots | none, integers only |
-| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, for all tensors of a layer | ``sparse_reduce_scatter`` |
+| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, all tensors of a layer | ``sparse_reduce_scatter`` |
 | ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
 | ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
 | ``top_up`` | ``[E_r,...], [S,...], [S'] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
@@ -127,9 +127,7 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tenso
     return Job(record.world.queue, lambda: sparse_collectives.gather(shards, used, stages, record))
 
 
-def _sparse_all_gather_fake(
-    shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int
-) -> list[Tensor]:
+def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
     return [shard.new_empty((slots.shape[0], *shard.shape[1:])) for shard in shards]
 
 

@@ -20,7 +20,6 @@ from hecate.runtime.planner import Placement, Stage
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.routing import slots_of
 
-
 Stages = tuple[Stage, Stage]
 
 

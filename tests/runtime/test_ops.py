@@ -338,7 +338,9 @@ def test_every_operator_is_checked() -> None:
     assert defined - halves == {*OPCHECKS, "average_gradients"}
 
 
-@pytest.mark.parametrize("name", [name for name in OPCHECKS if getattr(torch.ops.hecate, name).default in COLLECTIVES])
+@pytest.mark.parametrize(
+    "name", [name for name in OPCHECKS if getattr(torch.ops.hecate, name).default in COLLECTIVES]
+)
 def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
     collective = getattr(torch.ops.hecate, name).default
