@@ -57,9 +57,9 @@ class Clock:
         self.context, self.guesses = context, context.guesses
         mode = fake_mode_of(gm)
         environment = mode.shape_env if mode is not None else None
-        self.hints: dict[Any, Any] = {}
-        for name in ("var_to_val", "backed_var_to_val"):
-            self.hints |= getattr(environment, name, None) or {}
+        # Renamed in torch 2.13.
+        old = getattr(environment, "backed_var_to_val", None)
+        self.hints: dict[Any, Any] = dict(old if old is not None else getattr(environment, "var_to_val", None) or {})
         self._learn(gm.graph.nodes)
 
     def _learn(self, nodes: Iterable[Node]) -> None:

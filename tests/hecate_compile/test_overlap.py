@@ -1,0 +1,133 @@
+"""Overlap changes no number, keeps what travels alive, and never exchanges twice."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hostile_transport import hostile
+from tests.models import batch, build
+from tests.parity import step_and_compare
+from tests.policies import Anything
+from tests.ranks import run_ranks
+
+_HERE = "tests.hecate_compile.test_overlap"
+
+
+def train(
+    backend: str = "aot_eager",
+    checkpointed: bool = False,
+    race: bool = True,
+    early_reuse: bool = False,
+    steps: int = 3,
+    policy: str = "anything",
+    **options: Any,
+) -> dict[str, Any]:
+    """On one rank: the worst errors of some steps, on a hostile transport if ``race``."""
+    import hecate
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    reference, model = build("qwen3_moe"), build("qwen3_moe")
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        model.train()
+        reference.train()
+    chosen: Any = Anything() if policy == "anything" else policy
+    hecate.compile(model, hecate.Config(backend=backend, policy=chosen, **options))
+    with (
+        hostile() if race else contextlib.nullcontext() as transport,
+        _early_reuse() if early_reuse else contextlib.nullcontext(),
+    ):
+        errors = [step_and_compare(model, reference, batch(step)) for step in range(steps)]
+    notes = [span.note for span in hecate.api._compiled[model].world.queue.spans]
+    return {
+        "loss": max(e.loss for e in errors),
+        "gradient": max(e.gradient for e in errors),
+        "worst": max(errors, key=lambda e: e.gradient).worst,
+        "graphs": len(hecate.explain(model).graphs),
+        "notes": notes,
+        "delayed": transport.delayed if transport else 0,
+        "poisoned": transport.poisoned if transport else 0,
+    }
+
+
+@contextlib.contextmanager
+def _early_reuse() -> Any:
+    """Plant a fault: waits let go of the rows that are on their way."""
+    import hecate.lowering as lowering
+
+    def forget_rows(gm: Any, context: Any) -> Any:
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        anything = next(node for node in inputs if isinstance(node.meta["val"], torch.Tensor))
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.hecate.exchange_wait.default:
+                node.update_arg(1, anything)
+        return hecate_passes.Outcome()
+
+    import hecate.passes as hecate_passes
+
+    original = lowering.FINAL_PASSES
+    lowering.FINAL_PASSES = (*original, forget_rows)
+    try:
+        yield
+    finally:
+        lowering.FINAL_PASSES = original
+
+
+COMBINATIONS = [
+    {"rematerialize": rematerialize, "checkpointed": checkpointed, "policy": policy}
+    for rematerialize, checkpointed, policy in product((False, True), (False, True), ("anything", "static"))
+]
+
+
+def train_all(backend: str, combinations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(backend=backend, **combination) for combination in combinations]
+
+
+def check(result: dict[str, Any], combination: dict[str, Any]) -> None:
+    assert result["loss"] < 1e-5, combination
+    assert result["gradient"] < 1e-5, (combination, result["worst"])
+    assert result["graphs"] == 1
+    assert result["delayed"] >= len(result["notes"]) > 0
+    assert result["poisoned"] == 0
+    # Two layers: rows travel twice in the forward and twice in the backward, also if layers are checkpointed.
+    operators = [note.split()[0] for note in result["notes"]]
+    assert operators.count("exchange") == operators.count("exchange_back") == 4
+    assert operators.count("gather_counts") == 2
+    gathers = 0 if combination["policy"] == "static" else 4 if combination["rematerialize"] else 2
+    assert operators.count("sparse_all_gather") == gathers
+    assert operators.count("sparse_reduce_scatter") == min(gathers, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 4])
+def test_late_collectives_change_nothing(size: int) -> None:
+    ranks = run_ranks(f"{_HERE}:train_all", size, timeout=500, backend="aot_eager", combinations=COMBINATIONS)
+    for rank in ranks:
+        for result, combination in zip(rank, COMBINATIONS, strict=True):
+            check(result, combination)
+            assert result["notes"] == ranks[0][COMBINATIONS.index(combination)]["notes"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_late_collectives_change_nothing_under_inductor() -> None:
+    combinations = [c for c in COMBINATIONS if c["policy"] == "anything"]
+    for rank in run_ranks(f"{_HERE}:train_all", 2, timeout=900, backend="inductor", combinations=combinations):
+        for result, combination in zip(rank, combinations, strict=True):
+            check(result, combination)
+
+
+@pytest.mark.distributed
+def test_a_buffer_that_is_let_go_too_early_is_noticed() -> None:
+    """The hostile transport itself: with a planted fault the numbers are wrong."""
+    ranks = run_ranks(f"{_HERE}:train", 2, early_reuse=True, steps=1)
+    for result in ranks:
+        assert result["poisoned"] > 0
+        assert not result["gradient"] < 1e-5
