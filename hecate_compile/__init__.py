@@ -3,7 +3,7 @@
 model = hecate.compile(model)
 """
 
-from hecate.api import compile, explain, set_requires_gradient_sync, stats
+from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.config import Config
 from hecate.finder import NoExpertsError
 from hecate.gradient_norm import clip_grad_norm_
@@ -31,6 +31,7 @@ __all__ = [
     "compile",
     "explain",
     "record",
+    "save_timeline",
     "set_requires_gradient_sync",
     "stats",
 ]

@@ -32,6 +32,7 @@ from hecate.runtime.measure import measure_rates
 from hecate.runtime.placer import Placer
 from hecate.runtime.world import World, find_topology, find_world
 from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts, size_up
+from hecate.timeline import write_timeline
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -145,8 +146,28 @@ def explain(model: nn.Module) -> Explanation:
         policy += f", {rates}"
     return Explanation(
         world=state.world, policy=policy, experts=state.experts, passed=state.passed, layers=state.layers,
-        graphs=tuple(state.backend.graphs),
+        graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans),
     )  # fmt: skip
+
+
+def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write what this rank's collectives did in the last step, as a Chrome trace; open it in Perfetto.
+
+    Of the last forward and its backward: when each collective ran, and when the compute stood still for it. With NCCL
+    the host only knows when it launched them; use torch.profiler there. No communication.
+
+    Args:
+        path: a .json file; give every rank another one.
+
+    Raises:
+        ValueError: the model was not compiled, or it has not run, or there is one rank and nothing travels.
+    """
+    state = _state_of(model, "save_timeline")
+    spans = [span for span in state.world.queue.spans if span.ready]
+    if not spans:
+        why = "there is one rank" if state.world.size == 1 else "run a forward first"
+        raise ValueError(f"hecate.save_timeline: no collective has run: {why}")
+    write_timeline(spans, path, state.world.rank)
 
 
 def stats(model: nn.Module) -> Stats:

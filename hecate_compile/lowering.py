@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -16,6 +17,7 @@ from torch.fx import Graph, GraphModule
 
 import hecate.passes
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes.label import describe, starts_of
 from hecate.passes.runner import GraphDump, run_passes
 
 Compiled = Callable[..., Any]
@@ -42,7 +44,10 @@ def lower(
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if context.world_size > 1:
             dump = GraphDump(folder, number, part) if folder else None
-            run_passes(gm, context, passes=passes, disabled=disabled, dump=dump, check=_lint)
+            here = replace(context, part=part)
+            run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=_lint)
+            if dump and part != "joint":
+                dump.write_text("schedule", describe(starts_of(gm.graph.nodes), measured=False))
 
     if backend == "aot_eager":
         return _aot_eager(gm, inputs, run)
@@ -85,8 +90,8 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx
 
     if context.world_size == 1:
-        alone: Compiled = compile_fx(gm, inputs)
-        return alone
+        alone: Any = compile_fx(gm, inputs)
+        return cast(Compiled, alone)
     # Predictions are left out: they are measured anew in every run, and no rank's order depends on them.
     identity = repr((context.layer_names, context.rematerialize, context.prefetch_bytes, context.lead, disabled))
     patches: dict[str, Any] = {
@@ -101,8 +106,8 @@ def _inductor(
         patches["fx_graph_cache"] = False
         fresh = torch._functorch.config.patch(enable_autograd_cache=False)
     with fresh:
-        compiled: Compiled = compile_fx(gm, inputs, config_patches=patches)
-    return compiled
+        compiled: Any = compile_fx(gm, inputs, config_patches=patches)
+    return cast(Compiled, compiled)
 
 
 def _part(gm: GraphModule) -> str:
@@ -117,6 +122,7 @@ class _Hook(CustomGraphPass):
         self._work, self._identity = work, identity
 
     def __call__(self, graph: Graph) -> None:
+        assert graph.owning_module is not None
         self._work(graph.owning_module)
 
     def uuid(self) -> Any:

@@ -13,8 +13,10 @@ from rich.table import Table
 from hecate.backend import GraphRecord
 from hecate.finder import ExpertsModule, Passed
 from hecate.passes import PASSES, Skip, summary_of
+from hecate.passes.label import describe
 from hecate.runtime import transport
 from hecate.runtime.layer import Layer
+from hecate.runtime.queue import Span
 from hecate.runtime.world import World
 
 
@@ -36,6 +38,7 @@ class Explanation:
         passed: modules that look similar and were not.
         layers: the runtime records, with the owners.
         graphs: one record per compiled graph; empty before the first forward.
+        spans: the collectives of the last forward and its backward, in the order of their starts.
     """
 
     world: World
@@ -44,6 +47,7 @@ class Explanation:
     passed: tuple[Passed, ...]
     layers: tuple[Layer, ...]
     graphs: tuple[GraphRecord, ...]
+    spans: tuple[Span, ...] = ()
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -68,6 +72,9 @@ class Explanation:
                 count = str(record.rewritten) if record.enabled else "off"
                 table.add_row(str(index), record.name, summary_of(function), count, f"{record.seconds * 1e3:.0f}")
             parts.append(table)
+        if self.spans:
+            parts.append("schedule of the last step: predicted ms behind ms of compute (measured)")
+            parts += describe(self.spans, measured=True)
         for skip in dict.fromkeys(self.skipped):
             parts.append(f"left alone: {skip.where}: {skip.reason}")
         return _text(*parts)

@@ -1,4 +1,4 @@
-"""order_collectives: pin the order in which collectives start.
+"""order_collectives: pin the order in which collectives start, and note what is predicted for each.
 
 Needs    ``f_start`` nodes in the order in which they shall start.
 Changes  a = f_start(x, [], ..); b = g_start(y, [], ..)
@@ -10,20 +10,29 @@ Ranks must start collectives in one order. A compiler may move operators along d
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
-from hecate.runtime.define import STARTS
+from hecate.passes.cost import Clock
+from hecate.passes.label import label
+from hecate.passes.schedule import transfers_of
 
 
 def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     """Give every start the token of the one before."""
+    clock = Clock(gm, context)
+    nodes = list(gm.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    transfers = transfers_of(nodes)
+    # Compute up to each node; a collective hides behind what lies between its start and its wait.
+    seconds = list(accumulate(map(clock.seconds, nodes), initial=0.0))
     before: Node | None = None
-    count = 0
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in STARTS:
-            *args, _, note = node.args
-            node.args = (*args, [before] if before is not None else [], note)
-            before = node
-            count += 1
-    return Outcome(rewritten=count)
+    for transfer in transfers:
+        *args, _, _ = transfer.start.args
+        behind = seconds[place[transfer.wait]] - seconds[place[transfer.start]]
+        note = label(transfer.start, context, clock.transfer_seconds(transfer.wait), behind)
+        transfer.start.args = (*args, [before] if before is not None else [], note)
+        before = transfer.start
+    return Outcome(rewritten=len(transfers))

@@ -59,6 +59,9 @@ class GraphDump:
         for suffix, text in (("1.before.py", before), ("2.after.py", after), ("3.diff", diff)):
             (self.folder / f"{stem}.{suffix}").write_text(text + "\n")
 
+    def write_text(self, name: str, lines: Sequence[str]) -> None:
+        (self.folder / f"{self.stem}.{name}.txt").write_text("\n".join(lines) + "\n")
+
 
 def run_passes(
     gm: GraphModule,

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.contract import Outcome, PassContext
+from hecate.passes.label import label
 from hecate.passes.nodes import fake_mode_of
 from hecate.runtime.define import COLLECTIVES
 
@@ -26,7 +27,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         args = _all_arguments(node)
         with graph.inserting_before(node):
-            start = graph.call_function(split.start, (*args, [], note_of(node, context)))
+            start = graph.call_function(split.start, (*args, [], label(node, context)))
             wait = graph.call_function(split.wait, (start, *args))
         wait.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
         mode = fake_mode_of(gm)
@@ -44,12 +45,3 @@ def _all_arguments(node: Node) -> list[Any]:
     schema: Any = node.target._schema  # type: ignore[union-attr]
     given = list(node.args)
     return given + [node.kwargs[argument.name] for argument in schema.arguments[len(given) :]]
-
-
-def note_of(node: Node, context: PassContext) -> str:
-    """What a collective is called in explanations and timelines: the operator, and the layer or what it carries."""
-    name = node.target.name().split("::")[1].partition("_start")[0]  # type: ignore[union-attr]
-    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "layer" in arguments:
-        return f"{name} {context.name(node.args[arguments.index('layer')])}"  # type: ignore[arg-type]
-    return f"{name} of {len(node.args[1])} parameters"  # type: ignore[arg-type]

@@ -46,18 +46,29 @@ class Span:
     """When one collective ran, in seconds of ``time.perf_counter``.
 
     Attributes:
-        note: the label that the graph gave it; see ``hecate.passes.schedule``.
+        part, operator, subject: "forward" or "backward", what it is, and the layer or parameters that it is for.
+        predicted, behind: seconds that it was predicted to take, and compute that was scheduled meanwhile.
         started: it was put into the queue.
         begun, ended: it ran. With NCCL the host does not know, and they are when it was launched.
         waited, ready: the compute asked for the result, and had it.
     """
 
-    note: str
+    part: str
+    operator: str
+    subject: str
+    predicted: float
+    behind: float
     started: float
     begun: float = 0.0
     ended: float = 0.0
     waited: float = 0.0
     ready: float = 0.0
+
+    @classmethod
+    def of(cls, note: str) -> Span:
+        """A span that starts now, from the label that the graph gave the collective (``hecate.passes.label``)."""
+        part, operator, predicted, behind, subject = note.split(" ", 4)
+        return cls(part, operator, subject, float(predicted), float(behind), time.perf_counter())
 
     @property
     def seconds(self) -> float:
@@ -110,6 +121,8 @@ class _Pending:
         return result if job.finish is None else job.finish(result)
 
 
+# A collective in one piece that runs behind others.
+_UNLABELLED = "- - 0 0 -"
 _pending: dict[int, _Pending] = {}
 _numbers = itertools.count()
 
@@ -140,7 +153,7 @@ class CollectiveQueue:
 
     def submit(self, job: Job, note: str) -> _Pending:
         """Put ``job`` behind the others."""
-        pending = _Pending(job, Span(note, time.perf_counter()))
+        pending = _Pending(job, Span.of(note or _UNLABELLED))
         if note:
             self.spans.append(pending.span)
         if self._stream is not None:

@@ -44,7 +44,7 @@ def train(
         _early_reuse() if early_reuse else contextlib.nullcontext(),
     ):
         errors = [step_and_compare(model, reference, batch(step)) for step in range(steps)]
-    notes = [span.note for span in hecate.api._compiled[model].world.queue.spans]
+    notes = [(span.operator, span.subject) for span in hecate.explain(model).spans]
     return {
         "loss": max(e.loss for e in errors),
         "gradient": max(e.gradient for e in errors),
@@ -96,7 +96,7 @@ def check(result: dict[str, Any], combination: dict[str, Any]) -> None:
     assert result["delayed"] >= len(result["notes"]) > 0
     assert result["poisoned"] == 0
     # Two layers: rows travel twice in the forward and twice in the backward, also if layers are checkpointed.
-    operators = [note.split()[0] for note in result["notes"]]
+    operators = [operator for operator, _ in result["notes"]]
     assert operators.count("exchange") == operators.count("exchange_back") == 4
     assert operators.count("gather_counts") == 2
     gathers = 0 if combination["policy"] == "static" else 4 if combination["rematerialize"] else 2

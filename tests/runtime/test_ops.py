@@ -348,10 +348,12 @@ def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
     split = COLLECTIVES[collective]
     with torch.no_grad():
         whole = collective(*arguments)
-        token = split.start(*arguments, [], "a note")
+        token = split.start(*arguments, [], "forward name 0.5 1 a subject")
         halves = split.wait(token, *arguments)
     torch.testing.assert_close(halves, whole, rtol=0, atol=0)
-    assert SINGLE.queue.spans[-1].note == "a note"
+    span = SINGLE.queue.spans[-1]
+    assert (span.operator, span.subject, span.predicted, span.behind) == ("name", "a subject", 0.5, 1.0)
+    assert span.started <= span.begun <= span.ended <= span.ready
 
 
 def test_unknown_layer_is_named() -> None:
