@@ -155,7 +155,8 @@ def _exchange(
     # The route needs the number of slots, which is known before their contents have come. Own experts that are read
     # later than the first matmul do not delay it.
     read = [new[gather] for gather in region.gathers]
-    latest = max((region.offsets, held if context.replicates else read[0]), key=place.__getitem__)
+    needed = read if context.calibrates else [held] if context.replicates else read[:1]
+    latest = max((region.offsets, *needed), key=place.__getitem__)
     with graph.inserting_after(latest):
         counts = latest = graph.call_function(hecate.gather_counts.default, (region.offsets, placement, region.layer))
     if context.calibrates:
