@@ -12,7 +12,7 @@ from hecate.runtime.policies import Hecate, Objective, Policy, Static
 
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather"]
-Dense = Literal["replicate"]
+Dense = Literal["replicate", "shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,11 @@ class Config:
 
     Attributes:
         dense: how parameters outside the experts are kept. ``"replicate"``: whole on every rank,
-            gradients averaged.
+            gradients averaged. ``"shard"``: each rank keeps, updates and has optimizer state for its share of
+            the rows (dimension 0) of every parameter with at least two. A forward gathers each layer's in one
+            all-gather and holds them until its backward, unless gradient checkpointing gathers them again; a
+            backward leaves each rank the mean gradient of its rows. What ``model.some.weight`` is outside the
+            forward is then the shard.
         backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
