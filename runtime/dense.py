@@ -127,6 +127,9 @@ def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype
         grads: of one dtype, on one device.
         records: one for each gradient.
         dtype: of the result.
+
+    Returns:
+        Contiguous tensors that share no memory.
     """
     sync, world = records[0].sync, records[0].world
     travelling = sync.dtype or grads[0].dtype
@@ -145,8 +148,8 @@ def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype
     total = received[0].to(torch.promote_types(travelling, torch.float32), copy=True)
     for rank in range(1, world.size):
         total += received[rank]
-    total = total.div_(world.size).to(dtype)
-    return [part.view(record.shape) for part, record in zip(total.split(sizes), records, strict=True)]
+    means = torch._foreach_div(total.split(sizes), world.size)
+    return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
 
 
 def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
