@@ -8,8 +8,8 @@ Never    mixes dtypes, devices, grad modes, or shards with and without gradients
          a result is changed in place.
 
 A block is the outermost numbered module, such as model.layers.3. Parameters outside of any are grouped by what lies
-between the same two blocks: the embedding before the first, the last norm and the head after the last. A group is
-gathered where its first parameter is read. Its backward is one reduce-scatter, when all its gradients are there.
+between the same two blocks, or bodies of checkpoints: the embedding before the first, the last norm and the head
+after the last. A group is gathered where its first parameter is read. Its backward is one reduce-scatter, when all its gradients are there.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _by_block(gm: GraphModule) -> list[list[_Read]]:
     block: str | None = None
     passed = 0
     for node in gm.graph.nodes:
+        # A block that is recomputed is a graph of its own, but what comes after it is still not what was before.
+        passed += isinstance(node.target, torch._ops.HigherOrderOperator)
         read = _read_at(node)
         if read is None:
             continue
