@@ -9,7 +9,8 @@ Never    mixes dtypes, devices, grad modes, or shards with and without gradients
 
 A block is the outermost numbered module, such as model.layers.3. Parameters outside of any are grouped by what lies
 between the same two blocks, or bodies of checkpoints: the embedding before the first, the last norm and the head
-after the last. A group is gathered where its first parameter is read. Its backward is one reduce-scatter, when all its gradients are there.
+after the last. A group is gathered where its first parameter is read. Its backward is one reduce-scatter, when all
+its gradients are there.
 """
 
 from __future__ import annotations
