@@ -21,7 +21,7 @@ from hecate.backend import Backend
 from hecate.config import Config
 from hecate.dense_sharding import DenseSharding, Places
 from hecate.finder import ExpertsModule, Passed, find_experts
-from hecate.passes import PASSES
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.reads import Forward, install_reads
 from hecate.report import Explanation, Stats, collect_stats
 from hecate.resharding import Resharder
@@ -119,13 +119,13 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     size_up(experts, layers, policy.param_dtype if policy else None)
     if config.rates is not None:
         placer.rates = config.rates
-    elif placer.policy.needs_rates and world.size > 1:
+    elif world.size > 1:
         placer.rates = measure_rates(layers[0].dtype, topology, world)
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
     _refuse_ddp(model, world)
-    backend = Backend(config=config, world=world, policy=placer.policy, layers=layers)
+    backend = Backend(config=config, world=world, placer=placer, layers=layers)
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
     resharder = Resharder(experts, layers, placer, world)
@@ -147,7 +147,7 @@ def explain(model: nn.Module) -> Explanation:
     state = _state_of(model, "explain")
     nodes, rates = state.placer.topology.num_nodes, state.placer.rates
     policy = "policy gather" if state.config.policy == "gather" else f"{state.placer.policy!r} on {nodes} node(s)"
-    if state.placer.policy.needs_rates and state.world.size > 1:
+    if state.world.size > 1:
         policy += f", {rates}"
     return Explanation(
         world=state.world, policy=policy, experts=state.experts, passed=state.passed, layers=state.layers,
@@ -210,7 +210,7 @@ def _check_usable(model: nn.Module, config: Config) -> None:
             f"hecate.compile: the model is wrapped in {type(model).__name__}; pass the model inside, "
             "Hecate averages gradients itself"
         )
-    names = [function.__name__ for function in PASSES]
+    names = [function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)]
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
@@ -318,6 +318,7 @@ def _around_forward(
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         resharder.before_forward()
         placer.learning = torch.is_grad_enabled()
+        backend.world.queue.spans.clear()
         forward.running = True
         mode = torch.is_grad_enabled()
         backend.comparing = mode not in compared

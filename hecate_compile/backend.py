@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 
 from hecate.checkpointing import keep_plans
 from hecate.config import Config
+from hecate.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.agreement import agree
 from hecate.runtime.layer import Layer
-from hecate.runtime.policies import Policy
+from hecate.runtime.placer import Placer
 from hecate.runtime.world import World
 
 log = logging.getLogger("hecate")
@@ -50,7 +51,7 @@ class Backend:
 
     config: Config
     world: World
-    policy: Policy
+    placer: Placer
     layers: Sequence[Layer]
     graphs: list[GraphRecord] = field(default_factory=list)
     comparing: bool = True
@@ -71,12 +72,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
         folder = self.dump_folder
-        context = PassContext(
-            world_size=self.world.size,
-            replicates=self.policy.replicates,
-            calibrates=self.policy.calibrates,
-            layer_names={layer.id: layer.name for layer in self.layers},
-        )
+        context = self._context()
         records = run_passes(
             gm,
             context,
@@ -84,7 +80,7 @@ class Backend:
             disabled=self.disabled,
             dump=GraphDump(folder, number) if folder else None,
         )
-        keep_plans(gm)
+        keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
         self._warn_fallbacks(records)
@@ -96,19 +92,26 @@ class Backend:
                 "HECATE_DUMP=<folder> writes each rank's graph.",
                 self.world,
             )
-        return self._lower(gm, example_inputs)
+        return lower(
+            gm, example_inputs,
+            backend=self.config.backend, context=context, disabled=self.disabled, folder=folder, number=number,
+        )  # fmt: skip
 
-    def _lower(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        if self.config.backend == "aot_eager":
-            from torch._dynamo.backends.debugging import aot_eager
-
-            return aot_eager(gm, example_inputs)
-        from torch._inductor.compile_fx import compile_fx
-
-        # Inductor may choose an order by estimated memory, which may differ between ranks; collectives must not.
-        patches = {"reorder_for_peak_memory": False} if self.world.size > 1 else {}
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
-        return compiled
+    def _context(self) -> PassContext:
+        size, topology = self.world.size, self.placer.topology
+        return PassContext(
+            world_size=size,
+            replicates=self.placer.policy.replicates,
+            calibrates=self.placer.policy.calibrates,
+            layer_names={layer.id: layer.name for layer in self.layers},
+            rematerialize=self.config.rematerialize,
+            prefetch_bytes=self.config.prefetch_bytes,
+            owned=-(-max(layer.num_experts for layer in self.layers) // size),
+            slots=self.config.replicas if self.placer.policy.replicates else 0,
+            nodes=topology.num_nodes,
+            ranks_per_node=max(map(len, topology.members)),
+            rates=self.placer.rates,
+        )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:
         """Once per module, with the first reason, on rank 0 only: all ranks rewrite alike."""

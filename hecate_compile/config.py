@@ -22,10 +22,9 @@ class Config:
     Attributes:
         dense: how parameters outside the experts are kept. ``"replicate"``: whole on every rank,
             gradients averaged. ``"shard"``: each rank keeps, updates and has optimizer state for its share of
-            the rows (dimension 0) of every parameter with at least two. A forward gathers each layer's in one
-            all-gather and holds them until its backward, unless gradient checkpointing gathers them again; a
-            backward leaves each rank the mean gradient of its rows. What ``model.some.weight`` is outside the
-            forward is then the shard.
+            the rows (dimension 0) of every parameter with at least two. Forward and backward gather each layer's
+            in one all-gather, and the backward leaves each rank the mean gradient of its rows. A forward must
+            not change such a parameter in place, and outside the forward ``model.some.weight`` is the shard.
         backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
@@ -39,6 +38,10 @@ class Config:
         window: steps whose mean is the load that ``"hecate"`` expects.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
         calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
+        rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, twice
+            the traffic of experts.
+        prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
+            twice the largest transfer. 0 hides nothing.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second. Give it to get the same placements in every run.
@@ -58,6 +61,8 @@ class Config:
     window: int = 5
     reshard_every: int = 100
     calibrate: bool = False
+    rematerialize: bool = False
+    prefetch_bytes: int | None = None
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
@@ -70,8 +75,10 @@ class Config:
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
-        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0)):
+        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0), ("prefetch_bytes", 0)):
             value = getattr(self, name)
+            if name == "prefetch_bytes" and value is None:
+                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
         for name, kind in (("topology", Topology), ("rates", Rates)):

@@ -1,7 +1,8 @@
-"""Graph passes: from "gather every expert, compute locally" to "move the tokens".
+"""Graph passes: from "gather every expert, compute locally" to "move the tokens", and then beside the compute.
 
-:data:`PASSES` is the table of contents. They run in this order on the graph that Dynamo captured, before
-autograd; each can be switched off by name, and the program stays right without any of them.
+Three tables of contents, in the order in which they run: :data:`PASSES` on the graph that Dynamo captured, before
+autograd; :data:`JOINT_PASSES` on forward and backward in one graph; :data:`FINAL_PASSES` on each of the two. Every
+pass can be switched off by name, and the program stays right without any of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from hecate.passes.exchange_rows import exchange_rows
 from hecate.passes.functionalize_rows import functionalize_rows
 from hecate.passes.group_expert_loops import group_expert_loops
 from hecate.passes.normalize_matmuls import normalize_matmuls
+from hecate.passes.order_collectives import order_collectives
+from hecate.passes.rematerialize import rematerialize
+from hecate.passes.schedule import schedule
 from hecate.passes.share_gathers import share_gathers
+from hecate.passes.split_collectives import split_collectives
 
 PASSES: tuple[Pass, ...] = (
     share_gathers,        # read every expert parameter once
@@ -27,7 +32,17 @@ PASSES: tuple[Pass, ...] = (
     bucket_gradients,     # one all-reduce per dense parameter -> one per bucket
 )  # fmt: skip
 
-__all__ = ["PASSES", "Outcome", "Pass", "PassContext", "Skip", "summary_of"]
+JOINT_PASSES: tuple[Pass, ...] = (
+    rematerialize,        # gather parameters again in the backward instead of keeping them
+)  # fmt: skip
+
+FINAL_PASSES: tuple[Pass, ...] = (
+    split_collectives,    # a collective -> its start and its wait
+    schedule,             # start early, wait late, compute in between
+    order_collectives,    # one order of starts, as data flow
+)  # fmt: skip
+
+__all__ = ["FINAL_PASSES", "JOINT_PASSES", "PASSES", "Outcome", "Pass", "PassContext", "Skip", "summary_of"]
 
 
 def summary_of(function: Pass) -> str:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import GraphModule
+
+from hecate.runtime.planner import Rates
+
+_UNKNOWN = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +22,29 @@ class PassContext:
         replicates: the policy may hold experts on ranks that do not own them.
         calibrates: it may do so once more after the gate.
         layer_names: layer id -> name of the experts module, for messages.
+        rematerialize: gather experts again in the backward.
+        prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice
+            the largest transfer.
+        lead: gather experts behind the experts of the layer before, not only behind its attention.
+        owned, slots: experts that a rank owns in one layer, and replicas that it may hold; for predictions.
+        nodes, ranks_per_node: machines, and ranks on each; for predictions.
+        rates: how fast the machine is; for predictions.
+        guesses: sizes that depend on data, learned from the forward; for predictions.
     """
 
     world_size: int
     replicates: bool = False
     calibrates: bool = False
     layer_names: Mapping[int, str] = field(default_factory=dict)
+    rematerialize: bool = False
+    prefetch_bytes: int | None = None
+    lead: bool = False
+    owned: int = 1
+    slots: int = 0
+    nodes: int = 1
+    ranks_per_node: int = 1
+    rates: Rates = _UNKNOWN
+    guesses: dict[Any, int] = field(default_factory=dict, compare=False)
 
     def name(self, layer: int) -> str:
         return self.layer_names.get(layer, f"layer {layer}")

@@ -1,10 +1,10 @@
 """exchange_rows: move tokens to the experts' holders instead of gathering the experts.
 
 Needs    hecate.grouped_mm on gathered experts, rows sorted by expert (see ``regions``).
-Changes  w = gather(shard)                          placement = place(...)
-         y = f(rows, w, offsets)         becomes    slots = sparse_all_gather(shards, placement)
+Changes  w = gather(shard)                          placement, slots = place(...)
+         y = f(rows, w, offsets)         becomes    w' = sparse_all_gather(shards, placement, slots)
                                                     offsets', ticket = route(gather_counts(offsets), placement)
-                                                    y' = f(exchange(rows, ticket), slots, offsets')
+                                                    y' = f(exchange(rows, ticket), w', offsets')
                                                     y = exchange_back(y', ticket)
          where f, the model's own matmuls and activations, stays as it is. A policy without replicas reads its
          slots with own_experts, which costs nothing; one that calibrates may add slots after the counts are known.
@@ -60,13 +60,14 @@ def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:
 
     # Step 1: the parameters become this rank's slots.
     placement: Node | None = None
+    held: Node | None = None
     shards: list[Node] = []
     if world_size > 1:
-        placement, shards = _place(graph, region)
-    if placement is not None and context.replicates:
-        with graph.inserting_after(placement):
+        placement, held, shards = _place(graph, region)
+    if held is not None and context.replicates:
+        with graph.inserting_after(held):
             gathered = graph.call_function(
-                torch.ops.hecate.sparse_all_gather.default, (shards, placement, region.layer)
+                torch.ops.hecate.sparse_all_gather.default, (shards, placement, held, region.layer)
             )
         new.update(zip(region.gathers, _take_apart(graph, gathered, len(shards)), strict=True))
     else:
@@ -76,12 +77,12 @@ def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:
 
     # Step 2: rows and offsets, as they are at one rank, exchanged at more.
     ticket: list[Node] = []
-    if placement is None:
+    if placement is None or held is None:
         with graph.inserting_after(region.offsets):
             counted = torch.ops.hecate.count_rows.default
             new[region.offsets] = graph.call_function(counted, (region.offsets, region.layer))
     else:
-        ticket = _exchange(graph, region, context, new, placement, shards)
+        ticket = _exchange(graph, region, context, new, placement, held, shards)
 
     # Step 3: the body, unchanged, on the new values. A lookup by id waits for its first user, because the
     # ids of exchanged rows may be known later than those of the original rows.
@@ -114,8 +115,8 @@ def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:
             graph.erase_node(node)
 
 
-def _place(graph: Graph, region: Region) -> tuple[Node, list[Node]]:
-    """Insert ``place`` where the first expert parameter is read; returns it, and the shards as they are by then."""
+def _place(graph: Graph, region: Region) -> tuple[Node, Node, list[Node]]:
+    """Insert ``place`` where the first expert parameter is read; returns its two results, and the shards by then."""
     place = positions(graph)
     first = min(region.gathers, key=place.__getitem__)
     shards = []
@@ -126,7 +127,9 @@ def _place(graph: Graph, region: Region) -> tuple[Node, list[Node]]:
                 # A cast of a parameter, which is there from the start.
                 shard = graph.node_copy(shard)
             shards.append(shard)
-        return graph.call_function(torch.ops.hecate.place.default, (shards[0], region.layer)), shards
+        placed = graph.call_function(torch.ops.hecate.place.default, (shards[0], region.layer))
+    placement, held = _take_apart(graph, placed, 2)
+    return placement, held, shards
 
 
 def _take_apart(graph: Graph, call: Node, count: int) -> list[Node]:
@@ -138,26 +141,35 @@ def _take_apart(graph: Graph, call: Node, count: int) -> list[Node]:
 
 
 def _exchange(
-    graph: Graph, region: Region, context: PassContext, new: dict[Node, Node], placement: Node, shards: list[Node]
+    graph: Graph,
+    region: Region,
+    context: PassContext,
+    new: dict[Node, Node],
+    placement: Node,
+    held: Node,
+    shards: list[Node],
 ) -> list[Node]:
     """Insert counts, route and one exchange per entry; returns the ticket: splits, send and receive index."""
     place = positions(graph)
     hecate = torch.ops.hecate
-    # The route needs the number of slots. Own experts that are read later than the first matmul do not delay it.
+    # The route needs the number of slots, which is known before their contents have come. Own experts that are read
+    # later than the first matmul do not delay it.
     read = [new[gather] for gather in region.gathers]
-    latest = max((region.offsets, *(read if context.replicates else read[:1])), key=place.__getitem__)
+    latest = max((region.offsets, held if context.replicates else read[0]), key=place.__getitem__)
     with graph.inserting_after(latest):
         counts = latest = graph.call_function(hecate.gather_counts.default, (region.offsets, placement, region.layer))
     if context.calibrates:
         with graph.inserting_after(latest):
             calibrated = graph.call_function(hecate.calibrate.default, (counts, placement, region.layer))
-        with graph.inserting_after(calibrated):
-            more = graph.call_function(hecate.top_up.default, (shards, read, placement, calibrated, region.layer))
-        placement, parts = calibrated, _take_apart(graph, more, len(read))
-        new.update(zip(region.gathers, parts, strict=True))
-        latest = parts[-1]
+        before = placement
+        placement, held = _take_apart(graph, calibrated, 2)
+        with graph.inserting_after(held):
+            more = graph.call_function(hecate.top_up.default, (shards, read, before, placement, held, region.layer))
+        new.update(zip(region.gathers, _take_apart(graph, more, len(read)), strict=True))
+        latest = held
     with graph.inserting_after(latest):
-        slots = graph.call_function(torch.ops.aten.sym_size.int, (new[region.gathers[0]], 0))
+        source = held if context.replicates else new[region.gathers[0]]
+        slots = graph.call_function(torch.ops.aten.sym_size.int, (source, 0))
     with graph.inserting_after(slots):
         route = graph.call_function(hecate.route.default, (counts, placement, region.offsets, slots, region.layer))
     new[region.offsets], *ticket = parts = _take_apart(graph, route, 4)

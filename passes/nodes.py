@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.contract import Refused
 
@@ -168,3 +169,23 @@ def storage_of(node: Any) -> int | None:
     """Identity of the memory behind a node's tensor; views share it. None where nothing is known."""
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+# --- forward and backward graphs ---
+
+
+def fake_mode_of(gm: GraphModule) -> Any:
+    """The mode that made the graph's fake tensors, or None."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def is_view(node: Node) -> bool:
+    """Whether an ATen node returns a view of its input, at no cost."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from hecate.passes import PASSES, Outcome, Pass, PassContext, Skip
 from hecate.passes.verify import verify
 
 log = logging.getLogger("hecate")
+
+# Files sort in run order: Dynamo's graph, then these.
+_PARTS = {"": "", "joint": "a-", "forward": "b-", "inference": "b-", "backward": "c-"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +40,19 @@ class PassRecord:
 
 
 class GraphDump:
-    """Writes a graph before and after each pass into ``folder``, in files that sort in run order."""
+    """Writes a graph before and after each pass into ``folder``, in files that sort in run order.
 
-    def __init__(self, folder: Path, graph: int) -> None:
-        self.folder, self.graph = folder, graph
+    Args:
+        part: which part of the graph it is, once there are several: "joint", "forward", "backward".
+    """
+
+    def __init__(self, folder: Path, graph: int, part: str = "") -> None:
+        self.folder = folder
+        self.stem = f"graph{graph:03}.{_PARTS[part]}{part}".rstrip(".")
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, index: int, name: str, before: str, after: str) -> None:
-        stem = f"graph{self.graph:03}.{index:02}.{name}"
+        stem = f"{self.stem}.{index:02}.{name}"
         diff = "\n".join(
             difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=2)
         )
@@ -59,8 +67,12 @@ def run_passes(
     passes: Sequence[Pass] = PASSES,
     disabled: Collection[str] = (),
     dump: GraphDump | None = None,
+    check: Callable[[GraphModule], None] = verify,
 ) -> list[PassRecord]:
     """Apply ``passes`` in order to ``gm`` and to the bodies of its higher-order operators, in place.
+
+    Args:
+        check: called after every pass.
 
     Raises:
         InvalidGraphError: a pass broke an invariant.
@@ -76,7 +88,7 @@ def run_passes(
         outcomes = []
         for body in _bodies(gm):
             outcomes.append(function(body, context))
-            verify(body)
+            check(body)
             body.recompile()
         record = _record(name, outcomes, time.perf_counter() - start)
         records.append(record)

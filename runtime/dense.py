@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hecate.runtime import transport
+from hecate.runtime.define import define_collective
 from hecate.runtime.gradients import GradientSync
+from hecate.runtime.queue import Job
 from hecate.runtime.world import World
 
 
@@ -152,44 +155,41 @@ def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype
     return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
 
 
-def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
-    return gather(shards, [get_dense_shard(id) for id in ids], dtype)
+def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
+    records = [get_dense_shard(id) for id in ids]
+    return Job(records[0].world.queue, partial(gather, shards, records, dtype))
 
 
-def _gather_dense_fake(
-    shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
     return [
         shard.new_empty(get_dense_shard(id).full_shape, dtype=dtype or shard.dtype)
         for shard, id in zip(shards, ids, strict=True)
     ]
 
 
-def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
     records = [get_dense_shard(id) for id in ids]
     for record in records:
         record.reduced = True
-    return reduce_scatter(grads, records, dtype)
+    return Job(records[0].world.queue, partial(reduce_scatter, grads, records, dtype))
 
 
 def _reduce_scatter_dense_fake(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     return [grad.new_empty(get_dense_shard(id).shape, dtype=dtype) for grad, id in zip(grads, ids, strict=True)]
 
 
-_lib = torch.library.Library("hecate", "FRAGMENT")
-for _schema, _kernel, _fake in (
-    (
-        "gather_dense(Tensor[] shards, int[] ids, ScalarType? dtype) -> Tensor[]",
-        _gather_dense, _gather_dense_fake,
-    ),
-    (
-        "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
-        _reduce_scatter_dense, _reduce_scatter_dense_fake,
-    ),
-):  # fmt: skip
-    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _lib.impl(_schema.split("(")[0], _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hecate::{_schema.split('(')[0]}", _fake, lib=_lib)
+define_collective(
+    "gather_dense(Tensor[] shards, int[] ids, ScalarType? dtype) -> Tensor[]",
+    _gather_dense,
+    _gather_dense_fake,
+    role="gather",
+)
+define_collective(
+    "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
+    _reduce_scatter_dense,
+    _reduce_scatter_dense_fake,
+    role="reduce",
+)
 
 
 def _gather_dense_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -201,6 +201,4 @@ def _gather_dense_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return torch.ops.hecate.reduce_scatter_dense(grads, ctx.ids, ctx.dtype), None, None
 
 
-torch.library.register_autograd(
-    "hecate::gather_dense", _gather_dense_backward, setup_context=_gather_dense_setup, lib=_lib
-)
+torch.library.register_autograd("hecate::gather_dense", _gather_dense_backward, setup_context=_gather_dense_setup)

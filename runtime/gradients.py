@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hecate.runtime.define import define_collective
+from hecate.runtime.queue import Job
 from hecate.runtime.world import World
 
 
@@ -74,7 +76,7 @@ def take_averaged(replica: int) -> bool:
     return averaged
 
 
-def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list[Tensor]:
+def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
     """Average one bucket over ranks in a single all-reduce.
 
     With synchronization off the gradients pass through and accumulate in ``param.grad``. The next
@@ -86,7 +88,7 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list
     for record in records:
         record.averaged = True
     if not sync.enabled:
-        return [grad.clone() for grad in grads]
+        return Job(sync.world.queue, lambda: [grad.clone() for grad in grads])
     dtype = sync.dtype or grads[0].dtype
     buffer = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
     parts = [
@@ -100,22 +102,28 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> list
             if gradient is not None:
                 part += gradient
                 gradient.zero_()
-    if sync.world.group is not None:
-        dist.all_reduce(buffer, group=sync.world.group)
-    buffer.div_(sync.world.size)
-    if dtype == grads[0].dtype:
-        return parts
-    return [part.to(grads[0].dtype) for part in parts]
+
+    def run() -> list[Tensor]:
+        if sync.world.group is not None:
+            dist.all_reduce(buffer, group=sync.world.group)
+        buffer.div_(sync.world.size)
+        if dtype == grads[0].dtype:
+            return parts
+        return [part.to(grads[0].dtype) for part in parts]
+
+    return Job(sync.world.queue, run)
 
 
 def _average_gradients_fake(grads: Sequence[Tensor], replicas: Sequence[int]) -> list[Tensor]:
     return [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
 
 
-_lib = torch.library.Library("hecate", "FRAGMENT")
-_lib.define("average_gradients(Tensor[] grads, int[] replicas) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-_lib.impl("average_gradients", _average_gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("hecate::average_gradients", _average_gradients_fake, lib=_lib)
+define_collective(
+    "average_gradients(Tensor[] grads, int[] replicas) -> Tensor[]",
+    _average_gradients,
+    _average_gradients_fake,
+    role="reduce",
+)
 
 
 class _Replicate(torch.autograd.Function):

@@ -29,22 +29,29 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     """
     side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
     a = torch.ones(side, side, dtype=dtype, device=world.device)
+    memory = torch.zeros(size, dtype=torch.uint8, device=world.device)
     nodes = topology.node_of
     inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
               for rank, mine in enumerate(nodes)]  # fmt: skip
     across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
     seconds = torch.tensor(
-        [_median(lambda: a @ a, world), _exchange_time(inside, size, world), _exchange_time(across, size, world)],
+        [
+            _median(lambda: a @ a, world),
+            _exchange_time(inside, size, world),
+            _exchange_time(across, size, world),
+            _median(memory.clone, world),
+        ],
         dtype=torch.float64,
         device=world.control_device,
     )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
-    compute, within, between = seconds.tolist()
+    compute, within, between, copy = seconds.tolist()
     most = max(map(len, topology.members))
     return Rates(
         flops=2 * side**3 / compute,
         rank_bytes=size / within if within else _NO_LINK,
         node_bytes=size * most / between if between else _NO_LINK,
+        memory_bytes=2 * size / copy,
     )
 
 

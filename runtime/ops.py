@@ -5,11 +5,11 @@ The plain references that define them are in ``hecate.runtime.reference``.
 | operator | shapes | backward |
 |---|---|---|
 | ``gather_experts`` | ``[E_r,...] -> [E,...]`` | ``reduce_scatter_experts`` |
-| ``place`` | ``-> [E,W]``, this step's placement | none, integers only |
-| ``sparse_all_gather`` | ``[E_r,...], [E,W] -> [S,...]``, for all tensors of a layer | ``sparse_reduce_scatter`` |
+| ``place`` | ``-> [E,W], [S]``, this step's placement, and the experts in this rank's slots | none, integers only |
+| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, all tensors of a layer | ``sparse_reduce_scatter`` |
 | ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
-| ``calibrate`` | ``[W,E], [E,W] -> [E,W]``, the placement after the gate | none |
-| ``top_up`` | ``[E_r,...], [S,...] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
+| ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
+| ``top_up`` | ``[E_r,...], [S,...], [S'] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
 | ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']`` | none |
 | ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
@@ -19,6 +19,8 @@ The plain references that define them are in ``hecate.runtime.reference``.
 R', S and n are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r, the
 length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the CPU
 (2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
+
+Those that communicate can be split into a start and a wait; see ``hecate.runtime.define``.
 
 ``layer`` is the id of a ``hecate.runtime.layer.Layer``. Operators return fresh tensors, never views
 of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead.
@@ -34,56 +36,51 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hecate.runtime import sparse_collectives, transport
-from hecate.runtime.layer import get_layer
-from hecate.runtime.routing import make_ticket
+from hecate.runtime.define import define, define_collective
+from hecate.runtime.layer import Layer, get_layer
+from hecate.runtime.planner import Placement
+from hecate.runtime.queue import Job
+from hecate.runtime.routing import make_ticket, slots_of
 
-_lib = torch.library.Library("hecate", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-
-
-def _define(schema: str, kernel: Any, fake: Any) -> None:
-    """Register an operator with one kernel for all devices.
-
-    ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
-    these operators is on the critical path.
-    """
-    name = schema.split("(")[0]
-    _lib.define(schema, tags=_TAGS)
-    _lib.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hecate::{name}", fake, lib=_lib)
+_lib = torch.library.Library("hecate", "FRAGMENT")
 
 
 # --- dense materialization: the specification, and the fallback for what no pass understands ---
 
 
-def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Tensor:
+def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
     record = get_layer(layer)
-    return transport.gather_shards(shard, record.owners, record.world)
+    return Job(record.world.queue, lambda: transport.gather_shards(shard, record.owners, record.world))
 
 
 def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
     return shard.new_empty((num_experts, *shard.shape[1:]))
 
 
-def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Tensor:
-    record = get_layer(layer)
-    total = transport.reduce_scatter_shards(grad.contiguous(), record.owners, record.world)
-    return total.div_(record.world.size)
+def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
+    world, owners = get_layer(layer).world, get_layer(layer).owners
+
+    def run() -> Tensor:
+        return transport.reduce_scatter_shards(grad.contiguous(), owners, world).div_(world.size)
+
+    return Job(world.queue, run)
 
 
 def _reduce_scatter_experts_fake(grad: Tensor, owned: int, layer: int) -> Tensor:
     return grad.new_empty((owned, *grad.shape[1:]))
 
 
-_define(
+define_collective(
     "gather_experts(Tensor shard, int num_experts, int layer) -> Tensor",
     _gather_experts,
     _gather_experts_fake,
+    role="gather",
 )
-_define(
+define_collective(
     "reduce_scatter_experts(Tensor grad, SymInt owned, int layer) -> Tensor",
     _reduce_scatter_experts,
     _reduce_scatter_experts_fake,
+    role="reduce",
 )
 
 
@@ -102,30 +99,39 @@ torch.library.register_autograd("hecate::gather_experts", _gather_backward, setu
 # --- sparse materialization ---
 
 
-def _place(shard: Tensor, layer: int) -> Tensor:
+def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
     record.expert_bytes_sent = 0
     placement = record.placer.take(record)
     record.replicas = placement.num_replicas
-    return torch.from_numpy(placement.matrix.copy())
+    return _as_tensors(placement, record)
 
 
-def _placement_fake(shard: Tensor, layer: int) -> Tensor:
+def _as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
+    slots = slots_of(placement, record.world.rank)
+    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(slots)
+
+
+def _placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    record, slots = get_layer(layer), torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu"),
+        torch.empty((slots,), dtype=torch.int64, device="cpu"),
+    )
+
+
+def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> Job:
     record = get_layer(layer)
-    return torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu")
+    used = record.placer.find(record, placement)
+    stages = record.placer.transfers(record, used)
+    return Job(record.world.queue, lambda: sparse_collectives.gather(shards, used, stages, record))
 
 
-def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, layer: int) -> list[Tensor]:
-    record = get_layer(layer)
-    return sparse_collectives.gather(shards, record.placer.find(record, placement), record)
+def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
+    return [shard.new_empty((slots.shape[0], *shard.shape[1:])) for shard in shards]
 
 
-def _slots_fake(shards: Sequence[Tensor], placement: Tensor, layer: int) -> list[Tensor]:
-    slots = torch.library.get_ctx().new_dynamic_size()
-    return [shard.new_empty((slots, *shard.shape[1:])) for shard in shards]
-
-
-def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
+def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> Job:
     record = get_layer(layer)
     used = record.placer.find(record, placement)
     if used.owners != record.owners:
@@ -133,7 +139,8 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
             f"hecate: experts of {record.name} changed owners between a forward and its backward. Run the backward "
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
-    return sparse_collectives.scatter(grads, used, record)
+    stages = record.placer.transfers(record, used)
+    return Job(record.world.queue, lambda: sparse_collectives.scatter(grads, used, stages, record))
 
 
 def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
@@ -141,49 +148,55 @@ def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owne
 
 
 def _top_up(
-    shards: Sequence[Tensor], slots: Sequence[Tensor], before: Tensor, after: Tensor, layer: int
-) -> list[Tensor]:
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
+) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(record, before), record.placer.find(record, after)
-    return sparse_collectives.top_up(shards, slots, old, new, record)
+    stages = record.placer.transfers(record, new)
+    return Job(record.world.queue, lambda: sparse_collectives.top_up(shards, have, old, new, stages, record))
 
 
 def _top_up_fake(
-    shards: Sequence[Tensor], slots: Sequence[Tensor], before: Tensor, after: Tensor, layer: int
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
 ) -> list[Tensor]:
-    return _slots_fake(shards, after, layer)
+    return _sparse_all_gather_fake(shards, after, slots, layer)
 
 
-_define("place(Tensor shard, int layer) -> Tensor", _place, _placement_fake)
-_define(
-    "sparse_all_gather(Tensor[] shards, Tensor placement, int layer) -> Tensor[]", _sparse_all_gather, _slots_fake
+define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, _placement_fake)
+define_collective(
+    "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor slots, int layer) -> Tensor[]",
+    _sparse_all_gather,
+    _sparse_all_gather_fake,
+    role="gather",
 )
-_define(
+define_collective(
     "sparse_reduce_scatter(Tensor[] grads, Tensor placement, SymInt owned, int layer) -> Tensor[]",
     _sparse_reduce_scatter,
     _sparse_reduce_scatter_fake,
+    role="reduce",
 )
-_define(
-    "top_up(Tensor[] shards, Tensor[] slots, Tensor before, Tensor after, int layer) -> Tensor[]",
+define_collective(
+    "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor slots, int layer) -> Tensor[]",
     _top_up,
     _top_up_fake,
+    role="exchange",
 )
 
 
 def _sparse_all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, placement, ctx.layer = inputs
+    shards, placement, _, ctx.layer = inputs
     ctx.owned = shards[0].shape[0]
     ctx.save_for_backward(placement)
 
 
 def _sparse_all_gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (placement,) = ctx.saved_tensors
-    return torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer), None, None
+    return torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer), None, None, None
 
 
 def _top_up_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, slots, _, placement, ctx.layer = inputs
-    ctx.owned, ctx.ready = shards[0].shape[0], len(slots)
+    shards, have, _, placement, _, ctx.layer = inputs
+    ctx.owned, ctx.ready = shards[0].shape[0], len(have)
     ctx.save_for_backward(placement)
 
 
@@ -191,7 +204,7 @@ def _top_up_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     # All gradients go to the owners from here; the slots that were ready are copies of the same experts.
     (placement,) = ctx.saved_tensors
     owned = torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer)
-    return owned, [None] * ctx.ready, None, None, None
+    return owned, [None] * ctx.ready, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -203,17 +216,23 @@ torch.library.register_autograd("hecate::top_up", _top_up_backward, setup_contex
 # --- token exchange ---
 
 
-def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
+def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     world, placer = record.world, record.placer
     counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
     signed = torch.cat([counts, counts.new_full((1,), placer.signature)])
-    gathered = transport.all_gather_even(signed.to(world.control_device), world).cpu()
-    placer.check(gathered[:, -1])
-    record.counts = gathered[:, :-1].contiguous()
-    record.bytes_sent = 0
-    placer.observe(record, record.counts.numpy())
-    return record.counts.clone()
+
+    def run() -> Tensor:
+        return transport.all_gather_even(signed.to(world.control_device), world).cpu()
+
+    def finish(gathered: Tensor) -> Tensor:
+        placer.check(gathered[:, -1])
+        record.counts = gathered[:, :-1].contiguous()
+        record.bytes_sent = 0
+        placer.observe(record, record.counts.numpy())
+        return record.counts.clone()
+
+    return Job(world.queue, run, finish=finish)
 
 
 def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
@@ -221,15 +240,15 @@ def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tenso
     return torch.empty((record.world.size, record.num_experts), dtype=torch.int64, device="cpu")
 
 
-def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> Tensor:
+def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
     calibrated = record.placer.calibrate(record, record.placer.find(record, placement), counts.numpy())
     record.replicas = calibrated.num_replicas
-    return torch.from_numpy(calibrated.matrix.copy())
+    return _as_tensors(calibrated, record)
 
 
-def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> Tensor:
-    return torch.empty_like(placement)
+def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return _placement_fake(counts, layer)
 
 
 def _route(
@@ -267,13 +286,17 @@ def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
     return torch.empty_like(offsets)
 
 
-def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
+def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     send, receive = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
     record.row_bytes = rows.shape[1:].numel() * rows.element_size()
-    arrived = transport.all_to_all(rows.index_select(0, send_index), send, receive, record.world)
-    return arrived.index_select(0, receive_index)
+
+    def run() -> Tensor:
+        arrived = transport.all_to_all(rows.index_select(0, send_index), send, receive, record.world)
+        return arrived.index_select(0, receive_index)
+
+    return Job(record.world.queue, run)
 
 
 def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
@@ -282,19 +305,21 @@ def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_ind
 
 def _exchange_back(
     rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
-) -> Tensor:
+) -> Job:
     record = get_layer(layer)
     receive, send = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
-    by_source = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    by_source.index_copy_(0, receive_index, rows)
-    returned = transport.all_to_all(by_source, send, receive, record.world)
-    # The device is busy with the experts, so this is the host's time to think.
-    record.placer.plan_ahead(record)
-    # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
-    complete = returned.shape[0] == num_rows
-    out = torch.empty_like(returned) if complete else rows.new_zeros((num_rows, *rows.shape[1:]))
-    return out.index_copy_(0, send_index, returned)
+
+    def run() -> Tensor:
+        by_source = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        by_source.index_copy_(0, receive_index, rows)
+        returned = transport.all_to_all(by_source, send, receive, record.world)
+        # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
+        complete = returned.shape[0] == num_rows
+        out = torch.empty_like(returned) if complete else rows.new_zeros((num_rows, *rows.shape[1:]))
+        return out.index_copy_(0, send_index, returned)
+
+    return Job(record.world.queue, run, meanwhile=lambda: record.placer.plan_ahead(record))
 
 
 def _exchange_back_fake(
@@ -308,25 +333,32 @@ def _bytes_to_others(rows: Tensor, send: list[int], rank: int) -> int:
     return (sum(send) - send[rank]) * row_bytes
 
 
-_define("gather_counts(Tensor offsets, Tensor placement, int layer) -> Tensor", _gather_counts, _gather_counts_fake)
-_define("calibrate(Tensor counts, Tensor placement, int layer) -> Tensor", _calibrate, _calibrate_fake)
-_define(
+define_collective(
+    "gather_counts(Tensor offsets, Tensor placement, int layer) -> Tensor",
+    _gather_counts,
+    _gather_counts_fake,
+    role="exchange",
+)
+define("calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)", _calibrate, _calibrate_fake)
+define(
     "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int layer) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _route,
     _route_fake,
 )
-_define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)
-_define(
+define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)
+define_collective(
     "exchange(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, int layer) -> Tensor",
     _exchange,
     _exchange_fake,
+    role="exchange",
 )
-_define(
+define_collective(
     "exchange_back(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, "
     "SymInt num_rows, int layer) -> Tensor",
     _exchange_back,
     _exchange_back_fake,
+    role="exchange",
 )
 
 
@@ -436,14 +468,14 @@ def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:
     return like.new_empty((len(sizes),), dtype=torch.int32)
 
 
-_define("grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake)
-_define(
+define("grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake)
+define(
     "grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offs, bool transposed) -> Tensor",
     _grouped_mm_weight_grad,
     _grouped_mm_weight_grad_fake,
 )
-_define("row_slots(Tensor offs, SymInt num_rows) -> Tensor", _row_slots, _row_slots_fake)
-_define("sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor", _sizes_to_offsets, _sizes_to_offsets_fake)
+define("row_slots(Tensor offs, SymInt num_rows) -> Tensor", _row_slots, _row_slots_fake)
+define("sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor", _sizes_to_offsets, _sizes_to_offsets_fake)
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

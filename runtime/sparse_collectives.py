@@ -20,20 +20,27 @@ from hecate.runtime.planner import Placement, Stage
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.routing import slots_of
 
+Stages = tuple[Stage, Stage]
 
-def gather(shards: Sequence[Tensor], placement: Placement, layer: Layer) -> list[Tensor]:
+
+def gather(shards: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
     """This rank's slots ``[S, ...]`` from the shards ``[E_r, ...]``, one for each tensor of the layer.
 
     A rank's own experts are copied into their slots.
     """
     slots, outs = _own_slots(shards, placement, layer)
-    for stage in layer.placer.transfers(layer, placement):
+    for stage in stages:
         _forward(outs, slots, stage, layer)
     return outs
 
 
 def top_up(
-    shards: Sequence[Tensor], have: Sequence[Tensor], before: Placement, after: Placement, layer: Layer
+    shards: Sequence[Tensor],
+    have: Sequence[Tensor],
+    before: Placement,
+    after: Placement,
+    stages: Stages,
+    layer: Layer,
 ) -> list[Tensor]:
     """The slots of ``after``, a superset of ``before``, whose slots ``have`` are here already."""
     rank = layer.world.rank
@@ -42,7 +49,7 @@ def top_up(
     for out, tensor in zip(outs, have, strict=True):
         out.index_copy_(0, there.to(out.device), tensor)
     held = before.matrix > 0
-    for stage in layer.placer.transfers(layer, after):
+    for stage in stages:
         # A rank that passes an expert on has it by then: from before, or from the first stage.
         missing = ~held[stage.experts, stage.destinations]
         rest = Stage(
@@ -52,7 +59,7 @@ def top_up(
     return outs
 
 
-def scatter(grads: Sequence[Tensor], placement: Placement, layer: Layer) -> list[Tensor]:
+def scatter(grads: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
     """The mean over ranks of the slots' gradients ``[S, ...]``, at the owners: ``[E_r, ...]``.
 
     A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Sums are
@@ -66,7 +73,7 @@ def scatter(grads: Sequence[Tensor], placement: Placement, layer: Layer) -> list
         return [grad[start:end].contiguous() / world_size for grad in grads]
     totals = [grad.to(_sum_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format) for grad in grads]
     dtypes = [grad.dtype for grad in grads]
-    for stage in reversed(layer.placer.transfers(layer, placement)):
+    for stage in reversed(stages):
         _backward(totals, dtypes, slots, stage, layer)
     return [(total[start:end] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 

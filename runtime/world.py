@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.runtime.planner import Topology
+from hecate.runtime.queue import CollectiveQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +18,20 @@ class World:
     """The group of ranks over which experts are sharded and gradients averaged.
 
     ``group`` is None for a single process, and then nothing ever communicates.
+
+    Attributes:
+        queue: where the collectives of graphs run.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     device: torch.device
+    queue: CollectiveQueue = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        on_stream = self.group is not None and self.device.type == "cuda" and not self.through_host
+        object.__setattr__(self, "queue", CollectiveQueue(self.device, on_stream=on_stream))
 
     @property
     def through_host(self) -> bool:

@@ -27,6 +27,7 @@ class Rates:
         flops: floating-point operations per second of one rank in expert matmuls.
         rank_bytes: bytes per second that a rank sends (and receives) inside its node.
         node_bytes: bytes per second that a node sends (and receives).
+        memory_bytes: bytes per second that a rank reads and writes in its own memory.
         hidden: seconds per layer and step in which experts and their gradients travel behind other work.
 
     Raises:
@@ -36,10 +37,11 @@ class Rates:
     flops: float
     rank_bytes: float
     node_bytes: float
+    memory_bytes: float = 1e10
     hidden: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.flops, self.rank_bytes, self.node_bytes) <= 0 or self.hidden < 0:
+        if min(self.flops, self.rank_bytes, self.node_bytes, self.memory_bytes) <= 0 or self.hidden < 0:
             raise ValueError(f"hecate.Rates: rates must be positive and hidden not negative, got {self}")
 
 

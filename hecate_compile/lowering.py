@@ -1,0 +1,124 @@
+"""From the rewritten graph to a compiled one: autograd, the passes on its forward and backward, Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
+
+import hecate.passes
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes.runner import GraphDump, run_passes
+
+Compiled = Callable[..., Any]
+
+
+def lower(
+    gm: GraphModule,
+    inputs: list[Any],
+    *,
+    backend: str,
+    context: PassContext,
+    disabled: Sequence[str],
+    folder: Path | None,
+    number: int,
+) -> Compiled:
+    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
+
+    Args:
+        backend: "inductor", or "aot_eager".
+        disabled: names of passes to leave out.
+        folder: for dumps, or None.
+    """
+
+    def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
+        if context.world_size > 1:
+            dump = GraphDump(folder, number, part) if folder else None
+            run_passes(gm, context, passes=passes, disabled=disabled, dump=dump, check=_lint)
+
+    if backend == "aot_eager":
+        return _aot_eager(gm, inputs, run)
+    return _inductor(gm, inputs, run, context, disabled, dumping=folder is not None)
+
+
+Run = Callable[[GraphModule, Sequence[Pass], str], None]
+
+
+def _lint(gm: GraphModule) -> None:
+    gm.graph.lint()
+
+
+def _aot_eager(gm: GraphModule, inputs: list[Any], run: Run) -> Compiled:
+    def compiler(part: str) -> Compiled:
+        def compile(gm: GraphModule, inputs: list[Any]) -> Any:
+            run(gm, FINAL_PASSES, part)
+            return boxed_nop(gm, inputs)
+
+        return compile
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+        run(joint, JOINT_PASSES, "joint")
+        parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+        return parts
+
+    compiled: Compiled = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
+
+
+def _inductor(
+    gm: GraphModule, inputs: list[Any], run: Run, context: PassContext, disabled: Sequence[str], *, dumping: bool
+) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx
+
+    if context.world_size == 1:
+        alone: Compiled = compile_fx(gm, inputs)
+        return alone
+    # Predictions are left out: they are measured anew in every run, and no rank's order depends on them.
+    identity = repr((context.layer_names, context.rematerialize, context.prefetch_bytes, context.lead, disabled))
+    patches: dict[str, Any] = {
+        # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
+        "reorder_for_peak_memory": False,
+        "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
+        "post_grad_custom_post_pass": _Hook(lambda graph: run(graph, FINAL_PASSES, _part(graph)), identity),
+    }
+    # A graph from a cache went through the passes in another process, and would not be dumped.
+    fresh: Any = nullcontext()
+    if dumping:
+        patches["fx_graph_cache"] = False
+        fresh = torch._functorch.config.patch(enable_autograd_cache=False)
+    with fresh:
+        compiled: Compiled = compile_fx(gm, inputs, config_patches=patches)
+    return compiled
+
+
+def _part(gm: GraphModule) -> str:
+    tangents = any(node.op == "placeholder" and node.name.startswith("tangents") for node in gm.graph.nodes)
+    return "backward" if tangents else "forward"
+
+
+class _Hook(CustomGraphPass):
+    """Inductor's form of a pass. Its identity is part of the key of Inductor's cache."""
+
+    def __init__(self, work: Callable[[GraphModule], None], identity: str) -> None:
+        self._work, self._identity = work, identity
+
+    def __call__(self, graph: Graph) -> None:
+        self._work(graph.owning_module)
+
+    def uuid(self) -> Any:
+        folder = Path(hecate.passes.__file__).parent
+        return get_hash_for_files(tuple(str(path) for path in sorted(folder.glob("*.py"))), self._identity)

@@ -1,0 +1,147 @@
+"""What a node of an ATen graph costs: operations, bytes, and seconds on a machine.
+
+Operations come from torch's own formulas (``torch.utils.flop_counter``), bytes from the tensors that a node reads and
+writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get a guess: as many rows arrive
+as leave, and every slot for a replica is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from hecate.passes.contract import PassContext
+from hecate.passes.nodes import calls, fake_mode_of, is_getitem, is_view
+from hecate.runtime.layer import get_layer
+
+
+def flops(node: Node) -> sympy.Expr:
+    """Floating-point operations of matmuls, convolutions and attention; 0 for all else."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if node.op != "call_function" or formula is None:
+        return sympy.S.Zero
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    return _expression(formula(*args, **kwargs, out_val=_value(node)))
+
+
+def bytes_of(values: Any) -> sympy.Expr:
+    """Bytes of all tensors in a tree of fake tensors."""
+    return sum(
+        (_expression(value.numel()) * value.element_size() for value in tree_leaves(values) if _is_tensor(value)),
+        start=sympy.S.Zero,
+    )
+
+
+def traffic(node: Node) -> sympy.Expr:
+    """Bytes that a node reads and writes; 0 for views."""
+    if node.op != "call_function" or is_getitem(node) or is_view(node):
+        return sympy.S.Zero
+    return bytes_of([_value(n) for n in node.all_input_nodes]) + bytes_of(_value(node))
+
+
+class Clock:
+    """Seconds, with a number for every symbol.
+
+    Sizes that depend on data are learned from the graph where they arise, which is the forward; its backward has the
+    same symbols.
+    """
+
+    def __init__(self, gm: GraphModule, context: PassContext) -> None:
+        self.context, self.guesses = context, context.guesses
+        mode = fake_mode_of(gm)
+        environment = mode.shape_env if mode is not None else None
+        self.hints: dict[Any, Any] = {}
+        for name in ("var_to_val", "backed_var_to_val"):
+            self.hints |= getattr(environment, name, None) or {}
+        self._learn(gm.graph.nodes)
+
+    def _learn(self, nodes: Iterable[Node]) -> None:
+        """Guess the data-dependent sizes that arise in a graph."""
+        hecate = torch.ops.hecate
+        for node in nodes:
+            if calls(node, hecate.place, hecate.calibrate) and isinstance(_value(node), (tuple, list)):
+                layer = get_layer(node.args[-1])  # type: ignore[arg-type]
+                owned = -(-layer.num_experts // self.context.world_size)
+                self._guess(_value(node)[1].shape[0], owned + self.context.slots)
+            elif calls(node, hecate.route) and isinstance(_value(node), (tuple, list)):
+                rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
+                sent = [
+                    user.args[0] for part in rows for user in part.users
+                    if user.target in (hecate.exchange.default, hecate.exchange_start.default)
+                ]  # fmt: skip
+                if sent:
+                    count = self.number(_value(sent[0]).shape[0])
+                    for part in _value(node)[2:]:
+                        self._guess(part.shape[0], count)
+
+    def _guess(self, size: Any, number: int) -> None:
+        expression = _expression(size)
+        if isinstance(expression, sympy.Symbol):
+            self.guesses.setdefault(expression, number)
+
+    def number(self, size: Any) -> int:
+        """A size as a number."""
+        expression = _expression(size)
+        unknown = expression.free_symbols
+        if not unknown:
+            return int(expression)
+        return int(expression.subs({symbol: self._hint(symbol) for symbol in unknown}))
+
+    def _hint(self, symbol: Any) -> int:
+        if symbol in self.guesses:
+            return self.guesses[symbol]
+        # The length of a shard, or a size that nobody has told anything about.
+        return int(self.hints.get(symbol, self.context.owned))
+
+    def seconds(self, node: Node) -> float:
+        """Compute time of one node: its operations or its bytes, whichever takes longer."""
+        rates = self.context.rates
+        operations, moved = flops(node), traffic(node)
+        return max(self.number(operations) / rates.flops, self.number(moved) / rates.memory_bytes)
+
+    def transfer_seconds(self, node: Node) -> float:
+        """How long a collective takes with nothing else on the link."""
+        rates, context = self.context.rates, self.context
+        link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
+        name, size = _name(node), self.number(bytes_of([_value(n) for n in _payload(node)]))
+        others = (context.world_size - 1) / context.world_size
+        if name in ("sparse_all_gather", "sparse_reduce_scatter", "top_up"):
+            return size * min(1.0, context.slots / max(1, context.owned)) / link
+        if name in ("gather_experts", "gather_dense"):
+            return size * (context.world_size - 1) / link
+        return size * others * (2 if name == "average_gradients" else 1) / link
+
+    def bytes_in_flight(self, node: Node) -> int:
+        """Memory that a collective holds between start and wait: what it sends, and what arrives."""
+        return self.number(bytes_of([_value(n) for n in _payload(node)]) + bytes_of(_value(node)))
+
+
+def _payload(node: Node) -> list[Node]:
+    """The floating-point tensors of a collective."""
+    return [n for n in node.all_input_nodes if _is_tensor(_value(n)) and _value(n).is_floating_point()]
+
+
+def _name(node: Node) -> str:
+    name: str = node.target.name().split("::")[1]  # type: ignore[union-attr]
+    return name.removesuffix("_wait").removesuffix("_start")
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _expression(size: Any) -> sympy.Expr:
+    if isinstance(size, sympy.Expr):
+        return size
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
