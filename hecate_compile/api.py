@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hecate import transformers_models
 from hecate.backend import Backend
 from hecate.config import Config
+from hecate.dense_sharding import DenseSharding, Places
 from hecate.finder import ExpertsModule, Passed, find_experts
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.reads import Forward, install_reads
@@ -98,17 +98,23 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     )
     _warn_float16(model, world)
 
-    # Step 2: every rank keeps its own experts, with rank 0's values.
+    # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
     topology = find_topology(config.topology, world)
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
     placer = Placer(config.make_policy(), topology, world)
-    shard = partial(materialize, model) if has_meta(model) else shard_experts
-    layers = shard(experts, world, placer)
+    policy = config.mixed_precision
+    sync = GradientSync(world, dtype=(policy.reduce_dtype or policy.param_dtype) if policy else None)
+    places = Places(model)
+    dense = DenseSharding(experts, places, sync) if config.dense == "shard" and world.size > 1 else None
+    if has_meta(model):
+        layers = materialize(model, experts, world, placer, places, dense)
+    else:
+        layers = shard_experts(experts, world, placer)
+        if dense is not None:
+            dense.shard_all(model)
     copy_from_rank0(model, world)
 
     # Step 3: reading a parameter becomes a gather or an averaged identity.
-    policy = config.mixed_precision
-    sync = GradientSync(world, dtype=(policy.reduce_dtype or policy.param_dtype) if policy else None)
     forward = Forward()
     install_reads(model, experts, layers, sync, forward, policy.param_dtype if policy else None)
     size_up(experts, layers, policy.param_dtype if policy else None)
@@ -186,7 +192,8 @@ def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Switch the averaging of dense gradients off between the micro-batches of an accumulation, and on again.
 
     With it off, gradients of replicated parameters stay local in ``param.grad``; the next backward with it on
-    averages the accumulated sum. Expert gradients always go to their owner, which is where they accumulate.
+    averages the accumulated sum. Expert gradients always go to their owner, which is where they accumulate; and so
+    do those of dense parameters with ``Config(dense="shard")``, to the rank that keeps the rows.
 
     Raises:
         ValueError: the model was not compiled.

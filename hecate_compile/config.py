@@ -12,7 +12,7 @@ from hecate.runtime.policies import Hecate, Objective, Policy, Static
 
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather"]
-Dense = Literal["replicate"]
+Dense = Literal["replicate", "shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,10 @@ class Config:
 
     Attributes:
         dense: how parameters outside the experts are kept. ``"replicate"``: whole on every rank,
-            gradients averaged.
+            gradients averaged. ``"shard"``: each rank keeps, updates and has optimizer state for its share of
+            the rows (dimension 0) of every parameter with at least two. Forward and backward gather each layer's
+            in one all-gather, and the backward leaves each rank the mean gradient of its rows. A forward must
+            not change such a parameter in place, and outside the forward ``model.some.weight`` is the shard.
         backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.

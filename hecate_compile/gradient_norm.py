@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hecate.dense_sharding import dense_shard_of
 from hecate.runtime.world import World
 from hecate.sharding import shard_of
 
@@ -21,8 +22,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the norm of the whole model on every rank.
 
-    The plain function sees another norm on each rank, because each rank has other experts, and would scale
-    the replicated parameters apart. A collective: all ranks call it after a backward with gradient
+    The plain function sees another norm on each rank, because each rank has other shards, and would scale
+    the parameters apart. A collective: all ranks call it after a backward with gradient
     synchronization on, also ranks without gradients.
 
     Args:
@@ -46,12 +47,13 @@ def clip_grad_norm_(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters = list(parameters)
-    shards = [(p, shard) for p in parameters if (shard := shard_of(p)) is not None]
-    dense = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
-    owned = [p.grad for p, _ in shards if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
-    if shards:
-        norm = _with_owned(norm, owned, norm_type, shards[0][1].layer.world, foreach)
+    worlds = [_world_of_shard(p) for p in parameters]
+    whole = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is None]
+    owned = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is not None]
+    norm = torch.nn.utils.get_total_norm(whole, norm_type, foreach=foreach)
+    shared = next((world for world in worlds if world is not None), None)
+    if shared is not None:
+        norm = _with_owned(norm, owned, norm_type, shared, foreach)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"hecate.clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}. To clip anyway, "
@@ -61,18 +63,24 @@ def clip_grad_norm_(
     return norm
 
 
+def _world_of_shard(parameter: torch.Tensor) -> World | None:
+    """The ranks over which a parameter is sharded; None for one that every rank has whole."""
+    experts, dense = shard_of(parameter), dense_shard_of(parameter)
+    return experts.layer.world if experts is not None else dense.world if dense is not None else None
+
+
 def _with_owned(
-    dense: torch.Tensor, owned: list[torch.Tensor], order: float, world: World, foreach: bool | None
+    whole: torch.Tensor, owned: list[torch.Tensor], order: float, world: World, foreach: bool | None
 ) -> torch.Tensor:
-    """The norm of dense gradients, equal on all ranks, joined with those of all ranks' experts."""
+    """The norm of replicated gradients, equal on all ranks, joined with those of all ranks' shards."""
     own = torch.nn.utils.get_total_norm([g for g in owned if g.numel()], order, foreach=foreach)
     own = own.to(device=world.device, dtype=torch.float32)
-    dense = dense.to(device=world.device, dtype=torch.float32)
+    whole = whole.to(device=world.device, dtype=torch.float32)
     if order == float("inf"):
         if world.group is not None:
             dist.all_reduce(own, op=dist.ReduceOp.MAX, group=world.group)
-        return torch.maximum(own, dense)
+        return torch.maximum(own, whole)
     power = own**order
     if world.group is not None:
         dist.all_reduce(power, group=world.group)
-    return (power + dense**order) ** (1.0 / order)
+    return (power + whole**order) ** (1.0 / order)

@@ -5,6 +5,7 @@ parameter attributes are properties. Traced code then reads
 
     expert parameter  ->  gather_experts(shard)      [E_r, ...] -> [E, ...]
     dense parameter   ->  replicate(parameter)       identity, backward averages the gradient
+    or, sharded       ->  gather_dense([shard])[0]   [c, ...] -> [d, ...]
 
 so the program is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
 """
@@ -13,20 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
+from hecate.dense_sharding import dense_shard_of
 from hecate.finder import ExpertsModule
+from hecate.runtime.dense import take_reduced
 from hecate.runtime.gradients import GradientSync, add_replica, replicate, take_averaged
 from hecate.runtime.layer import Layer
 from hecate.sharding import shard_of
 
 
 class UntracedReadError(RuntimeError):
-    """Code that was not traced read a sharded expert parameter, or trained a replicated one unaveraged."""
+    """Code that was not traced read a sharded expert parameter, or trained a dense one unaveraged."""
 
 
 @dataclass
@@ -53,28 +57,34 @@ def install_reads(
     """Swap the classes. Dense parameters of a single process without mixed precision are left alone."""
     experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
     replicas: dict[int, int] = {}
+    checked: set[int] = set()
     for name, module in model.named_modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         own, layer = experts.get(id(module), (None, None))
         for key, parameter in module._parameters.items():
             if own is not None and layer is not None and key in own.parameters:
                 readers[key] = _read_experts(key, layer, forward, param_dtype)
+            elif (record := dense_shard_of(parameter)) is not None and parameter is not None:
+                if parameter.requires_grad and id(parameter) not in checked:
+                    checked.add(id(parameter))
+                    _require_average(parameter, partial(take_reduced, record), record.name)
+                readers[key] = _read_dense_shard(key, record.id, forward, param_dtype)
             elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
                 replica = replicas.get(id(parameter))
                 if replica is None:
                     replica = replicas[id(parameter)] = add_replica(module, key, sync)
                     if sync.world.size > 1 and parameter.requires_grad:
-                        _require_average(parameter, replica, f"{name}.{key}".lstrip("."))
+                        _require_average(parameter, partial(take_averaged, replica), f"{name}.{key}".lstrip("."))
                 readers[key] = _read_dense(key, replica, forward, param_dtype)
         if readers:
             _swap_class(module, readers)
 
 
-def _require_average(parameter: nn.Parameter, replica: int, name: str) -> None:
-    """Raise in the backward if a gradient arrives that no all-reduce has seen: ranks would drift apart."""
+def _require_average(parameter: nn.Parameter, averaged: Callable[[], bool], name: str) -> None:
+    """Raise in the backward if a gradient arrives that no collective has seen: ranks would drift apart."""
 
     def check(_: torch.Tensor) -> None:
-        if not take_averaged(replica):
+        if not averaged():
             raise UntracedReadError(
                 f"hecate: the gradient of {name} was not averaged over ranks, because the parameter was used outside "
                 "the compiled model's forward, or by a module that keeps parameters under other names (nn.LSTM and "
@@ -141,6 +151,19 @@ def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | N
             if dtype is not None and parameter.is_floating_point():
                 parameter = parameter.to(dtype)
         return parameter
+
+    return read
+
+
+def _read_dense_shard(
+    key: str, record: int, forward: Forward, dtype: torch.dtype | None
+) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        shard: Any = module._parameters[key]
+        # Outside the forward other ranks need not read it too, so nothing can be gathered.
+        if shard is None or not (torch.compiler.is_compiling() or forward.running):
+            return shard
+        return torch.ops.hecate.gather_dense([shard], [record], dtype if shard.is_floating_point() else None)[0]
 
     return read
 

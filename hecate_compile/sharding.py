@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.dense_sharding import DenseSharding, Places, dense_shard_of
 from hecate.finder import ExpertsModule
 from hecate.runtime import transport
 from hecate.runtime.layer import Layer, add_layer
@@ -154,48 +155,66 @@ def has_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def materialize(model: nn.Module, found: Sequence[ExpertsModule], world: World, placer: Placer) -> list[Layer]:
-    """Give a meta-device model storage, and shard it on the way: :func:`shard_experts` for each module in turn.
+def materialize(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    world: World,
+    placer: Placer,
+    places: Places,
+    dense: DenseSharding | None,
+) -> list[Layer]:
+    """Give a meta-device model storage, and shard it on the way, one module after the other.
 
     Rank 0 initializes each module with the model's own ``_init_weights`` or ``reset_parameters``; the others
-    only allocate what they keep, since values come from rank 0. Rank 0 holds one full experts module at a time.
+    only allocate what they keep, since values come from rank 0. Of what is sharded, rank 0 holds one module at a
+    time.
+
+    Args:
+        dense: shards the dense parameters too; None keeps them whole.
     """
     experts = {id(e.module): e for e in found}
-    made: dict[nn.Parameter, nn.Parameter] = {}
     layers: list[Layer] = []
     uninitialized: list[str] = []
     for name, module in model.named_modules():
         own = experts.get(id(module))
-        skip = own.parameters if own is not None and world.rank != 0 else ()
-        fresh = _allocate(module, world.device, made, skip)
-        if fresh and world.rank == 0:
-            versions = {key: tensor._version for key, tensor in fresh.items()}
-            _initialize(model, name, module)
-            uninitialized += [f"{name}.{key}".lstrip(".") for key, t in fresh.items() if t._version == versions[key]]
+        elsewhere = (*(own.parameters if own else ()), *(dense.keys(module) if dense else ()))
+        skip = elsewhere if world.rank != 0 else ()
+        uninitialized += _make_real(model, name, world, places, skip)
         if own is not None:
             layers += shard_experts([own], world, placer)
+        if dense is not None:
+            dense.shard(name, module)
     if uninitialized:
         warnings.warn(
             f"hecate.compile: nothing initialized {', '.join(uninitialized[:8])}, which came from the meta device: "
             "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
             "with load_state_dict, or, for buffers that are not in it, by computing them again.",
-            stacklevel=4,
+            stacklevel=3,
         )
     return layers
 
 
+def _make_real(model: nn.Module, name: str, world: World, places: Places, skip: Sequence[str]) -> list[str]:
+    """Replace a module's own meta tensors, initialize them on rank 0; returns the names of what nothing wrote."""
+    module = model.get_submodule(name)
+    fresh = _allocate(module, world.device, places, skip)
+    if not fresh or world.rank != 0:
+        return []
+    versions = {key: tensor._version for key, tensor in fresh.items()}
+    _initialize(model, name, module)
+    return [f"{name}.{key}".lstrip(".") for key, tensor in fresh.items() if tensor._version == versions[key]]
+
+
 def _allocate(
-    module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter], skip: Sequence[str]
+    module: nn.Module, device: torch.device, places: Places, skip: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Replace the module's own meta tensors by NaN-filled ones, and return these; shared parameters stay shared."""
+    """Replace the module's own meta tensors by NaN-filled ones, and return these; tied parameters stay tied."""
     fresh: dict[str, torch.Tensor] = {}
-    for key, parameter in module._parameters.items():
-        if parameter is None or not parameter.is_meta or key in skip:
+    for key, parameter in list(module._parameters.items()):
+        if parameter is None or not parameter.is_meta or key in skip or module._parameters[key] is not parameter:
             continue
-        if parameter not in made:
-            real = _unwritten(parameter, device)
-            fresh[key] = made[parameter] = nn.Parameter(real, requires_grad=parameter.requires_grad)
-        module._parameters[key] = made[parameter]
+        fresh[key] = real = nn.Parameter(_unwritten(parameter, device), requires_grad=parameter.requires_grad)
+        places.replace(parameter, real)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = fresh[key] = _unwritten(buffer, device)
@@ -223,10 +242,10 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def copy_from_rank0(model: nn.Module, world: World) -> None:
-    """Dense parameters and buffers take rank 0's values, so that differently seeded ranks train one model."""
+    """Whole parameters and buffers take rank 0's values, so that differently seeded ranks train one model."""
     if world.group is None:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if shard_of(tensor) is None and tensor.numel():
+            if shard_of(tensor) is None and dense_shard_of(tensor) is None and tensor.numel():
                 transport.broadcast(tensor.detach(), world)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from hecate.passes.bucket_gathers import bucket_gathers
 from hecate.passes.bucket_gradients import bucket_gradients
 from hecate.passes.contract import Outcome, Pass, PassContext, Skip
 from hecate.passes.exchange_rows import exchange_rows
@@ -23,6 +24,7 @@ from hecate.passes.split_collectives import split_collectives
 
 PASSES: tuple[Pass, ...] = (
     share_gathers,        # read every expert parameter once
+    bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     group_expert_loops,   # a loop over experts -> grouped matmuls
     normalize_matmuls,    # three spellings of a grouped matmul -> one
     functionalize_rows,   # out.add_(b) -> out = out + b

@@ -32,8 +32,12 @@ def _describe(node: Node) -> str:
         return f"{node.op} {target} {numbers}" if numbers else f"{node.op} {target}"
     carried = value_of(arg(node, 0))
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
-    constants = [arg for arg in node.args if isinstance(arg, int)]
+    constants = [arg for arg in node.args if isinstance(arg, int) or _integers(arg)]
     return f"{target} {constants} rows of {width}"
+
+
+def _integers(arg: object) -> bool:
+    return isinstance(arg, (list, tuple)) and all(isinstance(item, int) for item in arg)
 
 
 def _placeholder(node: Node) -> str:

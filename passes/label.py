@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from hecate.passes.contract import PassContext
 from hecate.runtime.define import STARTS
+from hecate.runtime.dense import get_dense_shard
 from hecate.runtime.queue import Span
 
 
@@ -23,8 +24,12 @@ def label(node: Node, context: PassContext, predicted: float = 0.0, behind: floa
     arguments = [argument.name for argument in target._schema.arguments]
     if "layer" in arguments:
         subject = context.name(node.args[arguments.index("layer")])  # type: ignore[arg-type]
+    elif "ids" in arguments:
+        ids: Any = node.args[arguments.index("ids")]
+        subject = f"{get_dense_shard(ids[0]).name} and {len(ids) - 1} more"
     else:
-        subject = f"{len(node.args[1])} dense parameters"  # type: ignore[arg-type]
+        replicas: Any = node.args[arguments.index("replicas")]
+        subject = f"{len(replicas)} dense parameters"
     return f"{context.part} {operator} {predicted:.6f} {behind:.6f} {subject}"
 
 

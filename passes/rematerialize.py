@@ -23,9 +23,8 @@ def rematerialize(gm: GraphModule, context: PassContext) -> Outcome:
     """Tag the gathers."""
     hecate, count = torch.ops.hecate, 0
     experts = (hecate.sparse_all_gather, hecate.gather_experts) if context.rematerialize else ()
-    dense = (hecate.gather_dense,) if hasattr(hecate, "gather_dense") else ()
     for node in gm.graph.nodes:
-        if calls(node, *experts, *dense):
+        if calls(node, hecate.gather_dense, *experts):
             for tagged in _with_views(node):
                 tagged.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             count += 1

@@ -87,14 +87,20 @@ def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> t
 
 def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners, world: World) -> None:
     """Rank 0 holds ``full`` ``[E, ...]``; every rank receives its experts into ``like`` ``[E_r, ...]``."""
+    if full is not None and not owners.in_order:
+        full = full[owners.by_rank.to(full.device)]
+    scatter_rows(full, like, owners.counts, world)
+
+
+def scatter_rows(full: torch.Tensor | None, like: torch.Tensor, counts: list[int], world: World) -> None:
+    """Rank 0 holds ``full``; rank w receives the next ``counts[w]`` rows of it into ``like``."""
     if world.group is None:
         assert full is not None
         like.copy_(full)
         return
-    counts = owners.counts
     if world.rank == 0:
         assert full is not None
-        send, rows = counts, full if owners.in_order else full[owners.by_rank.to(full.device)]
+        send, rows = counts, full
     else:
         send, rows = [0] * world.size, like.new_empty((0, *like.shape[1:]))
     receive = [counts[world.rank]] + [0] * (world.size - 1)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +49,17 @@ class Hostile:
 def _holders(run: Callable[[], Any]) -> list[list[Any]]:
     """The floating-point tensors in a job's closure, as lists with one reference each, without its own memory."""
     found = []
-    for name, cell in zip(run.__code__.co_freevars, run.__closure__ or (), strict=True):
-        if name in ("buffer", "parts"):
-            continue
-        content = cell.cell_contents
+    if isinstance(run, partial):
+        contents = list(run.args)
+    else:
+        cells = zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)
+        contents = [cell.cell_contents for name, cell in cells if name not in ("buffer", "parts")]
+    for content in contents:
         if isinstance(content, torch.Tensor):
             found.append([content])
         elif isinstance(content, (list, tuple)) and content and isinstance(content[0], torch.Tensor):
             found.append(list(content))
+    del content, contents
     return [[t for t in tensors if t.is_floating_point()] for tensors in found]
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hecate.dense_sharding import dense_shard_of
 from hecate.sharding import shard_of
 
 
@@ -49,7 +50,7 @@ def step_and_compare(model: nn.Module, reference: nn.Module, ids: torch.Tensor) 
 
 
 def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor) -> Difference:
-    """Errors of ``model``, whose experts are sharded, against the unsharded ``reference``.
+    """Errors of ``model``, whose parameters are sharded, against the unsharded ``reference``.
 
     A parameter without a gradient where the reference has one, or the reverse, is an infinite error.
     """
@@ -72,8 +73,11 @@ def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
         return 0.0 if parameter.grad is None and reference.grad is None else float("inf")
     expected, largest = reference.grad, float(reference.grad.abs().max())
     shard = shard_of(parameter)
+    dense = dense_shard_of(parameter)
     if shard is not None:
         expected = expected[shard.experts]
+    elif dense is not None:
+        expected = dense.slice(expected)
     if parameter.grad.shape != expected.shape:
         return float("inf")
     if not expected.numel():

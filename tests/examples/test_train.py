@@ -29,8 +29,8 @@ def test_two_ranks_learn_and_report(tmp_path: Path) -> None:
     assert last < first - 1
     assert 2.5 < unigram < 4.5
     assert "generated: 'def " in run.stdout
-    assert (tmp_path / "rank0" / "graph000.05.exchange_rows.3.diff").exists()
-    assert not (tmp_path / "rank0" / "graph001.05.exchange_rows.3.diff").exists(), "one graph"
+    assert (tmp_path / "rank0" / "graph000.06.exchange_rows.3.diff").exists()
+    assert not (tmp_path / "rank0" / "graph001.06.exchange_rows.3.diff").exists(), "one graph"
 
 
 def test_wrong_folder_and_too_little_text(tmp_path: Path) -> None:

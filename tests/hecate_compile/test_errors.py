@@ -123,7 +123,7 @@ def test_unknown_pass_name_lists_the_passes() -> None:
         ({"topology": (0, 0, 1)}, r"topology is a tuple, expected a hecate\.Topology"),
         ({"rates": 3.0}, r"rates is a float, expected a hecate\.Rates"),
         ({"backend": "eager"}, "backend='eager'"),
-        ({"dense": "shard"}, "dense='shard'"),
+        ({"dense": "split"}, "dense='split'"),
         ({"disable_passes": "exchange_rows"}, "is a string, expected a tuple"),
         ({"mixed_precision": torch.bfloat16}, "expected a torch.distributed.fsdp.MixedPrecisionPolicy"),
     ],

@@ -80,8 +80,10 @@ def _early_reuse() -> Any:
 
 
 COMBINATIONS = [
-    {"rematerialize": rematerialize, "checkpointed": checkpointed, "policy": policy}
-    for rematerialize, checkpointed, policy in product((False, True), (False, True), ("anything", "static"))
+    {"rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": policy}
+    for rematerialize, checkpointed, dense in product((False, True), (False, True), ("replicate", "shard"))
+    for policy in ("anything", "static")
+    if policy == "anything" or not rematerialize
 ]
 
 

@@ -15,6 +15,7 @@ from tests.ranks import RanksFailed, run_ranks
 
 PASS_NAMES = (
     "share_gathers",
+    "bucket_gathers",
     "group_expert_loops",
     "normalize_matmuls",
     "functionalize_rows",
