@@ -2,9 +2,9 @@
 
 Needs    collectives split into start and wait.
 Changes  the order of nodes, by four rules:
-         1. Parameters are gathered one gap ahead. A gap is where the link is free: between the last exchange of one
-            MoE layer and the first of the next (attention, norms, gate). A gather starts with the last gap that has
-            a matmul before its first use.
+         1. Parameters are gathered ahead. A gap is where the link is free: between the last exchange of one MoE layer
+            and the first of the next (attention, norms, gate). A gather starts with the last gap of which at least
+            half of the matmuls come before its first use.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
@@ -61,8 +61,12 @@ class _Plan:
     def __post_init__(self) -> None:
         self.key = {node: float(index) for index, node in enumerate(self.nodes)}
 
-    def sink(self, wait: Node) -> None:
-        """Put a wait, and the views of its results, before the first node that really uses them."""
+    def sink(self, transfer: Transfer) -> None:
+        """Put a wait, and the views of its results, before the first node that really uses them.
+
+        Of several waits for the same node those for parameters come last: they have been on their way for longest.
+        """
+        wait = transfer.wait
         views, use = [], float(len(self.nodes))
         stack = [wait]
         while stack:
@@ -72,7 +76,7 @@ class _Plan:
                     stack.append(user)
                 elif user in self.key:
                     use = min(use, self.key[user])
-        self.key[wait] = max(self.key[wait], use - 0.5)
+        self.key[wait] = max(self.key[wait], use - (0.45 if transfer.role == "gather" else 0.5))
         for turn, view in enumerate(views):
             self.key[view] = max(self.key[view], use - 0.4 + 0.001 * turn)
 
@@ -92,7 +96,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     tails = _tails(transfers)
     for transfer in transfers:
         if transfer.role != "reduce" or transfer.wait not in tails:
-            plan.sink(transfer.wait)
+            plan.sink(transfer)
 
     # Step 2: gathers and gradients go into gaps.
     gaps = _gaps(transfers, plan)
@@ -167,7 +171,7 @@ def _gather_ahead(
         if any(node.target in WAITS or _is_heavy(node) for node in needs):
             continue
         use, size = plan.key[transfer.wait], sizes[id(transfer)]
-        begins = [gap.begin for gap in gaps if gap.begin < use and any(gap.begin < key < use for key in heavy)]
+        begins = [gap.begin for gap in gaps if _hides(gap, use, heavy)]
         begin = begins[-1] if begins else -1.0
         together = sum(other for start, end, other in flying if start < use and end > begin)
         if together + size > budget:
@@ -178,6 +182,12 @@ def _gather_ahead(
             plan.key[transfer.start] = key
             for node in needs:
                 plan.key[node] = min(plan.key[node], key - 0.0005)
+
+
+def _hides(gap: _Gap, use: float, heavy: Sequence[float]) -> bool:
+    """Whether at least half of a gap's matmuls come before ``use``."""
+    inside = [key for key in heavy if gap.begin < key < gap.end]
+    return 0 < len(inside) <= 2 * sum(key < use for key in inside)
 
 
 def _closure(node: Node) -> set[Node]:
@@ -254,8 +264,12 @@ def _fill(order: list[Node], clock: Clock) -> list[Node]:
                 blocked.add(node)
             elif _is_heavy(node) and torch.Tag.nondeterministic_seeded not in _tags(node):
                 chain = sorted(_needed_after(node, at, place, moved), key=place.__getitem__)
+                needed = sum(map(clock.seconds, chain))
+                # What is much longer than the transfer may fit a later one better.
+                if needed > 2 * left:
+                    break
                 moved += chain
-                left -= sum(map(clock.seconds, chain))
+                left -= needed
         if moved:
             taken = set(moved)
             rest = [node for node in order[at:] if node not in taken]
