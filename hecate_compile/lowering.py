@@ -93,7 +93,7 @@ def _inductor(
         alone: Any = compile_fx(gm, inputs)
         return cast(Compiled, alone)
     # Predictions are left out: they are measured anew in every run, and no rank's order depends on them.
-    identity = repr((context.layer_names, context.rematerialize, context.prefetch_bytes, context.lead, disabled))
+    identity = repr((context.layer_names, context.rematerialize, context.prefetch_bytes, disabled))
     patches: dict[str, Any] = {
         # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
         "reorder_for_peak_memory": False,

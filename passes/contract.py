@@ -26,7 +26,6 @@ class PassContext:
         rematerialize: gather experts again in the backward.
         prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice
             the largest transfer.
-        lead: gather experts behind the experts of the layer before, not only behind its attention.
         owned, slots: experts that a rank owns in one layer, and replicas that it may hold; for predictions.
         nodes, ranks_per_node: machines, and ranks on each; for predictions.
         rates: how fast the machine is; for predictions.
@@ -40,7 +39,6 @@ class PassContext:
     layer_names: Mapping[int, str] = field(default_factory=dict)
     rematerialize: bool = False
     prefetch_bytes: int | None = None
-    lead: bool = False
     owned: int = 1
     slots: int = 0
     nodes: int = 1

@@ -100,8 +100,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
 
     # Step 2: gathers and gradients go into gaps.
     gaps = _gaps(transfers, plan)
-    ahead = _gaps(transfers, plan, behind_experts=True) if context.lead else gaps
-    _gather_ahead([t for t in transfers if t.role == "gather"], ahead, plan, sizes, budget)
+    _gather_ahead([t for t in transfers if t.role == "gather"], gaps, plan, sizes, budget)
     _send_gradients(
         [t for t in transfers if t.role == "reduce" and t.wait in tails], gaps, plan, tails, sizes, budget
     )
@@ -142,22 +141,17 @@ class _Gap:
     end: float
 
 
-def _gaps(transfers: Sequence[Transfer], plan: _Plan, *, behind_experts: bool = False) -> list[_Gap]:
-    """Between the exchanges of one layer and those of the next; if asked, also while a layer's experts compute."""
+def _gaps(transfers: Sequence[Transfer], plan: _Plan) -> list[_Gap]:
+    """Between the exchanges of one layer and those of the next; before the first, and after the last."""
     exchanges = [t for t in transfers if t.role == "exchange"]
     gaps, begin = [], -1.0
     for before, after in zip([None, *exchanges], [*exchanges, None], strict=True):
         end = plan.key[after.start] if after is not None else float(len(plan.nodes))
         if before is not None:
             begin = plan.key[before.wait] + 0.1
-        same = before is not None and after is not None and before.layer == after.layer
-        if not same or (behind_experts and _heavy_between(plan, begin, end)):
+        if before is None or after is None or before.layer != after.layer:
             gaps.append(_Gap(begin, end))
     return gaps
-
-
-def _heavy_between(plan: _Plan, begin: float, end: float) -> bool:
-    return any(begin < plan.key[node] < end for node in plan.nodes if _is_heavy(node))
 
 
 def _gather_ahead(

@@ -1,0 +1,214 @@
+"""Memory of parameters, gradients, optimizer states and gathered parameters, per rank, against formulas.
+
+    python benchmarks/memory.py                 about 4 minutes on two cores
+
+A training step with AdamW at two ranks, every rank holding two replicas beside its own experts in every layer. A
+dispatch mode inside the compiled graphs sees every tensor that an operator returns. Counted are, at their peak:
+
+    states     parameters, their gradients, and optimizer states, as they are between steps
+    gathered   experts in slots and gathered dense parameters, while anybody holds their memory
+    gradients  weight gradients and what the collectives make of them, until they are in .grad
+
+Activations are not counted. For experts the base is static expert parallelism (``policy="static"``), for dense
+parameters ``dense="replicate"``. Results go to benchmarks/results/memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+SLOTS = 2
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "static": {"policy": "static"},
+    "default": {},
+    "rematerialize": {"rematerialize": True},
+    "dense shard": {"policy": "static", "dense": "shard"},
+}
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of the memory behind what interesting operators returned, as long as it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.peak: dict[str, int] = {"gathered": 0, "gradients": 0, "together": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = _kind(func)
+        if kind is not None:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), kind)
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        now = {"gathered": 0, "gradients": 0}
+        for _, size, of in self.alive.values():
+            now[of] += size
+        for of, size in {**now, "together": sum(now.values())}.items():
+            self.peak[of] = max(self.peak[of], size)
+        return out
+
+
+def _kind(func: Any) -> str | None:
+    name = func.name().removeprefix("hecate::")
+    if name in ("sparse_all_gather_wait", "gather_dense_wait", "gather_experts_wait"):
+        return "gathered"
+    if name == "grouped_mm_weight_grad" or (name.endswith("_wait") and ("reduce" in name or "gradients" in name)):
+        return "gradients"
+    return None
+
+
+def make_policy() -> Any:
+    """Every rank has the first experts of the other as replicas."""
+    from hecate import Policy
+    from hecate.runtime.planner import Placement
+
+    class Neighbours(Policy):
+        replicates = True
+
+        def place(self, layer: Any) -> Placement:
+            owners = layer.owners
+            replicas: list[set[int]] = [set() for _ in owners.ranks]
+            for rank in range(owners.world_size):
+                for expert in owners.owned_by(rank)[:SLOTS]:
+                    replicas[expert] = {(rank + 1) % owners.world_size}
+            return Placement.with_replicas(owners, replicas)
+
+    return Neighbours()
+
+
+def build_model(layers: int) -> torch.nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+            num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+            num_experts=16, num_experts_per_tok=2, max_position_embeddings=64, use_cache=False,
+            bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
+    """Peak bytes of one system, over a step that is not the first."""
+    import hecate
+    from hecate import lowering
+    from hecate.sharding import shard_of
+
+    tracker = Tracker()
+    active = False
+    original = lowering.boxed_nop
+
+    def tracked(gm: Any, inputs: Any) -> Any:
+        run: Callable[[list[Any]], Any] = original(gm, inputs)
+
+        def call(args: list[Any]) -> Any:
+            if not active:
+                return run(args)
+            with tracker:
+                return run(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    lowering.boxed_nop = tracked  # type: ignore[assignment]
+    try:
+        config = hecate.Config(backend="aot_eager", **({"policy": make_policy()} | options))  # type: ignore[arg-type]
+        model = hecate.compile(build_model(layers), config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            active = step == 1
+            ids = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            states = {"expert": 0, "dense": 0}
+            for parameter in model.parameters():
+                kind = "expert" if shard_of(parameter) is not None else "dense"
+                tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
+                states[kind] += sum(t.numel() * t.element_size() for t in tensors if t is not None and t.numel() > 1)
+            optimizer.zero_grad()
+    finally:
+        lowering.boxed_nop = original
+    layer = hecate.explain(model).layers[0]
+    found = {
+        **states,
+        **tracker.peak,
+        "expert_bytes": layer.expert_bytes,
+        "owned": layer.owners.counts[dist.get_rank()],
+    }
+    del model, optimizer
+    gc.collect()
+    torch._dynamo.reset()
+    return found
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {name: measure(options, args.layers) for name, options in SYSTEMS.items()}
+    if dist.get_rank() == 0:
+        RESULTS.write_text(json.dumps({"layers": args.layers, "ranks": dist.get_world_size(), **found}) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(found: dict[str, Any]) -> None:
+    """Peaks in units of the base, beside the formulas."""
+    layers, ranks = found["layers"], found["ranks"]
+    static, dense = found["static"], found["dense shard"]
+    own = static["expert"]
+    base = own + static["dense"]
+    slots = (static["owned"] + SLOTS) * static["expert_bytes"]
+    print(f"{layers} layers, {ranks} ranks, AdamW, fp32")
+    print(f"per rank and layer {static['owned']} experts and {SLOTS} replicas")
+    print(f"{'':14} {'states':>10} {'gathered':>10} {'gradients':>10}   over static, experts   formula")
+    for name in SYSTEMS:
+        one = found[name]
+        line = f"{name:14} {one['expert'] + one['dense']:10} {one['gathered']:10} {one['gradients']:10}"
+        if name in ("default", "rematerialize"):
+            # All layers' slots, or those of this layer and the next.
+            formula = slots * (layers if name == "default" else 2) / own
+            line += f"   {one['gathered'] / own:+20.1%}   {formula:+7.1%}"
+        print(line)
+    share = dense["dense"] / static["dense"]
+    peak = (dense["dense"] + dense["gathered"]) / static["dense"]
+    print(f"dense states: {share:.1%} of replicated ones (1/W = {1 / ranks:.1%}); with what is gathered {peak:.1%}")
+    print(f"all states of static expert parallelism: {base} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(args)
+        return
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "127.0.0.1:0", __file__, *sys.argv[1:],
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1500)
+    report(json.loads(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()
