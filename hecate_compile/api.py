@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hecate import transformers_models
 from hecate.backend import Backend
 from hecate.config import Config
-from hecate.dense_sharding import DenseSharding, Places
+from hecate.dense_sharding import DenseSharding, Places, dense_shard_of
 from hecate.finder import ExpertsModule, Passed, find_experts
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.reads import Forward, install_reads
@@ -31,7 +32,7 @@ from hecate.runtime.layer import Layer
 from hecate.runtime.measure import measure_rates
 from hecate.runtime.placer import Placer
 from hecate.runtime.world import World, find_topology, find_world
-from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts, size_up
+from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts, shard_of, size_up
 from hecate.timeline import write_timeline
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -126,7 +127,9 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
     _refuse_ddp(model, world)
-    backend = Backend(config=config, world=world, placer=placer, layers=layers)
+    backend = Backend(
+        config=config, world=world, placer=placer, layers=layers, dense_parameters=_count_dense(model)
+    )  # fmt: skip
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
     resharder = Resharder(experts, layers, placer, world)
@@ -278,6 +281,16 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     if kind == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device(kind)
+
+
+def _count_dense(model: nn.Module) -> int:
+    """Elements of the matrices outside the experts in numbered blocks, whole: what computes between MoE layers."""
+    count = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and shard_of(parameter) is None and re.search(r"(^|\.)\d+\.", name):
+            whole = dense_shard_of(parameter)
+            count += (whole.full_shape if whole is not None else parameter.shape).numel()
+    return count
 
 
 def _describe_model(model: nn.Module, config: Config) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from hecate.checkpointing import keep_plans
@@ -17,9 +19,11 @@ from hecate.config import Config
 from hecate.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.fingerprint import fingerprint
+from hecate.passes.nodes import same_on_all_ranks
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.agreement import agree
 from hecate.runtime.layer import Layer
+from hecate.runtime.measure import predict_hidden
 from hecate.runtime.placer import Placer
 from hecate.runtime.world import World
 
@@ -44,6 +48,7 @@ class Backend:
     """Called by Dynamo with every graph of the model.
 
     Attributes:
+        dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         graphs: what has been compiled so far.
         comparing: compare graphs across ranks. On during the first forward in each grad mode, because all ranks
             compile then; off otherwise, because a later recompile may happen on one rank alone.
@@ -53,6 +58,7 @@ class Backend:
     world: World
     placer: Placer
     layers: Sequence[Layer]
+    dense_parameters: int = 0
     graphs: list[GraphRecord] = field(default_factory=list)
     comparing: bool = True
     _warned: set[str] = field(default_factory=set)
@@ -71,6 +77,10 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
+        if number == 0 and self.comparing and self.config.rates is None and self.world.size > 1:
+            self.placer.rates = predict_hidden(
+                _tokens(gm), self.dense_parameters, len(self.layers), self.placer.rates, self.world
+            )
         folder = self.dump_folder
         context = self._context()
         records = run_passes(
@@ -126,3 +136,13 @@ class Backend:
                         f"on every rank instead (right, but slow): {skip.reason}",
                         stacklevel=2,
                     )
+
+
+def _tokens(gm: GraphModule) -> int:
+    """Rows of the batch: the two leading sizes of the largest input that is no parameter."""
+    found = [0]
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not same_on_all_ranks(node):
+            found.append(math.prod(int(size) for size in value.shape[:2] if isinstance(size, int)))
+    return max(found)

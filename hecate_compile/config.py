@@ -41,7 +41,7 @@ class Config:
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, twice
             the traffic of experts.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
-            twice the largest transfer. 0 hides nothing.
+            twice the largest of a layer. 0 hides nothing.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second. Give it to get the same placements in every run.

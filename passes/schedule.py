@@ -90,7 +90,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     clock = Clock(gm, context)
     plan = _Plan(nodes)
     sizes = {id(t): clock.bytes_in_flight(t.wait) for t in transfers if t.role != "exchange"}
-    budget = context.prefetch_bytes if context.prefetch_bytes is not None else 2 * max(sizes.values(), default=0)
+    budget = context.prefetch_bytes if context.prefetch_bytes is not None else _two_layers(transfers, sizes)
 
     # Step 1: waits stand before their first use.
     tails = _tails(transfers)
@@ -110,6 +110,16 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     for node in _fill(_sorted(plan), clock):
         output.prepend(node)
     return Outcome(rewritten=len(transfers))
+
+
+def _two_layers(transfers: Sequence[Transfer], sizes: dict[int, int]) -> int:
+    """Room for twice the largest transfer; buckets of gradients are no measure where experts travel too."""
+    found = [sizes[id(t)] for t in transfers if id(t) in sizes]
+    sparse = [
+        sizes[id(t)] for t in transfers
+        if id(t) in sizes and t.start.target is not torch.ops.hecate.average_gradients_start.default
+    ]  # fmt: skip
+    return 2 * max(sparse or found, default=0)
 
 
 def transfers_of(nodes: Iterable[Node]) -> list[Transfer]:

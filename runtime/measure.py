@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
 
     The medians of a few repeats; ranks take the largest of their times, so all get the same rates. What can be
-    hidden behind other work is 0, because collectives do not overlap with compute yet.
+    hidden behind other work is 0 until the first batch is known: see :func:`predict_hidden`.
     """
     side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
     a = torch.ones(side, side, dtype=dtype, device=world.device)
@@ -53,6 +54,25 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
         node_bytes=size * most / between if between else _NO_LINK,
         memory_bytes=2 * size / copy,
     )
+
+
+def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates, world: World) -> Rates:
+    """Add what the schedule can hide to measured rates: the dense compute between two MoE layers, both directions.
+
+    On one machine without a GPU it stays 0: gloo copies with the cores that compute, so nothing is for free.
+
+    Args:
+        tokens: in a step of this rank; the smallest of all ranks counts. All ranks call this together.
+        dense_parameters: elements of the matrices outside the experts, in all layers.
+        layers: MoE layers.
+    """
+    if world.device.type == "cpu" and rates.node_bytes >= _NO_LINK:
+        return rates
+    fewest = torch.tensor(tokens, device=world.control_device)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=world.group)
+    # A multiply and an add for each element and token, once forward and twice backward.
+    operations = 3 * 2 * int(fewest) * dense_parameters / layers
+    return replace(rates, hidden=operations / rates.flops)
 
 
 def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:
