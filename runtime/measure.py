@@ -20,14 +20,23 @@ _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
 # Bytes per second of a link that nobody uses.
 _NO_LINK = 1e15
+_measured: dict[tuple[torch.dtype, Topology, World], Rates] = {}
 
 
 def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
 
-    The medians of a few repeats; ranks take the largest of their times, so all get the same rates. What can be
-    hidden behind other work is 0 until the first batch is known: see :func:`predict_hidden`.
+    Measured once in a process for each dtype, topology and group. The medians of a few repeats; ranks take the
+    largest of their times, so all get the same rates. What can be hidden behind other work is 0 until the first batch
+    is known: see :func:`predict_hidden`.
     """
+    key = dtype, topology, world
+    if key not in _measured:
+        _measured[key] = _measure(dtype, topology, world)
+    return _measured[key]
+
+
+def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
     a = torch.ones(side, side, dtype=dtype, device=world.device)
     memory = torch.zeros(size, dtype=torch.uint8, device=world.device)
