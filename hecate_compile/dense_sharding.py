@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hecate.finder import ExpertsModule
-from hecate.runtime import dense, transport
+from hecate.runtime import transport
 from hecate.runtime.dense import DenseShard, add_dense_shard
 from hecate.runtime.gradients import GradientSync
 
@@ -131,7 +131,7 @@ def _keep_state_dict_full(
             record = _record(module, prefix, key)
             full = gathered.get(record.id)
             if first == (module, key) or full is None or not any(value is full for value in state.values()):
-                (full,) = dense.gather([parameter.detach()], [record])
+                (full,) = torch.ops.hecate.gather_dense([parameter.detach()], [record.id], None)
                 gathered[record.id] = full
             state[prefix + key] = full
 

@@ -5,14 +5,15 @@ A collective ``f(args) -> out`` comes as three operators:
 - ``f(args)``, at once;
 - ``f_start(args, after, note) -> token`` and ``f_wait(token, args) -> out``.
 
-The wait takes the arguments again, so that their memory is not reused while they travel: whatever orders or plans the
-memory of a graph sees that they are still needed. ``after`` holds the token of the collective before, so that
-nothing changes the order either. Data flow is all that Inductor respects (docs/decisions.md).
+A start copies what travels into memory of its own before it returns, so its arguments may be reused at once. (The
+wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two halves a copy
+each.) ``after`` holds the token of the collective before, so that nothing changes the order: data flow is all that
+Inductor respects (docs/decisions.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,11 +58,16 @@ def define(schema: str, kernel: Any, fake: Any) -> torch._ops.OpOverload:
     return getattr(torch.ops.hecate, name).default
 
 
+def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> int:
+    """Start a collective; the number is for :func:`queue.wait`."""
+    return queue.start(prepare(*args), note)
+
+
 def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any, *, role: Role) -> None:
     """Register a collective and its halves.
 
     Args:
-        prepare: what the host does first: it looks up what the operator's arguments mean, and returns the rest.
+        prepare: packs what travels and returns the rest as a job, which must not touch the arguments.
     """
     name, rest = schema.split("(", 1)
     arguments, result = rest.rsplit(") -> ", 1)
@@ -71,7 +77,7 @@ def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any,
 
     def start(*args: Any) -> Tensor:
         *args, _, note = args  # type: ignore[assignment]
-        return torch.tensor([queue.start(prepare(*args), note)])
+        return torch.tensor([begin(prepare, args, note)])
 
     def wait(token: Tensor, *args: Any) -> Any:
         return queue.wait(int(token))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,30 +96,38 @@ def take_reduced(record: DenseShard) -> bool:
     return reduced
 
 
-def gather(shards: Sequence[Tensor], records: Sequence[DenseShard], dtype: torch.dtype | None = None) -> list[Tensor]:
+def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
     """Whole parameters ``[d, ...]`` from everybody's shards ``[c, ...]``, in one all-gather.
 
     Args:
         shards: of one dtype, on one device.
-        records: one for each shard.
         dtype: what to cast to before they travel; None for their own.
-
-    Returns:
-        Contiguous tensors that share no memory.
     """
+    records = [get_dense_shard(id) for id in ids]
     world = records[0].world
-    parts = [shard.reshape(-1).to(dtype or shard.dtype) for shard in shards]
-    everyone = transport.all_gather_even(torch.cat(parts) if len(parts) > 1 else parts[0], world)
-    padded = [everyone.new_empty((world.size, part.numel())) for part in parts] if len(parts) > 1 else [everyone]
-    if len(parts) > 1:
-        torch._foreach_copy_(padded, list(everyone.split([part.numel() for part in parts], dim=1)))
+    sizes = [shard.numel() for shard in shards]
+    mine = torch.cat([shard.reshape(-1) for shard in shards]).to(dtype or shards[0].dtype)
+
+    def run() -> list[Tensor]:
+        everyone = transport.all_gather_even(mine, world)
+        padded = [everyone.new_empty((world.size, size)) for size in sizes]
+        torch._foreach_copy_(padded, list(everyone.split(sizes, dim=1)))
+        return [
+            rows.view(-1, *record.full_shape[1:])[: record.full_shape[0]]
+            for rows, record in zip(padded, records, strict=True)
+        ]
+
+    return Job(world.queue, run)
+
+
+def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
     return [
-        rows.view(-1, *record.full_shape[1:])[: record.full_shape[0]]
-        for rows, record in zip(padded, records, strict=True)
+        shard.new_empty(get_dense_shard(id).full_shape, dtype=dtype or shard.dtype)
+        for shard, id in zip(shards, ids, strict=True)
     ]
 
 
-def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype: torch.dtype) -> list[Tensor]:
+def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
     """Each rank's rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
 
     Gradients travel in ``GradientSync.dtype``, by default their own, and are added up in rank order, in float32 where
@@ -128,13 +135,12 @@ def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype
 
     Args:
         grads: of one dtype, on one device.
-        records: one for each gradient.
         dtype: of the result.
-
-    Returns:
-        Contiguous tensors that share no memory.
     """
+    records = [get_dense_shard(id) for id in ids]
     sync, world = records[0].sync, records[0].world
+    for record in records:
+        record.reduced = True
     travelling = sync.dtype or grads[0].dtype
     sizes = [record.shape.numel() for record in records]
     padded = any(record.full_shape[0] % world.size for record in records)
@@ -146,32 +152,17 @@ def reduce_scatter(grads: Sequence[Tensor], records: Sequence[DenseShard], dtype
         slot[:whole].copy_(flat[: flat.numel() - rest].view(whole, -1))
         if rest:
             slot[whole, :rest].copy_(flat[flat.numel() - rest :])
-    one_each = [1] * world.size
-    received = transport.all_to_all(send, one_each, one_each, world)
-    total = received[0].to(torch.promote_types(travelling, torch.float32), copy=True)
-    for rank in range(1, world.size):
-        total += received[rank]
-    means = torch._foreach_div(total.split(sizes), world.size)
-    return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
 
+    def run() -> list[Tensor]:
+        one_each = [1] * world.size
+        received = transport.all_to_all(send, one_each, one_each, world)
+        total = received[0].to(torch.promote_types(travelling, torch.float32), copy=True)
+        for rank in range(1, world.size):
+            total += received[rank]
+        means = torch._foreach_div(total.split(sizes), world.size)
+        return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
 
-def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
-    records = [get_dense_shard(id) for id in ids]
-    return Job(records[0].world.queue, partial(gather, shards, records, dtype))
-
-
-def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
-    return [
-        shard.new_empty(get_dense_shard(id).full_shape, dtype=dtype or shard.dtype)
-        for shard, id in zip(shards, ids, strict=True)
-    ]
-
-
-def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
-    records = [get_dense_shard(id) for id in ids]
-    for record in records:
-        record.reduced = True
-    return Job(records[0].world.queue, partial(reduce_scatter, grads, records, dtype))
+    return Job(world.queue, run)
 
 
 def _reduce_scatter_dense_fake(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

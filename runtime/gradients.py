@@ -88,8 +88,10 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
     for record in records:
         record.averaged = True
     if not sync.enabled:
-        return Job(sync.world.queue, lambda: [grad.clone() for grad in grads])
-    dtype = sync.dtype or grads[0].dtype
+        local = [grad.clone() for grad in grads]
+        return Job(sync.world.queue, lambda: local)
+    own_dtype = grads[0].dtype
+    dtype = sync.dtype or own_dtype
     buffer = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
     parts = [
         part.view(grad.shape)
@@ -107,9 +109,7 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
         if sync.world.group is not None:
             dist.all_reduce(buffer, group=sync.world.group)
         buffer.div_(sync.world.size)
-        if dtype == grads[0].dtype:
-            return parts
-        return [part.to(grads[0].dtype) for part in parts]
+        return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
 
     return Job(sync.world.queue, run)
 

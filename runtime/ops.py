@@ -49,8 +49,9 @@ _lib = torch.library.Library("hecate", "FRAGMENT")
 
 
 def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
-    record = get_layer(layer)
-    return Job(record.world.queue, lambda: transport.gather_shards(shard, record.owners, record.world))
+    world, owners = get_layer(layer).world, get_layer(layer).owners
+    own = shard.clone(memory_format=torch.contiguous_format)
+    return Job(world.queue, lambda: transport.gather_shards(own, owners, world))
 
 
 def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
@@ -59,11 +60,8 @@ def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
 
 def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
     world, owners = get_layer(layer).world, get_layer(layer).owners
-
-    def run() -> Tensor:
-        return transport.reduce_scatter_shards(grad.contiguous(), owners, world).div_(world.size)
-
-    return Job(world.queue, run)
+    own = grad.clone(memory_format=torch.contiguous_format)
+    return Job(world.queue, lambda: transport.reduce_scatter_shards(own, owners, world).div_(world.size))
 
 
 def _reduce_scatter_experts_fake(grad: Tensor, owned: int, layer: int) -> Tensor:
@@ -124,7 +122,8 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tenso
     record = get_layer(layer)
     used = record.placer.find(record, placement)
     stages = record.placer.transfers(record, used)
-    return Job(record.world.queue, lambda: sparse_collectives.gather(shards, used, stages, record))
+    slots_of_rank = sparse_collectives.own_slots(shards, used, record)
+    return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
 
 
 def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
@@ -140,7 +139,9 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
     stages = record.placer.transfers(record, used)
-    return Job(record.world.queue, lambda: sparse_collectives.scatter(grads, used, stages, record))
+    totals = sparse_collectives.totals_of(grads, used)
+    dtypes = [grad.dtype for grad in grads]
+    return Job(record.world.queue, lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record))
 
 
 def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
@@ -153,7 +154,9 @@ def _top_up(
     record = get_layer(layer)
     old, new = record.placer.find(record, before), record.placer.find(record, after)
     stages = record.placer.transfers(record, new)
-    return Job(record.world.queue, lambda: sparse_collectives.top_up(shards, have, old, new, stages, record))
+    slots_of_rank = sparse_collectives.own_slots(shards, new, record)
+    sparse_collectives.take_over(slots_of_rank, have, old, record)
+    return Job(record.world.queue, lambda: sparse_collectives.top_up(slots_of_rank, old, stages, record))
 
 
 def _top_up_fake(
@@ -291,10 +294,10 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     send, receive = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
     record.row_bytes = rows.shape[1:].numel() * rows.element_size()
+    leaving, order = rows.index_select(0, send_index), receive_index.clone()
 
     def run() -> Tensor:
-        arrived = transport.all_to_all(rows.index_select(0, send_index), send, receive, record.world)
-        return arrived.index_select(0, receive_index)
+        return transport.all_to_all(leaving, send, receive, record.world).index_select(0, order)
 
     return Job(record.world.queue, run)
 
@@ -309,15 +312,15 @@ def _exchange_back(
     record = get_layer(layer)
     receive, send = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
+    by_source = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, receive_index, rows)
+    order = send_index.clone()
 
     def run() -> Tensor:
-        by_source = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        by_source.index_copy_(0, receive_index, rows)
         returned = transport.all_to_all(by_source, send, receive, record.world)
         # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
         complete = returned.shape[0] == num_rows
-        out = torch.empty_like(returned) if complete else rows.new_zeros((num_rows, *rows.shape[1:]))
-        return out.index_copy_(0, send_index, returned)
+        out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))
+        return out.index_copy_(0, order, returned)
 
     return Job(record.world.queue, run, meanwhile=lambda: record.placer.plan_ahead(record))
 

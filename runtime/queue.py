@@ -30,7 +30,7 @@ class Job:
 
     Attributes:
         queue: where it runs.
-        run: packs, communicates and unpacks; touches nothing but its tensors. Returns fresh tensors.
+        run: communicates and unpacks; touches nothing but its own tensors. Returns fresh tensors.
         meanwhile: work for the host while it runs.
         finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
     """

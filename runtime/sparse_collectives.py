@@ -23,31 +23,48 @@ from hecate.runtime.routing import slots_of
 Stages = tuple[Stage, Stage]
 
 
-def gather(shards: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
-    """This rank's slots ``[S, ...]`` from the shards ``[E_r, ...]``, one for each tensor of the layer.
+@dataclass(frozen=True)
+class Slots:
+    """This rank's slots while they are being filled.
 
-    A rank's own experts are copied into their slots.
+    Attributes:
+        experts: which expert is in each slot, int64 ``[S]``.
+        tensors: ``[S, ...]``, one for each tensor of the layer.
     """
-    slots, outs = _own_slots(shards, placement, layer)
-    for stage in stages:
-        _forward(outs, slots, stage, layer)
-    return outs
+
+    experts: Ints
+    tensors: list[Tensor]
 
 
-def top_up(
-    shards: Sequence[Tensor],
-    have: Sequence[Tensor],
-    before: Placement,
-    after: Placement,
-    stages: Stages,
-    layer: Layer,
-) -> list[Tensor]:
-    """The slots of ``after``, a superset of ``before``, whose slots ``have`` are here already."""
+def own_slots(shards: Sequence[Tensor], placement: Placement, layer: Layer) -> Slots:
+    """New slots ``[S, ...]`` with copies of the rank's own experts ``[E_r, ...]``; the rest is not written yet."""
     rank = layer.world.rank
-    slots, outs = _own_slots(shards, after, layer)
-    there = torch.from_numpy(_places(slots, slots_of(before, rank), before.owners.num_experts))
-    for out, tensor in zip(outs, have, strict=True):
+    experts = slots_of(placement, rank)
+    start = int(np.searchsorted(placement.owner_array[experts], rank))
+    outs = []
+    for shard in shards:
+        out = shard.new_empty((len(experts), *shard.shape[1:]))
+        out[start : start + len(shard)] = shard
+        outs.append(out)
+    return Slots(experts, outs)
+
+
+def gather(slots: Slots, stages: Stages, layer: Layer) -> list[Tensor]:
+    """Fill the slots of replicas: SparseAllGather."""
+    for stage in stages:
+        _forward(slots, stage, layer)
+    return slots.tensors
+
+
+def take_over(slots: Slots, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
+    """Copy what an earlier, smaller placement had in its slots ``have``."""
+    there = torch.from_numpy(_places(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts))
+    for out, tensor in zip(slots.tensors, have, strict=True):
         out.index_copy_(0, there.to(out.device), tensor)
+
+
+def top_up(slots: Slots, before: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
+    """:func:`gather` of what the placement ``before`` did not have."""
     held = before.matrix > 0
     for stage in stages:
         # A rank that passes an expert on has it by then: from before, or from the first stage.
@@ -55,39 +72,38 @@ def top_up(
         rest = Stage(
             experts=stage.experts[missing], sources=stage.sources[missing], destinations=stage.destinations[missing]
         )
-        _forward(outs, slots, rest, layer)
-    return outs
+        _forward(slots, rest, layer)
+    return slots.tensors
 
 
-def scatter(grads: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
-    """The mean over ranks of the slots' gradients ``[S, ...]``, at the owners: ``[E_r, ...]``.
+def totals_of(grads: Sequence[Tensor], placement: Placement) -> list[Tensor]:
+    """Copies of the slots' gradients ``[S, ...]`` to add up in: float32 for narrower dtypes, if there is to add."""
+    wide = placement.num_replicas > 0
+    return [
+        grad.to(_sum_dtype(grad.dtype) if wide else grad.dtype, copy=True, memory_format=torch.contiguous_format)
+        for grad in grads
+    ]
+
+
+def scatter(
+    totals: list[Tensor], dtypes: Sequence[torch.dtype], placement: Placement, stages: Stages, layer: Layer
+) -> list[Tensor]:
+    """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...]``. SparseReduceScatter.
 
     A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Sums are
-    in float32 for narrower dtypes, and travel in the dtype of the gradient. So one placement has one order of sums.
+    in the dtype of ``totals``, and travel in the dtype of the gradient. So one placement has one order of sums.
+
+    Args:
+        totals: from :func:`totals_of`; overwritten.
+        dtypes: of the gradients.
     """
     rank, world_size = layer.world.rank, layer.world.size
     slots = slots_of(placement, rank)
     start = int(np.searchsorted(placement.owner_array[slots], rank))
     end = start + placement.owners.counts[rank]
-    if placement.num_replicas == 0:
-        return [grad[start:end].contiguous() / world_size for grad in grads]
-    totals = [grad.to(_sum_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format) for grad in grads]
-    dtypes = [grad.dtype for grad in grads]
     for stage in reversed(stages):
-        _backward(totals, dtypes, slots, stage, layer)
+        _backward(totals, list(dtypes), slots, stage, layer)
     return [(total[start:end] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
-
-
-def _own_slots(shards: Sequence[Tensor], placement: Placement, layer: Layer) -> tuple[Ints, list[Tensor]]:
-    rank = layer.world.rank
-    slots = slots_of(placement, rank)
-    start = int(np.searchsorted(placement.owner_array[slots], rank))
-    outs = []
-    for shard in shards:
-        out = shard.new_empty((len(slots), *shard.shape[1:]))
-        out[start : start + len(shard)] = shard
-        outs.append(out)
-    return slots, outs
 
 
 def _places(slots: Ints, experts: Ints, num_experts: int) -> Ints:
@@ -123,13 +139,13 @@ def _traffic(slots: Ints, stage: Stage, layer: Layer) -> _Traffic:
     )
 
 
-def _forward(outs: list[Tensor], slots: Ints, stage: Stage, layer: Layer) -> None:
-    """Send experts on: from slots of ``outs`` into slots of ``outs`` on other ranks."""
+def _forward(slots: Slots, stage: Stage, layer: Layer) -> None:
+    """Send experts on: from slots of this rank into slots of others."""
     if len(stage.experts) == 0:
         return
-    traffic = _traffic(slots, stage, layer)
-    for group in _by_dtype([out.dtype for out in outs]):
-        tensors = [outs[index] for index in group]
+    traffic = _traffic(slots.experts, stage, layer)
+    for group in _by_dtype([tensor.dtype for tensor in slots.tensors]):
+        tensors = [slots.tensors[index] for index in group]
         received = _exchange(tensors, traffic.leave, traffic.send, traffic.receive, layer)
         arrive = torch.from_numpy(traffic.arrive).to(received.device)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):

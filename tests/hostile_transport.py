@@ -1,84 +1,90 @@
-"""A transport that makes races visible: collectives run late, and what the graph has let go of turns into NaN.
+"""A transport that makes races visible: collectives run late, and memory that was let go of turns into NaN.
 
-A collective reads its tensors some time after it was started. Between start and wait the graph must keep them: a
-tensor that only the collective itself still holds by then might have been overwritten, so it is.
+A start may let go of its arguments when it returns: a compiler may reuse their memory at once. So it gets copies of
+them, which are overwritten as soon as it returns. What a collective sends from is let go of when it has run, and
+overwritten then.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hecate.runtime import queue
-from hecate.runtime.queue import CollectiveQueue, Job
+from hecate.runtime import define, queue
+from hecate.runtime.queue import Job
 
 
 class Hostile:
     """Counts what it did.
 
     Attributes:
-        delayed: collectives that ran late.
-        poisoned: tensors that nobody kept for them.
+        late: collectives that ran after a delay.
+        poisoned: tensors that were overwritten.
     """
 
-    def __init__(self) -> None:
-        self.delayed = self.poisoned = 0
+    def __init__(self, *, reads_late: bool = False) -> None:
+        self.late = self.poisoned = 0
+        self._reads_late = reads_late
         self._random = random.Random(0)
 
-    def wrap(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def begin(self, prepare: Callable[..., Job], args: Sequence[Any], note: str) -> int:
+        copies = tree_map(lambda value: value.clone() if _is_floating(value) else value, list(args))
+        if self._reads_late:
+            prepare = _reading_late(prepare)
+        job = prepare(*copies)
+        number = queue.start(Job(job.queue, self._late(job.run), job.meanwhile, job.finish), note)
+        self._poison(copies)
+        return number
+
+    def _late(self, run: Callable[[], Any]) -> Callable[[], Any]:
         def late() -> Any:
-            time.sleep(self._random.uniform(0.0, 0.004))
-            self.delayed += 1
-            for holder in _holders(run):
-                for index in range(len(holder)):
-                    if _held_by_nobody_else(holder, index):
-                        holder[index].fill_(float("nan"))
-                        self.poisoned += 1
-            return run()
+            time.sleep(self._random.uniform(0.001, 0.004))
+            result = run()
+            kept = {tensor.untyped_storage()._cdata for tensor in tree_leaves(result)}
+            own = [cell.cell_contents for cell in run.__closure__ or ()]
+            self._poison([t for t in _floating(own) if t.untyped_storage()._cdata not in kept])
+            self.late += 1
+            return result
 
         return late
 
-
-def _holders(run: Callable[[], Any]) -> list[list[Any]]:
-    """The floating-point tensors in a job's closure, as lists with one reference each, without its own memory."""
-    found = []
-    if isinstance(run, partial):
-        contents = list(run.args)
-    else:
-        cells = zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)
-        contents = [cell.cell_contents for name, cell in cells if name not in ("buffer", "parts")]
-    for content in contents:
-        if isinstance(content, torch.Tensor):
-            found.append([content])
-        elif isinstance(content, (list, tuple)) and content and isinstance(content[0], torch.Tensor):
-            found.append(list(content))
-    del content, contents
-    return [[t for t in tensors if t.is_floating_point()] for tensors in found]
+    def _poison(self, values: Any) -> None:
+        for tensor in _floating(values):
+            tensor.fill_(float("nan"))
+            self.poisoned += 1
 
 
-def _held_by_nobody_else(holder: list[Any], index: int) -> bool:
-    # References: the closure (or the list in it), our list, getrefcount's argument; in C++ its Python object.
-    return sys.getrefcount(holder[index]) <= 3 and holder[index]._use_count() <= 1
+def _reading_late(prepare: Callable[..., Job]) -> Callable[..., Job]:
+    """A planted fault: a collective that reads its arguments when it runs."""
+
+    def late(*args: Any) -> Job:
+        job = prepare(*args)
+        return Job(job.queue, lambda: prepare(*args).run(), job.meanwhile, job.finish)
+
+    return late
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if _is_floating(value)]
 
 
 @contextmanager
-def hostile() -> Iterator[Hostile]:
-    """Make the queues of this process hostile."""
-    state, original = Hostile(), CollectiveQueue.submit
-
-    def submit(self: CollectiveQueue, job: Job, note: str) -> Any:
-        return original(self, Job(job.queue, state.wrap(job.run), job.meanwhile, job.finish), note)
-
-    CollectiveQueue.submit = submit  # type: ignore[method-assign]
+def hostile(*, reads_late: bool = False) -> Iterator[Hostile]:
+    """Make all collectives that graphs split hostile; ``reads_late`` plants a fault."""
+    state, original = Hostile(reads_late=reads_late), define.begin
+    define.begin = state.begin
     try:
         yield state
     finally:
-        CollectiveQueue.submit = original  # type: ignore[method-assign]
+        define.begin = original
         assert not queue._pending, "a graph ended with collectives on their way"

@@ -22,7 +22,7 @@ def train(
     backend: str = "aot_eager",
     checkpointed: bool = False,
     race: bool = True,
-    early_reuse: bool = False,
+    reads_late: bool = False,
     steps: int = 3,
     policy: str = "anything",
     **options: Any,
@@ -39,10 +39,7 @@ def train(
         reference.train()
     chosen: Any = Anything() if policy == "anything" else policy
     hecate.compile(model, hecate.Config(backend=backend, policy=chosen, **options))
-    with (
-        hostile() if race else contextlib.nullcontext() as transport,
-        _early_reuse() if early_reuse else contextlib.nullcontext(),
-    ):
+    with hostile(reads_late=reads_late) if race else contextlib.nullcontext() as transport:
         errors = [step_and_compare(model, reference, batch(step)) for step in range(steps)]
     notes = [(span.operator, span.subject) for span in hecate.explain(model).spans]
     return {
@@ -51,32 +48,9 @@ def train(
         "worst": max(errors, key=lambda e: e.gradient).worst,
         "graphs": len(hecate.explain(model).graphs),
         "notes": notes,
-        "delayed": transport.delayed if transport else 0,
+        "late": transport.late if transport else 0,
         "poisoned": transport.poisoned if transport else 0,
     }
-
-
-@contextlib.contextmanager
-def _early_reuse() -> Any:
-    """Plant a fault: waits let go of the rows that are on their way."""
-    import hecate.lowering as lowering
-
-    def forget_rows(gm: Any, context: Any) -> Any:
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        anything = next(node for node in inputs if isinstance(node.meta["val"], torch.Tensor))
-        for node in gm.graph.nodes:
-            if node.target is torch.ops.hecate.exchange_wait.default:
-                node.update_arg(1, anything)
-        return hecate_passes.Outcome()
-
-    import hecate.passes as hecate_passes
-
-    original = lowering.FINAL_PASSES
-    lowering.FINAL_PASSES = (*original, forget_rows)
-    try:
-        yield
-    finally:
-        lowering.FINAL_PASSES = original
 
 
 COMBINATIONS = [
@@ -95,8 +69,8 @@ def check(result: dict[str, Any], combination: dict[str, Any]) -> None:
     assert result["loss"] < 1e-5, combination
     assert result["gradient"] < 1e-5, (combination, result["worst"])
     assert result["graphs"] == 1
-    assert result["delayed"] >= len(result["notes"]) > 0
-    assert result["poisoned"] == 0
+    assert result["late"] >= len(result["notes"]) > 0
+    assert result["poisoned"] > result["late"]
     # Two layers: rows travel twice in the forward and twice in the backward, also if layers are checkpointed.
     operators = [operator for operator, _ in result["notes"]]
     assert operators.count("exchange") == operators.count("exchange_back") == 4
@@ -132,9 +106,7 @@ def test_late_collectives_change_nothing_under_inductor() -> None:
 
 
 @pytest.mark.distributed
-def test_a_buffer_that_is_let_go_too_early_is_noticed() -> None:
-    """The hostile transport itself: with a planted fault the numbers are wrong."""
-    ranks = run_ranks(f"{_HERE}:train", 2, early_reuse=True, steps=1)
-    for result in ranks:
-        assert result["poisoned"] > 0
+def test_a_collective_that_reads_a_reused_buffer_is_noticed() -> None:
+    """The hostile transport itself: a planted fault makes the numbers wrong."""
+    for result in run_ranks(f"{_HERE}:train", 2, reads_late=True, steps=1):
         assert not result["gradient"] < 1e-5

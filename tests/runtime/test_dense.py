@@ -9,9 +9,7 @@ from hecate.runtime import transport
 from hecate.runtime.dense import (
     DenseShard,
     add_dense_shard,
-    gather,
     get_dense_shard,
-    reduce_scatter,
     take_reduced,
 )
 from hecate.runtime.gradients import GradientSync
@@ -51,7 +49,7 @@ def test_gather_gives_whole_contiguous_parameters(count: int) -> None:
             records = _records(world)[start : start + count]
             full = _full()[start : start + count]
             shards = [record.slice(value) for record, value in zip(records, full, strict=True)]
-            found = gather(shards, records)
+            found = torch.ops.hecate.gather_dense(shards, [record.id for record in records], None)
             for value, expected in zip(found, full, strict=True):
                 assert torch.equal(value, expected)
                 assert value.is_contiguous()
@@ -90,7 +88,9 @@ def test_one_collective_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(world: World) -> None:
         records = _records(world)
         shards = [record.slice(value) for record, value in zip(records, _full(), strict=True)]
-        reduce_scatter(gather(shards, records), records, torch.float32)
+        ids = [record.id for record in records]
+        whole = torch.ops.hecate.gather_dense(shards, ids, None)
+        torch.ops.hecate.reduce_scatter_dense(whole, ids, torch.float32)
 
     on_threads(check)
     assert sorted(calls) == ["all_gather_even"] * 3 + ["all_to_all"] * 3
@@ -116,7 +116,7 @@ def test_reduce_dtype_is_what_travels() -> None:
     def check(world: World) -> None:
         (record,) = _records(world, dtype=torch.bfloat16)[:1]
         grad = torch.full(SHAPES[0], 3 * (1 + 2.0**-12))
-        (mean,) = reduce_scatter([grad], [record], torch.float32)
+        (mean,) = torch.ops.hecate.reduce_scatter_dense([grad], [record.id], torch.float32)
         assert torch.equal(mean, torch.full((2, 2), 3.0))
 
     on_threads(check)
