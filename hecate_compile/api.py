@@ -155,7 +155,7 @@ def explain(model: nn.Module) -> Explanation:
         policy += f", {rates}"
     return Explanation(
         world=state.world, policy=policy, experts=state.experts, passed=state.passed, layers=state.layers,
-        graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans),
+        graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans), disabled=state.backend.disabled,
     )  # fmt: skip
 
 
@@ -352,7 +352,7 @@ def _around_forward(
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         resharder.before_forward()
         placer.learning = torch.is_grad_enabled()
-        backend.world.queue.spans.clear()
+        backend.world.queue.begin_step()
         forward.running = True
         mode = torch.is_grad_enabled()
         backend.comparing = mode not in compared

@@ -139,10 +139,18 @@ class Backend:
 
 
 def _tokens(gm: GraphModule) -> int:
-    """Rows of the batch: the two leading sizes of the largest input that is no parameter."""
-    found = [0]
+    """Rows of the batch: the two leading sizes of the largest input of ids, or of what else is no parameter."""
+    ids, others = [0], [0]
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and not same_on_all_ranks(node):
-            found.append(math.prod(int(size) for size in value.shape[:2] if isinstance(size, int)))
-    return max(found)
+            count = math.prod(_hint(size) for size in value.shape[:2])
+            (others if value.is_floating_point() else ids).append(count)
+    return max(ids) or max(others)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size, or what it was in the first batch."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1

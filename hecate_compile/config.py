@@ -79,8 +79,11 @@ class Config:
             value = getattr(self, name)
             if name == "prefetch_bytes" and value is None:
                 continue
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
+        for name in ("calibrate", "rematerialize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")
         for name, kind in (("topology", Topology), ("rates", Rates)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):

@@ -21,6 +21,7 @@ from hecate.passes.label import describe, starts_of
 from hecate.passes.runner import GraphDump, run_passes
 
 Compiled = Callable[..., Any]
+_NO_RATES = PassContext(world_size=1).rates
 
 
 def lower(
@@ -77,7 +78,7 @@ def _aot_eager(gm: GraphModule, inputs: list[Any], run: Run) -> Compiled:
     compiled: Compiled = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
+        inference_compiler=compiler("forward"),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
@@ -92,8 +93,8 @@ def _inductor(
     if context.world_size == 1:
         alone: Any = compile_fx(gm, inputs)
         return cast(Compiled, alone)
-    # Predictions are left out: they are measured anew in every run, and no rank's order depends on them.
-    identity = repr((context.layer_names, context.rematerialize, context.prefetch_bytes, disabled))
+    # Rates are left out: they are measured anew in every run, and no rank's order depends on them.
+    identity = repr(replace(context, rates=_NO_RATES, guesses={})) + repr(disabled)
     patches: dict[str, Any] = {
         # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
         "reorder_for_peak_memory": False,

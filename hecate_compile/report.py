@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hecate.backend import GraphRecord
 from hecate.finder import ExpertsModule, Passed
-from hecate.passes import PASSES, Skip, summary_of
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Skip, summary_of
 from hecate.passes.label import describe
 from hecate.runtime import transport
 from hecate.runtime.layer import Layer
@@ -39,6 +39,7 @@ class Explanation:
         layers: the runtime records, with the owners.
         graphs: one record per compiled graph; empty before the first forward.
         spans: the collectives of the last forward and its backward, in the order of their starts.
+        disabled: passes that are switched off.
     """
 
     world: World
@@ -48,6 +49,7 @@ class Explanation:
     layers: tuple[Layer, ...]
     graphs: tuple[GraphRecord, ...]
     spans: tuple[Span, ...] = ()
+    disabled: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -72,6 +74,9 @@ class Explanation:
                 count = str(record.rewritten) if record.enabled else "off"
                 table.add_row(str(index), record.name, summary_of(function), count, f"{record.seconds * 1e3:.0f}")
             parts.append(table)
+        if self.world.size > 1 and self.graphs:
+            later = [function.__name__ for function in (*JOINT_PASSES, *FINAL_PASSES)]
+            parts.append("after autograd: " + ", ".join(f"{n} (off)" if n in self.disabled else n for n in later))
         if self.spans:
             parts.append("schedule of the last step: predicted ms behind ms of compute (measured)")
             parts += describe(self.spans, measured=True)

@@ -27,4 +27,5 @@ def write_timeline(spans: Iterable[Span], path: str | os.PathLike[str], rank: in
             events.append(
                 {"ph": "X", "name": name, "pid": rank, "tid": line, "ts": start * 1e6, "dur": seconds * 1e6}
             )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"traceEvents": events}))

@@ -21,7 +21,7 @@ class PassContext:
         world_size: W.
         replicates: the policy may hold experts on ranks that do not own them.
         calibrates: it may do so once more after the gate.
-        part: "forward", "backward", or "inference", once autograd has parted them.
+        part: "forward" or "backward", once autograd has parted them.
         layer_names: layer id -> name of the experts module, for messages.
         rematerialize: gather experts again in the backward.
         prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.contract import PassContext
 from hecate.passes.nodes import calls, fake_mode_of, is_getitem, is_view
+from hecate.runtime.define import STARTS, WAITS
 from hecate.runtime.layer import get_layer
 
 
@@ -102,35 +103,45 @@ class Clock:
 
     def seconds(self, node: Node) -> float:
         """Compute time of one node: its operations or its bytes, whichever takes longer."""
+        if node.target in STARTS or node.target in WAITS:
+            return 0.0
         rates = self.context.rates
         operations, moved = flops(node), traffic(node)
         return max(self.number(operations) / rates.flops, self.number(moved) / rates.memory_bytes)
 
-    def transfer_seconds(self, node: Node) -> float:
+    def transfer_seconds(self, start: Node, wait: Node) -> float:
         """How long a collective takes with nothing else on the link."""
         rates, context = self.context.rates, self.context
         link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
-        name, size = _name(node), self.number(bytes_of([_value(n) for n in _payload(node)]))
+        name, size = _name(start), self.number(bytes_of([_value(n) for n in _payload(start)]))
         others = (context.world_size - 1) / context.world_size
-        if name in ("sparse_all_gather", "sparse_reduce_scatter", "top_up"):
-            return size * min(1.0, context.slots / max(1, context.owned)) / link
+        if name in ("sparse_all_gather", "top_up"):
+            return size * context.slots / max(1, context.owned) / link
+        if name == "sparse_reduce_scatter":
+            return size * context.slots / (context.owned + context.slots) / link
         if name in ("gather_experts", "gather_dense"):
-            return size * (context.world_size - 1) / link
+            return self.number(bytes_of(_value(wait))) * others / link
         return size * others * (2 if name == "average_gradients" else 1) / link
 
-    def bytes_in_flight(self, node: Node) -> int:
-        """Memory that a collective holds between start and wait: what it sends, and what arrives."""
-        return self.number(bytes_of([_value(n) for n in _payload(node)]) + bytes_of(_value(node)))
+    def bytes_in_flight(self, start: Node, wait: Node) -> int:
+        """Memory that a transfer of parameters or gradients holds: what it sends, and what arrives.
+
+        The same on every rank: sizes that depend on data, slots and shards, count as all slots of a rank.
+        """
+        size = bytes_of([_value(n) for n in _payload(start)]) + bytes_of(_value(wait))
+        most = self.context.owned + self.context.slots
+        return int(size.subs(dict.fromkeys(size.free_symbols, most)))
 
 
-def _payload(node: Node) -> list[Node]:
-    """The floating-point tensors of a collective."""
-    return [n for n in node.all_input_nodes if _is_tensor(_value(n)) and _value(n).is_floating_point()]
+def _payload(start: Node) -> list[Node]:
+    """What travels: the rows, or the list of parameters or gradients that comes first."""
+    first = start.args[0]
+    return list(first) if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item, arg-type]
 
 
 def _name(node: Node) -> str:
     name: str = node.target.name().split("::")[1]  # type: ignore[union-attr]
-    return name.removesuffix("_wait").removesuffix("_start")
+    return name.removesuffix("_start")
 
 
 def _value(node: Any) -> Any:

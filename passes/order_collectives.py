@@ -32,7 +32,7 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     for transfer in transfers:
         *args, _, _ = transfer.start.args
         behind = seconds[place[transfer.wait]] - seconds[place[transfer.start]]
-        note = label(transfer.start, context, clock.transfer_seconds(transfer.wait), behind)
+        note = label(transfer.start, context, clock.transfer_seconds(transfer.start, transfer.wait), behind)
         transfer.start.args = (*args, [before] if before is not None else [], note)
         before = transfer.start
     return Outcome(rewritten=len(transfers))

@@ -21,7 +21,7 @@ from hecate.passes.verify import verify
 log = logging.getLogger("hecate")
 
 # Files sort in run order: Dynamo's graph, then these.
-_PARTS = {"": "", "joint": "a-", "forward": "b-", "inference": "b-", "backward": "c-"}
+_PARTS = {"": "", "joint": "a-", "forward": "b-", "backward": "c-"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 Needs    collectives split into start and wait.
 Changes  the order of nodes, by four rules:
          1. Parameters are gathered ahead. A gap is where the link is free: between the last exchange of one MoE layer
-            and the first of the next (attention, norms, gate). A gather starts with the last gap of which at least
-            half of the matmuls come before its first use.
+            and the first of the next (attention, norms, gate). Experts come with the gap before their layer, sharded
+            dense parameters a gap before the one that they are used in.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
@@ -89,10 +89,12 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
         return Outcome()
     clock = Clock(gm, context)
     plan = _Plan(nodes)
-    sizes = {id(t): clock.bytes_in_flight(t.wait) for t in transfers if t.role != "exchange"}
+    sizes = {id(t): clock.bytes_in_flight(t.start, t.wait) for t in transfers if t.role != "exchange"}
     budget = context.prefetch_bytes if context.prefetch_bytes is not None else _two_layers(transfers, sizes)
 
-    # Step 1: waits stand before their first use.
+    # Step 1: waits stand before their first use. Without room for anything on its way, only exchanges move.
+    if budget == 0:
+        transfers = [t for t in transfers if t.role == "exchange"]
     tails = _tails(transfers)
     for transfer in transfers:
         if transfer.role != "reduce" or transfer.wait not in tails:
@@ -168,30 +170,37 @@ def _gather_ahead(
     gathers: Sequence[Transfer], gaps: Sequence[_Gap], plan: _Plan, sizes: dict[int, int], budget: int
 ) -> None:
     """Rule 1."""
-    heavy = sorted(plan.key[node] for node in plan.nodes if _is_heavy(node))
     flying: list[tuple[float, float, int]] = []
+    uses: list[float] = []
     for turn, transfer in enumerate(sorted(gathers, key=lambda t: plan.key[t.wait])):
         needs = _closure(transfer.start)
-        if any(node.target in WAITS or _is_heavy(node) for node in needs):
-            continue
         use, size = plan.key[transfer.wait], sizes[id(transfer)]
-        begins = [gap.begin for gap in gaps if _hides(gap, use, heavy)]
-        begin = begins[-1] if begins else -1.0
-        together = sum(other for start, end, other in flying if start < use and end > begin)
-        if together + size > budget:
-            continue
+        begin = use
+        if not any(node.target in WAITS or _is_heavy(node) for node in needs):
+            # Where the memory is there: with the gap, or when an earlier one has been used.
+            wanted = _begin(transfer, gaps, use)
+            for candidate in sorted({wanted, *(other for other in uses if wanted < other < use)}):
+                together = sum(other for start, end, other in flying if start < use and end > candidate)
+                if together + size <= budget:
+                    begin = candidate
+                    break
         flying.append((begin, use, size))
+        uses.append(use)
         key = begin + 0.001 * (turn + 1)
-        if key < plan.key[transfer.start]:
+        if begin < use and key < plan.key[transfer.start]:
             plan.key[transfer.start] = key
             for node in needs:
                 plan.key[node] = min(plan.key[node], key - 0.0005)
 
 
-def _hides(gap: _Gap, use: float, heavy: Sequence[float]) -> bool:
-    """Whether at least half of a gap's matmuls come before ``use``."""
-    inside = [key for key in heavy if gap.begin < key < gap.end]
-    return 0 < len(inside) <= 2 * sum(key < use for key in inside)
+def _begin(transfer: Transfer, gaps: Sequence[_Gap], use: float) -> float:
+    """Where a gather should start: experts with the gap before their layer, dense parameters a gap earlier.
+
+    A layer's dense parameters are used at the beginning of its gap, where nothing would hide them.
+    """
+    before = [gap.begin for gap in gaps if gap.begin < use]
+    ahead = 2 if transfer.start.target is torch.ops.hecate.gather_dense_start.default else 1
+    return before[-ahead] if len(before) >= ahead else -1.0
 
 
 def _closure(node: Node) -> set[Node]:
@@ -256,7 +265,7 @@ def _fill(order: list[Node], clock: Clock) -> list[Node]:
         place = {node: index for index, node in enumerate(order)}
         at = place[transfer.wait]
         inside = order[place[transfer.start] + 1 : at]
-        left = clock.transfer_seconds(transfer.wait) - sum(map(clock.seconds, inside))
+        left = clock.transfer_seconds(transfer.start, transfer.wait) - sum(map(clock.seconds, inside))
         blocked = {transfer.wait}
         moved: list[Node] = []
         starts = 0
@@ -266,8 +275,11 @@ def _fill(order: list[Node], clock: Clock) -> list[Node]:
                 break
             if node.target in STARTS or node.target in WAITS or any(n in blocked for n in node.all_input_nodes):
                 blocked.add(node)
-            elif _is_heavy(node) and torch.Tag.nondeterministic_seeded not in _tags(node):
+            elif _is_heavy(node):
                 chain = sorted(_needed_after(node, at, place, moved), key=place.__getitem__)
+                # Random numbers keep their order.
+                if any(torch.Tag.nondeterministic_seeded in _tags(n) for n in chain):
+                    continue
                 needed = sum(map(clock.seconds, chain))
                 # What is much longer than the transfer may fit a later one better.
                 if needed > 2 * left:

@@ -31,6 +31,8 @@ def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
     """
     if world.group is None:
         return
+    # What is said here must not meet what graphs have on its way.
+    world.queue.drain()
     text = "\n".join(lines).encode()
     digests = _gather(hashlib.sha256(text).digest(), 32, world)
     if all(digest == digests[0] for digest in digests):

@@ -226,9 +226,11 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     signed = torch.cat([counts, counts.new_full((1,), placer.signature)])
 
     def run() -> Tensor:
-        return transport.all_gather_even(signed.to(world.control_device), world).cpu()
+        return transport.all_gather_even(signed.to(world.control_device), world)
 
     def finish(gathered: Tensor) -> Tensor:
+        # Here and not above: it waits for the device, which must not keep what comes next from being started.
+        gathered = gathered.cpu()
         placer.check(gathered[:, -1])
         record.counts = gathered[:, :-1].contiguous()
         record.bytes_sent = 0

@@ -6,7 +6,7 @@ A collective is a :class:`Job`. Where graphs start it and wait for it in two pla
 - NCCL: on a stream of the queue, started by the thread that computes.
 
 One queue is one order, and graphs start their collectives in the same order on every rank, so no two ranks wait for
-different ones. A collective that nobody split runs in the queue too, behind what is on its way.
+different ones. A collective that nobody split runs behind what is on its way: on the thread, or launched after it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class _Pending:
 
     job: Job | None
     span: Span
+    queue: CollectiveQueue
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
@@ -113,10 +114,10 @@ class _Pending:
             job.meanwhile()
         # It ends: the thread runs jobs in order, and each ends with its collective or that one's timeout.
         self.done.wait()
+        result, self.result, self.job = self.result, None, None
         if self.error is not None:
             raise self.error
-        result, self.result, self.job = self.result, None, None
-        job.queue.hand_over(self, result)
+        self.queue.hand_over(self, result)
         self.span.ready = time.perf_counter()
         return result if job.finish is None else job.finish(result)
 
@@ -151,9 +152,21 @@ class CollectiveQueue:
         """Whether nothing is on its way."""
         return self._last is None or self._last.done.is_set()
 
+    def drain(self) -> None:
+        """Wait until nothing is on its way."""
+        if self._last is not None:
+            self._last.done.wait()
+
+    def begin_step(self) -> None:
+        """Forget what ran before, and what a graph started and, because it failed, never waited for."""
+        self.drain()
+        for number in [number for number, pending in _pending.items() if pending.queue is self]:
+            del _pending[number]
+        self.spans.clear()
+
     def submit(self, job: Job, note: str) -> _Pending:
         """Put ``job`` behind the others."""
-        pending = _Pending(job, Span.of(note or _UNLABELLED))
+        pending = _Pending(job, Span.of(note or _UNLABELLED), self)
         if note:
             self.spans.append(pending.span)
         if self._stream is not None:

@@ -42,6 +42,12 @@ def slots_of(placement: Placement, rank: int) -> Ints:
     return held[np.argsort(placement.owner_array[held], kind="stable")]
 
 
+def on_device(index: Ints, device: torch.device) -> torch.Tensor:
+    """An index as a tensor on ``device``, without waiting for what the device does meanwhile."""
+    tensor = torch.from_numpy(index)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def join_segments(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [sum(lengths)]``."""
     before = np.cumsum(lengths) - lengths
@@ -70,8 +76,8 @@ def make_ticket(quotas: Quotas, placement: Placement, rank: int, device: torch.d
     # Step 3: from (source, slot) order to (slot, source) order.
     receive_index = join_segments(arrival.T.reshape(-1), arriving.T.reshape(-1))
     return Ticket(
-        slot_offsets=torch.from_numpy(np.cumsum(arriving.sum(0)).astype(np.int32)).to(device),
+        slot_offsets=on_device(np.cumsum(arriving.sum(0)).astype(np.int32), device),
         splits=torch.from_numpy(np.stack([sent, arriving.sum(1)])),
-        send_index=torch.from_numpy(send_index).to(device),
-        receive_index=torch.from_numpy(receive_index).to(device),
+        send_index=on_device(send_index, device),
+        receive_index=on_device(receive_index, device),
     )

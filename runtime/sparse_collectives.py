@@ -18,7 +18,7 @@ from hecate.runtime import transport
 from hecate.runtime.layer import Layer
 from hecate.runtime.planner import Placement, Stage
 from hecate.runtime.planner.placement import Ints
-from hecate.runtime.routing import slots_of
+from hecate.runtime.routing import on_device, slots_of
 
 Stages = tuple[Stage, Stage]
 
@@ -58,9 +58,10 @@ def gather(slots: Slots, stages: Stages, layer: Layer) -> list[Tensor]:
 
 def take_over(slots: Slots, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
     """Copy what an earlier, smaller placement had in its slots ``have``."""
-    there = torch.from_numpy(_places(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts))
+    places = _places(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts)
+    there = on_device(places, slots.tensors[0].device)
     for out, tensor in zip(slots.tensors, have, strict=True):
-        out.index_copy_(0, there.to(out.device), tensor)
+        out.index_copy_(0, there, tensor)
 
 
 def top_up(slots: Slots, before: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
@@ -147,7 +148,7 @@ def _forward(slots: Slots, stage: Stage, layer: Layer) -> None:
     for group in _by_dtype([tensor.dtype for tensor in slots.tensors]):
         tensors = [slots.tensors[index] for index in group]
         received = _exchange(tensors, traffic.leave, traffic.send, traffic.receive, layer)
-        arrive = torch.from_numpy(traffic.arrive).to(received.device)
+        arrive = on_device(traffic.arrive, received.device)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             tensor.index_copy_(0, arrive, part)
 
@@ -162,14 +163,14 @@ def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stag
     rounds = _rounds(traffic.leave)
     for group in _by_dtype(dtypes):
         tensors = [totals[index] for index in group]
-        sent = [tensor.index_select(0, torch.from_numpy(traffic.arrive).to(tensor.device)) for tensor in tensors]
+        sent = [tensor.index_select(0, on_device(traffic.arrive, tensor.device)) for tensor in tensors]
         wire = [part.to(dtypes[group[0]]) for part in sent]
         everything = np.arange(len(traffic.arrive))
         received = _exchange(wire, everything, traffic.receive, traffic.send, layer)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             for index in rounds:
-                where = torch.from_numpy(index).to(tensor.device)
-                to = torch.from_numpy(traffic.leave[index]).to(tensor.device)
+                where = on_device(index, tensor.device)
+                to = on_device(traffic.leave[index], tensor.device)
                 tensor.index_add_(0, to, part.index_select(0, where).to(tensor.dtype))
 
 
@@ -185,7 +186,7 @@ def _rounds(slots: Ints) -> list[Ints]:
 
 def _exchange(tensors: list[Tensor], leave: Ints, send: list[int], receive: list[int], layer: Layer) -> Tensor:
     """Move slots ``leave`` of all tensors, packed: ``[sum(receive), width]``."""
-    index = torch.from_numpy(leave).to(tensors[0].device)
+    index = on_device(leave, tensors[0].device)
     packed = torch.cat([tensor.index_select(0, index).flatten(1) for tensor in tensors], dim=1)
     layer.expert_bytes_sent += packed.numel() * packed.element_size()
     return transport.all_to_all(packed, send, receive, layer.world)
