@@ -117,6 +117,9 @@ def test_unknown_pass_name_lists_the_passes() -> None:
     [
         ({"policy": "magic"}, "policy='magic', expected one of"),
         ({"objective": "speed"}, "objective='speed', expected one of"),
+        ({"prefetch_bytes": -1}, "prefetch_bytes=-1, expected a whole number of at least 0"),
+        ({"replicas": True}, "replicas=True, expected a whole number"),
+        ({"rematerialize": "yes"}, "rematerialize='yes', expected True or False"),
         ({"replicas": -1}, "replicas=-1, expected a whole number of at least 0"),
         ({"window": 0}, "window=0, expected a whole number of at least 1"),
         ({"reshard_every": 1.5}, "reshard_every=1.5, expected a whole number"),

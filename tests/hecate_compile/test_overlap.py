@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from tests.hostile_transport import hostile
 from tests.models import batch, build
-from tests.parity import step_and_compare
+from tests.parity import run_step, step_and_compare
 from tests.policies import Anything
 from tests.ranks import run_ranks
 
@@ -110,3 +112,48 @@ def test_a_collective_that_reads_a_reused_buffer_is_noticed() -> None:
     """The hostile transport itself: a planted fault makes the numbers wrong."""
     for result in run_ranks(f"{_HERE}:train", 2, reads_late=True, steps=1):
         assert not result["gradient"] < 1e-5
+
+
+def show(folder: str) -> dict[str, Any]:
+    """On one rank: what explain, a dump and a timeline say after a step with one pass switched off and without."""
+    import hecate
+
+    found = {}
+    for name, disabled in {"on": (), "off": ("schedule",)}.items():
+        torch._dynamo.reset()
+        place = Path(folder) / name
+        config = hecate.Config(backend="aot_eager", policy=Anything(), disable_passes=disabled, dump=place)
+        model = hecate.compile(build("qwen3_moe"), config)
+        try:
+            hecate.save_timeline(model, place / "early.json")
+        except ValueError as error:
+            found["early"] = str(error)
+        run_step(model, batch(0))
+        rank = torch.distributed.get_rank()
+        hecate.save_timeline(model, place / "deeper" / f"{rank}.json")
+        found[name] = {
+            "explain": str(hecate.explain(model)),
+            "dump": (place / f"rank{rank}" / "graph000.b-forward.schedule.txt").read_text(),
+            "events": json.loads((place / "deeper" / f"{rank}.json").read_text())["traceEvents"],
+        }
+    return found
+
+
+@pytest.mark.distributed
+def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
+    for result in run_ranks(f"{_HERE}:show", 2, folder=str(tmp_path)):
+        assert "run a forward first" in result["early"]
+        on, off = result["on"], result["off"]
+        assert "split_collectives, schedule, order_collectives" in on["explain"]
+        assert "schedule (off)" in off["explain"]
+        assert "backward model.layers.0.mlp.experts: exchange" in on["explain"].replace("\n", " ")
+        assert "exposed" in on["explain"]
+        (line,) = [line for line in on["dump"].splitlines() if "layers.1.mlp.experts" in line]
+        for operator in ("sparse_all_gather", "gather_counts", "exchange", "exchange_back"):
+            assert f"{operator} " in line
+        behind = [float(line.split("sparse_all_gather ")[1].split(";")[0].split()[2])]
+        (other,) = [line for line in off["dump"].splitlines() if "layers.1.mlp.experts" in line]
+        behind.append(float(other.split("sparse_all_gather ")[1].split(";")[0].split()[2]))
+        assert behind[0] > 0.0 == behind[1], "attention lies between start and wait, or nothing"
+        spans = [event for event in on["events"] if event["ph"] == "X"]
+        assert {event["tid"] for event in spans} == {0, 1} and all(event["dur"] >= 0 for event in spans)

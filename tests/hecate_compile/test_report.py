@@ -45,6 +45,11 @@ def test_stats(model: torch.nn.Module) -> None:
     assert "hottest expert" in str(stats)
 
 
+def test_timeline_of_a_single_rank_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no collective has run: there is one rank"):
+        hecate.save_timeline(model, tmp_path / "x.json")
+
+
 def test_imbalance() -> None:
     layer = LayerStats(
         name="x", rows=(6, 2), expert_rows=(6, 2), bytes_sent=(0, 0), replicas=0, expert_bytes_sent=(0, 0)
