@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py benchmarks/traces/natural.npz
     python benchmarks/replay.py trace.npz --nodes 2 --replicas 1 --png heat.png
+    python -m benchmarks.replay benchmarks/traces/natural.npz --nodes 2 --rivals
 
 Every policy sees what it would have seen in training: the counts of earlier steps. Printed are, per policy, the rows
 of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step in the
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Rates, Sizes, Topology, step_time
+from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
 from hecate.runtime.policies import Hecate, LayerView, Policy, Static
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
@@ -105,9 +106,13 @@ def replay(
             current, long_load, seen_steps = new, np.zeros_like(long_load), 0
         for layer in range(layers):
             seen = counts[step, layer]
-            placement = policy.place(view(layer))
+            placement, late = policy.place(view(layer)), 0.0
             if policy.calibrates:
-                placement = policy.calibrate(view(layer), placement, seen)
+                planned = placement
+                placement = policy.calibrate(view(layer), planned, seen)
+                # What is added after the gate hides behind nothing.
+                travel = [transfer_time(p, topology, sizes, rates) for p in (planned, placement)]
+                late = max(0.0, travel[1] - travel[0])
             sends = [policy.assign(view(layer), placement, seen, rank).sends for rank in range(ranks)]
             to_nodes = topology.split_by_node(np.stack(sends).sum(1)).sum(-1)
             rows[step, layer] = np.stack(sends).sum((0, 1))
@@ -116,7 +121,8 @@ def replay(
             computed = np.stack(sends).sum(0)
             split = [computed[e, list(held)].tolist() for e, held in enumerate(placement.holders)]
             time = step_time(seen.sum(0).tolist(), split, placement, topology, sizes, rates)
-            seconds[step, layer], exposed[step, layer] = time.total, time.exposed
+            exposed[step, layer] = max(0.0, time.experts - late - rates.hidden) + late
+            seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
             recent[layer].append(seen.sum(0))
             long_load[layer] += seen.sum(0)
         seen_steps += 1
@@ -151,6 +157,18 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
     figure.savefig(path, dpi=80)
 
 
+def rivals(replicas: int) -> dict[str, Policy]:
+    """Other systems' policies; see ``benchmarks.policies``."""
+    try:
+        from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
+    except ImportError:
+        raise SystemExit("--rivals needs the repository on the path: python -m benchmarks.replay ...") from None
+    return {
+        "FasterMoE": FasterMoE(), "SmartMoE": SmartMoE(), "FlexMoE": FlexMoE(replicas=replicas),
+        "post-gate": PostGate(replicas=replicas),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
@@ -163,6 +181,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=8192, help="rows per rank are scaled to this many tokens, top 2"
     )
+    parser.add_argument("--rivals", action="store_true", help="the policies of other systems too (run it with -m)")
     parser.add_argument("--png", type=Path, help="draw heat maps of --layer into this file")
     parser.add_argument("--layer", type=int, default=0)
     args = parser.parse_args()
@@ -178,6 +197,8 @@ def main() -> None:
         "hecate, paper": Hecate(objective="paper", **options),
         "hecate, time": Hecate(objective="time", calibrates=args.calibrate, **options),
     }
+    if args.rivals:
+        policies |= rivals(args.replicas)
     results = {
         name: replay(counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster])
         for name, policy in policies.items()

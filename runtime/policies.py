@@ -75,14 +75,12 @@ class Policy:
         replicates: whether :meth:`place` or :meth:`calibrate` may return replicas. Without it the graph has no
             sparse collectives at all.
         calibrates: whether to ask again after the gate, on the critical path.
-        needs_rates: whether the machine must be measured.
         window: steps of history to keep.
         reshard_every: optimizer steps between calls of :meth:`own`; 0 for never.
     """
 
     replicates: bool = False
     calibrates: bool = False
-    needs_rates: bool = False
     window: int = 1
     reshard_every: int = 0
 
@@ -132,8 +130,6 @@ class Hecate(Policy):
     reshard_every: int = 100
     calibrates: bool = False
     _chosen: dict[int, tuple[int, int | None]] = field(default_factory=dict, repr=False, compare=False)
-
-    needs_rates = True
 
     def __post_init__(self) -> None:
         # Without slots there is nothing to gather.

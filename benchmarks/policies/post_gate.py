@@ -1,0 +1,31 @@
+"""Exact replication after the gate (UltraEP, 2026)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hecate.runtime.planner import Placement, materialize_fastest
+from hecate.runtime.planner.placement import Ints
+from hecate.runtime.policies import LayerView, Policy
+
+
+@dataclass
+class PostGate(Policy):
+    """The true load of every layer and step decides; nothing is predicted, and so nothing hides what travels.
+
+    Placement and quotas are the engine's, for the known load and with no hidden time. UltraEP's kernels, which move
+    experts inside an NVLink domain in microseconds, are not part of it.
+
+    Attributes:
+        replicas: most replicas on a rank.
+    """
+
+    replicates = True
+    calibrates: bool = True
+    replicas: int = 2
+
+    def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
+        exposed = replace(layer.rates, hidden=0.0)
+        return materialize_fastest(
+            counts.sum(0), layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=exposed
+        ).placement

@@ -1,0 +1,91 @@
+"""The rivals do what their papers say, on loads made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
+from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Placement, Rates, Sizes, Topology, rows_per_rank
+from hecate.runtime.policies import LayerView
+
+W, E = 4, 8
+OWNERS = Owners.contiguous(E, W)
+TOPOLOGY = Topology.even(W, W)
+SIZES = Sizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e5)
+HEAVY = Sizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e12)
+RATES = Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9)
+HOT = np.asarray([400, 300, 20, 20, 20, 20, 10, 10])
+EVEN = np.full(E, 100)
+
+
+def view(*loads: np.ndarray, sizes: Sizes = SIZES) -> LayerView:
+    return LayerView(
+        id=0, owners=OWNERS, loads=loads, long_load=loads[-1], topology=TOPOLOGY, sizes=sizes, rates=RATES
+    )
+
+
+def counts(load: np.ndarray) -> np.ndarray:
+    """The same rows on every rank."""
+    return np.tile(load // W, (W, 1))
+
+
+def replicas(placement: Placement) -> dict[int, tuple[int, ...]]:
+    return {
+        expert: tuple(rank for rank in ranks if rank != placement.owners.ranks[expert])
+        for expert, ranks in enumerate(placement.holders)
+        if len(ranks) > 1
+    }
+
+
+def test_faster_moe_shadows_hot_experts_on_all_ranks_while_it_pays() -> None:
+    policy, owned = FasterMoE(), Placement.owned(OWNERS)
+    assert policy.place(view(HOT)) == owned
+    shadowed = policy.calibrate(view(HOT), owned, counts(HOT))
+    assert replicas(shadowed) == {0: (1, 2, 3), 1: (1, 2, 3)}
+    # Every rank computes its own tokens of a shadowed expert.
+    sends = policy.assign(view(HOT), shadowed, counts(HOT), rank=2).sends
+    assert sends[0].tolist() == [0, 0, 100, 0] and sends[1].tolist() == [0, 0, 75, 0]
+    assert policy.calibrate(view(HOT, sizes=HEAVY), owned, counts(HOT)) == owned
+    assert policy.calibrate(view(EVEN), owned, counts(EVEN)) == owned
+
+
+def test_smart_moe_separates_hot_experts_and_keeps_counts() -> None:
+    policy = SmartMoE()
+    (owners,) = policy.own([view(HOT)])
+    assert owners.counts == OWNERS.counts
+    assert owners.ranks[0] != owners.ranks[1]
+    assert policy.own([view(EVEN)]) == [OWNERS], "nothing to gain"
+    assert policy.place(view(HOT)).num_replicas == 0 and not policy.replicates
+
+
+def test_flex_moe_changes_little_at_a_time_and_keeps_its_replicas() -> None:
+    policy = FlexMoE(replicas=1)
+    assert policy.place(view(EVEN)).num_replicas == 0
+    first = policy.place(view(HOT))
+    assert first.num_replicas == 2 == policy.changes
+    for _ in range(10):
+        last = policy.place(view(HOT))
+    assert last.includes(first), "hot experts keep what they have"
+    assert (last.matrix == 1).sum(0).max() <= 1
+    before, after = (rows_per_rank(counts(HOT), p, TOPOLOGY).max() for p in (Placement.owned(OWNERS), last))
+    assert after < before / 1.5
+    # The load turns round: cold replicas make room.
+    for _ in range(20):
+        turned = policy.place(view(HOT[::-1].copy()))
+    assert set(replicas(turned)) & {6, 7}
+
+
+def test_flex_moe_leaves_an_even_load_alone() -> None:
+    policy = FlexMoE()
+    assert policy.place(view(EVEN)).num_replicas == policy.changes == 0
+
+
+@pytest.mark.parametrize("load", [HOT, HOT[::-1].copy()])
+def test_post_gate_is_exact_and_counts_what_it_costs(load: np.ndarray) -> None:
+    policy, owned = PostGate(), Placement.owned(OWNERS)
+    exact = policy.calibrate(view(EVEN), owned, counts(load))
+    rows = rows_per_rank(counts(load), exact, TOPOLOGY)
+    assert rows.max() <= 1.02 * rows.mean()
+    assert policy.calibrate(view(load, sizes=HEAVY), owned, counts(load)) == owned
