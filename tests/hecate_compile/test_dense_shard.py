@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import hecate
 from hecate.api import _state_of
 from hecate.dense_sharding import dense_shard_of
-from hecate.runtime import dense
+from hecate.runtime import define
 from hecate.runtime.planner import Rates
 from hecate.sharding import shard_of
 from tests.hecate_compile.test_parity import REPLICAS, measure
@@ -47,18 +47,19 @@ def _message(function: Any) -> str:
 def _gathers() -> Iterator[list[torch.dtype]]:
     """The dtype of every all-gather of dense parameters inside the block."""
     seen: list[torch.dtype] = []
-    original = dense.gather
+    original = define.begin
 
-    def gather(*args: Any) -> list[torch.Tensor]:
-        found = original(*args)
-        seen.append(found[0].dtype)
-        return found
+    def begin(prepare: Any, args: Any, note: str) -> int:
+        if note.split()[1] == "gather_dense":
+            shards, _, dtype = args
+            seen.append(dtype or shards[0].dtype)
+        return original(prepare, args, note)
 
-    dense.gather = gather
+    define.begin = begin
     try:
         yield seen
     finally:
-        dense.gather = original
+        define.begin = original
 
 
 # --- parity ---
