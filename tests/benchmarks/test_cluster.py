@@ -1,0 +1,113 @@
+"""The emulator starts ranks like torchrun, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import network, quota
+from benchmarks.cluster.__main__ import parse_cores, parse_rate
+from benchmarks.cluster.launch import REPOSITORY, Cluster, run
+
+SCRIPT = """
+import json, os, sys, time
+out = sys.argv[1]
+names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+text = json.dumps({name: os.environ[name] for name in names} | {"pid": os.getpid(), "tail": sys.argv[2:]})
+open(f"{out}/{os.environ['RANK']}.json", "w").write(text)
+if "sleep" in sys.argv:
+    time.sleep(600)
+sys.exit(int(os.environ["RANK"]) * 7 if "fail" in sys.argv else 0)
+"""
+needs_root = pytest.mark.skipif(
+    network.available() is not None or quota.find_version() is None, reason="needs root, iproute2 and control groups"
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def leftovers(prefix: str = "hecate-") -> list[str]:
+    groups = [path.name for base in (quota.ROOT, quota.ROOT / "cpu") for path in base.glob(f"{prefix}*")]
+    spaces = network.namespaces(prefix.rstrip("-")) if network.available() is None else []
+    return [*groups, *spaces]
+
+
+def results(folder: Path, ranks: int) -> list[dict[str, object]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_ranks_find_what_torchrun_would_tell_them(script: str, tmp_path: Path) -> None:
+    assert run(Cluster(ranks=2), [script, str(tmp_path), "--more"], timeout=60) == 0
+    first, second = results(tmp_path, 2)
+    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
+    assert second["LOCAL_RANK"] == "1" and first["tail"] == ["--more"]
+
+
+@needs_root
+def test_nodes_quotas_and_links_are_removed_afterwards(script: str, tmp_path: Path) -> None:
+    cluster = Cluster(nodes=2, ranks=2, cores=0.5, between_nodes=1e7)
+    assert run(cluster, [script, str(tmp_path)], timeout=60) == 0
+    found = results(tmp_path, 4)
+    assert [one["GROUP_RANK"] for one in found] == ["0", "0", "1", "1"]
+    assert {one["MASTER_ADDR"] for one in found} == {"10.77.0.1"}
+    assert leftovers(f"hecate-{os.getpid()}") == []
+
+
+def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
+    assert run(Cluster(ranks=2), [script, str(tmp_path), "fail"], timeout=60) == 7
+
+
+def test_a_rank_that_never_ends_is_a_timeout(script: str, tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] did not end"):
+        run(Cluster(ranks=2), [script, str(tmp_path), "sleep"], timeout=3)
+    assert all(gone(one["pid"]) for one in results(tmp_path, 2))
+
+
+@needs_root
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signals) -> None:
+    command = [
+        sys.executable, "-m", "benchmarks.cluster", "--nodes", "2", "--ranks", "1", "--quota", "0.5",
+        "--inter", "10MB/s", "--", script, str(tmp_path), "sleep",
+    ]  # fmt: skip
+    launcher = subprocess.Popen(command, cwd=REPOSITORY)
+    prefix = f"hecate-{launcher.pid}"
+    wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 2)
+    assert len(leftovers(prefix)) == 4, "a group, two nodes and a switch"
+    launcher.send_signal(how)
+    launcher.wait(20)
+    wait_for(lambda: leftovers(prefix) == [])
+    assert all(gone(one["pid"]) for one in results(tmp_path, 2))
+
+
+def wait_for(condition: object, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)
+
+
+def gone(pid: object) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "zombie" in status.read_text()
+
+
+def test_rates_and_quotas_are_read_or_refused() -> None:
+    assert parse_rate("20MB/s") == 20e6 and parse_rate("1.5 GB/s") == 1.5e9
+    assert parse_cores("0.12") == 0.12
+    for parse, text in ((parse_rate, "20"), (parse_rate, "fast"), (parse_cores, "0.01"), (parse_cores, "2")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
