@@ -3,6 +3,7 @@
     python benchmarks/replay.py benchmarks/traces/natural.npz
     python benchmarks/replay.py trace.npz --nodes 2 --replicas 1 --png heat.png
     python -m benchmarks.replay benchmarks/traces/natural.npz --nodes 2 --rivals
+    python -m benchmarks.replay --workload drift --rivals
 
 Every policy sees what it would have seen in training: the counts of earlier steps. Printed are, per policy, the rows
 of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step in the
@@ -157,6 +158,19 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
     figure.savefig(path, dpi=80)
 
 
+def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Counts of a made-up workload in the shape of the committed traces, and contiguous owners."""
+    try:
+        from benchmarks.workloads import make
+    except ImportError:
+        raise SystemExit("--workload needs the repository on the path: python -m benchmarks.replay ...") from None
+    try:
+        counts = make(name, steps=100, layers=2, ranks=8, experts=32, rows=1024)
+    except ValueError as error:
+        raise SystemExit(f"--workload: {error}") from None
+    return counts, np.tile(np.repeat(np.arange(8), 4), (2, 1))
+
+
 def rivals(replicas: int) -> dict[str, Policy]:
     """Other systems' policies; see ``benchmarks.policies``."""
     try:
@@ -171,7 +185,8 @@ def rivals(replicas: int) -> dict[str, Policy]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?", help="a file that hecate.record wrote")
+    parser.add_argument("--workload", help="made-up routing instead: see benchmarks/workloads.py (run it with -m)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of equal size that the ranks are on")
     parser.add_argument("--replicas", type=int, default=2, help="most replicas on a rank")
     parser.add_argument("--window", type=int, default=5)
@@ -185,7 +200,9 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="draw heat maps of --layer into this file")
     parser.add_argument("--layer", type=int, default=0)
     args = parser.parse_args()
-    counts, owners = load_trace(args.trace)
+    if (args.trace is None) == (args.workload is None):
+        parser.error("give a trace or --workload, one of them")
+    counts, owners = load_trace(args.trace) if args.trace is not None else make_workload(args.workload)
     steps, layers, ranks, experts = counts.shape
     if args.nodes < 1 or ranks % args.nodes or not 0 <= args.layer < layers:
         parser.error(f"the trace has {ranks} ranks, which --nodes must divide, and {layers} layers")
@@ -206,7 +223,7 @@ def main() -> None:
     table = Table(
         "policy", "max/mean rows", "99th percentile", "replicas", "GB of experts", "rows that leave their node",
         "owners changed", "predicted ms", "static takes",
-        title=f"{args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} node(s), "
+        title=f"{args.workload or args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} node(s), "
         f"{experts} experts, rows x {scale}; per layer and step",
     )  # fmt: skip
     static = results["static"].seconds.mean()

@@ -1,0 +1,86 @@
+"""Routing that is made up: counts of the same form as a recorded trace, ``[step, layer, rank, expert]``.
+
+| name | what happens |
+|---|---|
+| ``balanced`` | every expert gets the same |
+| ``zipf`` | a few experts are hot, and stay so; the default skew gives a rank 4 to 5 times the mean with 8 ranks |
+| ``drift`` | zipf, and every few steps a hot expert changes places with a cold one |
+| ``burst`` | balanced, and now and then one expert gets half of all rows for a few steps |
+| ``one_hot`` | all rows go to one expert |
+
+Rows per rank and step are the same everywhere, as they are with real batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+Weights = np.ndarray[Any, np.dtype[np.float64]]
+
+STEPS_BETWEEN_MOVES, BURST_STEPS, BURST_EVERY = 10, 5, 40
+
+
+def make(
+    name: str, *, steps: int, layers: int, ranks: int, experts: int, rows: int, skew: float = 1.5, seed: int = 0
+) -> Counts:
+    """Counts of one workload.
+
+    Args:
+        rows: of each rank in each step and layer; tokens times choices.
+        skew: exponent of zipf and drift.
+
+    Raises:
+        ValueError: there is no such workload.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    rng = np.random.default_rng(seed)
+    counts = np.empty((steps, layers, ranks, experts), dtype=np.int64)
+    for layer in range(layers):
+        weights = WORKLOADS[name](rng, steps, experts, skew)
+        for step in range(steps):
+            counts[step, layer] = rng.multinomial(rows, weights[step] / weights[step].sum(), size=ranks)
+    if name == "balanced":
+        counts[:] = np.arange(experts) < rows % experts
+        counts += rows // experts
+    return counts
+
+
+def _balanced(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
+    return np.ones((steps, experts))
+
+
+def _zipf(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
+    weights = 1.0 / np.arange(1, experts + 1) ** skew
+    return np.tile(rng.permutation(weights), (steps, 1))
+
+
+def _drift(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
+    weights = _zipf(rng, steps, experts, skew)
+    for step in range(STEPS_BETWEEN_MOVES, steps, STEPS_BETWEEN_MOVES):
+        order = np.argsort(-weights[step])
+        hot, cold = rng.choice(order[: max(1, experts // 8)]), rng.choice(order[experts // 2 :])
+        weights[step:, [hot, cold]] = weights[step:, [cold, hot]]
+    return weights
+
+
+def _burst(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
+    weights = np.ones((steps, experts))
+    for begin in range(int(rng.integers(1, BURST_EVERY)), steps, BURST_EVERY):
+        weights[begin : begin + BURST_STEPS, rng.integers(experts)] = experts - 1
+    return weights
+
+
+def _one_hot(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
+    weights = np.zeros((steps, experts))
+    weights[:, rng.integers(experts)] = 1.0
+    return weights
+
+
+WORKLOADS: dict[str, Callable[[np.random.Generator, int, int, float], Weights]] = {
+    "balanced": _balanced, "zipf": _zipf, "drift": _drift, "burst": _burst, "one_hot": _one_hot,
+}  # fmt: skip
