@@ -223,8 +223,8 @@ def main() -> None:
     table = Table(
         "policy", "max/mean rows", "99th percentile", "replicas", "GB of experts", "rows that leave their node",
         "owners changed", "predicted ms", "static takes",
-        title=f"{args.workload or args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} node(s), "
-        f"{experts} experts, rows x {scale}; per layer and step",
+        title=f"{args.workload or args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} "
+        f"node(s), {experts} experts, rows x {scale}; per layer and step",
     )  # fmt: skip
     static = results["static"].seconds.mean()
     for name, result in results.items():
