@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.contract import PassContext
-from hecate.passes.nodes import calls, fake_mode_of, is_getitem, is_view
+from hecate.passes.nodes import arguments_of, calls, fake_mode_of, is_getitem, is_view, operator_name
 from hecate.runtime.define import STARTS, WAITS
 from hecate.runtime.layer import get_layer
 
@@ -68,7 +68,7 @@ class Clock:
         hecate = torch.ops.hecate
         for node in nodes:
             if calls(node, hecate.place, hecate.calibrate) and isinstance(_value(node), (tuple, list)):
-                layer = get_layer(node.args[-1])  # type: ignore[arg-type]
+                layer = get_layer(arguments_of(node)["layer"])
                 owned = -(-layer.num_experts // self.context.world_size)
                 self._guess(_value(node)[1].shape[0], owned + self.context.slots)
             elif calls(node, hecate.route) and isinstance(_value(node), (tuple, list)):
@@ -113,7 +113,10 @@ class Clock:
         """How long a collective takes with nothing else on the link."""
         rates, context = self.context.rates, self.context
         link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
-        name, size = _name(start), self.number(bytes_of([_value(n) for n in _payload(start)]))
+        name, size = (
+            operator_name(start).removesuffix("_start"),
+            self.number(bytes_of([_value(n) for n in _payload(start)])),
+        )
         others = (context.world_size - 1) / context.world_size
         if name in ("sparse_all_gather", "top_up"):
             return size * context.slots / max(1, context.owned) / link
@@ -135,13 +138,8 @@ class Clock:
 
 def _payload(start: Node) -> list[Node]:
     """What travels: the rows, or the list of parameters or gradients that comes first."""
-    first = start.args[0]
-    return list(first) if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item, arg-type]
-
-
-def _name(node: Node) -> str:
-    name: str = node.target.name().split("::")[1]  # type: ignore[union-attr]
-    return name.removesuffix("_start")
+    first = next(iter(arguments_of(start).values()))
+    return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
 def _value(node: Any) -> Any:

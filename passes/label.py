@@ -7,11 +7,11 @@ operator, predicted seconds, seconds of compute meanwhile, and the layer or what
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch.fx import Node
 
 from hecate.passes.contract import PassContext
+from hecate.passes.nodes import arguments_of, operator_name
 from hecate.runtime.define import STARTS
 from hecate.runtime.dense import get_dense_shard
 from hecate.runtime.queue import Span
@@ -19,17 +19,13 @@ from hecate.runtime.queue import Span
 
 def label(node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0) -> str:
     """The label of a collective, whole or its start."""
-    target: Any = node.target
-    operator = target.name().split("::")[1].removesuffix("_start")
-    arguments = [argument.name for argument in target._schema.arguments]
+    operator, arguments = operator_name(node).removesuffix("_start"), arguments_of(node)
     if "layer" in arguments:
-        subject = context.name(node.args[arguments.index("layer")])  # type: ignore[arg-type]
+        subject = context.name(arguments["layer"])
     elif "ids" in arguments:
-        ids: Any = node.args[arguments.index("ids")]
-        subject = f"{get_dense_shard(ids[0]).name} and {len(ids) - 1} more"
+        subject = f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"
     else:
-        replicas: Any = node.args[arguments.index("replicas")]
-        subject = f"{len(replicas)} dense parameters"
+        subject = f"{len(arguments['replicas'])} dense parameters"
     return f"{context.part} {operator} {predicted:.6f} {behind:.6f} {subject}"
 
 
@@ -50,4 +46,6 @@ def describe(spans: Iterable[Span], *, measured: bool) -> list[str]:
 
 def starts_of(nodes: Iterable[Node]) -> list[Span]:
     """The labelled collectives of a graph, as spans that have not run."""
-    return [Span.of(str(node.args[-1])) for node in nodes if node.op == "call_function" and node.target in STARTS]
+    return [
+        Span.of(arguments_of(node)["note"]) for node in nodes if node.op == "call_function" and node.target in STARTS
+    ]

@@ -183,6 +183,24 @@ def fake_mode_of(gm: GraphModule) -> Any:
     return None
 
 
+def operator_of(node: Node) -> torch._ops.OpOverload:
+    """The operator that a node of a forward or backward graph calls."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target
+
+
+def operator_name(node: Node) -> str:
+    """Its name without the namespace."""
+    return operator_of(node).name().split("::")[1]
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Its arguments by name, in the operator's order."""
+    names = [argument.name for argument in operator_of(node)._schema.arguments]
+    given: list[Any] = list(node.args)
+    return {name: given[i] if i < len(given) else node.kwargs[name] for i, name in enumerate(names)}
+
+
 def is_view(node: Node) -> bool:
     """Whether an ATen node returns a view of its input, at no cost."""
     schema = getattr(node.target, "_schema", None)

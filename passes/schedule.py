@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.contract import Outcome, PassContext
 from hecate.passes.cost import Clock
-from hecate.passes.nodes import descendants, is_getitem, is_view
+from hecate.passes.nodes import arguments_of, descendants, is_getitem, is_view, operator_of
 from hecate.runtime.define import STARTS, WAITS
 
 
@@ -43,12 +43,12 @@ class Transfer:
 
     @property
     def role(self) -> str:
-        return STARTS[self.start.target].role  # type: ignore[index]
+        return STARTS[operator_of(self.start)].role
 
     @property
     def layer(self) -> object:
-        """Its MoE layer; for dense parameters what tells buckets apart."""
-        return self.start.args[-3] if self.role == "exchange" else None
+        """The MoE layer that an exchange is of."""
+        return arguments_of(self.start)["layer"]
 
 
 @dataclass

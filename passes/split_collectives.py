@@ -9,15 +9,13 @@ Never    moves anything: both halves stand where the collective stood.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.contract import Outcome, PassContext
 from hecate.passes.label import label
-from hecate.passes.nodes import fake_mode_of
+from hecate.passes.nodes import arguments_of, fake_mode_of
 from hecate.runtime.define import COLLECTIVES
 
 
@@ -28,7 +26,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         split = COLLECTIVES.get(node.target)
         if node.op != "call_function" or split is None:
             continue
-        args = _all_arguments(node)
+        args = list(arguments_of(node).values())
         with graph.inserting_before(node):
             shapes = map_arg(args, _stand_in) if node.target not in _NEEDS_WHOLE else args
             start = graph.call_function(split.start, (*args, [], label(node, context)))
@@ -59,10 +57,3 @@ def _stand_in(value: Node) -> Node:
     empty = value.graph.call_function(torch.ops.aten.new_empty.default, (value, [0, *shape]))
     empty.meta["val"] = tensor.new_empty([0, *shape])
     return empty
-
-
-def _all_arguments(node: Node) -> list[Any]:
-    """Positional arguments, with those that were given by name or left at their default."""
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    given = list(node.args)
-    return given + [node.kwargs[argument.name] for argument in schema.arguments[len(given) :]]

@@ -75,8 +75,8 @@ def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any,
     def whole(*args: Any) -> Any:
         return queue.run(prepare(*args))
 
-    def start(*args: Any) -> Tensor:
-        *args, _, note = args  # type: ignore[assignment]
+    def start(*given: Any) -> Tensor:
+        *args, _, note = given
         return torch.tensor([begin(prepare, args, note)])
 
     def wait(token: Tensor, *args: Any) -> Any:

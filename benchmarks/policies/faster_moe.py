@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hecate.runtime.planner import Placement, Quotas, assign_tokens, local_split, step_time
+from hecate.runtime.planner import Placement, Quotas, Rates, assign_tokens, local_split, step_time
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.policies import LayerView, Policy
 
@@ -38,9 +38,9 @@ class FasterMoE(Policy):
         return best
 
     @staticmethod
-    def _seconds(layer: LayerView, rows: list[int], placement: Placement, rates: object) -> float:
+    def _seconds(layer: LayerView, rows: list[int], placement: Placement, rates: Rates) -> float:
         split = local_split(rows, placement, layer.topology)
-        return step_time(rows, split, placement, layer.topology, layer.sizes, rates).total  # type: ignore[arg-type]
+        return step_time(rows, split, placement, layer.topology, layer.sizes, rates).total
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         return assign_tokens(counts, placement, layer.topology, rank, "nearest")
