@@ -1,6 +1,6 @@
 """Memory of parameters, gradients, optimizer states and gathered parameters, per rank, against formulas.
 
-    python benchmarks/memory.py                 about 4 minutes on two cores
+    python -m benchmarks.memory                 about 4 minutes on two cores
 
 A training step with AdamW at two ranks, every rank holding two replicas beside its own experts in every layer. A
 dispatch mode inside the compiled graphs sees every tensor that an operator returns. Counted are, at their peak:
@@ -18,18 +18,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from benchmarks.policies.neighbours import Neighbours
+from benchmarks.two_ranks import is_rank, run_on_two_ranks
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 SLOTS = 2
@@ -46,6 +47,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.active = False
         self.alive: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self.peak: dict[str, int] = {"gathered": 0, "gradients": 0, "together": 0}
 
@@ -66,30 +68,26 @@ class Tracker(TorchDispatchMode):
         return out
 
 
+class Tracked:
+    """A compiled graph whose operators the tracker sees while it is active."""
+
+    def __init__(self, run: Callable[[list[Any]], Any], tracker: Tracker) -> None:
+        self.run, self.tracker = run, tracker
+        # It is called with one list, which it empties. An attribute of the object, since wrappers copy only those.
+        self._boxed_call = True
+
+    def __call__(self, args: list[Any]) -> Any:
+        if not self.tracker.active:
+            return self.run(args)
+        with self.tracker:
+            return self.run(args)
+
+
 def _kind(func: Any) -> str | None:
     name = func.name().removeprefix("hecate::")
     if name in ("sparse_all_gather_wait", "gather_dense_wait", "gather_experts_wait"):
         return "gathered"
     return "gradients" if name == "grouped_mm_weight_grad" else None
-
-
-def make_policy() -> Any:
-    """Every rank has the first experts of the other as replicas."""
-    from hecate import Policy
-    from hecate.runtime.planner import Placement
-
-    class Neighbours(Policy):
-        replicates = True
-
-        def place(self, layer: Any) -> Placement:
-            owners = layer.owners
-            replicas: list[set[int]] = [set() for _ in owners.ranks]
-            for rank in range(owners.world_size):
-                for expert in owners.owned_by(rank)[:SLOTS]:
-                    replicas[expert] = {(rank + 1) % owners.world_size}
-            return Placement.with_replicas(owners, replicas)
-
-    return Neighbours()
 
 
 def build_model(layers: int) -> torch.nn.Module:
@@ -113,28 +111,14 @@ def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
     from hecate.sharding import shard_of
 
     tracker = Tracker()
-    active = False
     original = lowering.boxed_nop
-
-    def tracked(gm: Any, inputs: Any) -> Any:
-        run: Callable[[list[Any]], Any] = original(gm, inputs)
-
-        def call(args: list[Any]) -> Any:
-            if not active:
-                return run(args)
-            with tracker:
-                return run(args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    lowering.boxed_nop = tracked  # type: ignore[assignment]
-    try:
-        config = hecate.Config(backend="aot_eager", **({"policy": make_policy()} | options))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"policy": Neighbours(SLOTS)} | options
+    with mock.patch.object(lowering, "boxed_nop", lambda gm, inputs: Tracked(original(gm, inputs), tracker)):
+        config = hecate.Config(backend="aot_eager", **settings)
         model = hecate.compile(build_model(layers), config)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
-            active = step == 1
+            tracker.active = step == 1
             ids = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
@@ -144,8 +128,6 @@ def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
                 tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
                 states[kind] += sum(t.numel() * t.element_size() for t in tensors if t is not None and t.numel() > 1)
             optimizer.zero_grad()
-    finally:
-        lowering.boxed_nop = original
     layer = hecate.explain(model).layers[0]
     found = {
         **states,
@@ -198,14 +180,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
-    if "RANK" in os.environ:
+    if is_rank():
         run_rank(args)
         return
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", __file__, *sys.argv[1:],
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1500)
+    run_on_two_ranks("benchmarks.memory", timeout=1500)
     report(json.loads(RESULTS.read_text()))
 
 

@@ -1,7 +1,7 @@
 """How much of the sparse collectives is hidden behind compute, on a link of a chosen speed.
 
-    python benchmarks/overlap.py                     Inductor, two ranks, about 6 minutes on two cores
-    python benchmarks/overlap.py --backend aot_eager
+    python -m benchmarks.overlap                     Inductor, two ranks, about 6 minutes on two cores
+    python -m benchmarks.overlap --backend aot_eager
 
 One Qwen3-MoE at two ranks whose policy replicates two experts on every rank in every step. Experts and their
 gradients travel over a link that is simulated: a transfer sleeps until its bytes would have arrived. Its rate is set
@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.policies.neighbours import Neighbours
+from benchmarks.two_ranks import is_rank, run_on_two_ranks
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = (4, 256)
@@ -59,25 +60,6 @@ class Link:
         return out
 
 
-def make_policy() -> Any:
-    """The first experts of every rank are on the next rank too."""
-    from hecate import Policy
-    from hecate.runtime.planner import Placement
-
-    class Neighbours(Policy):
-        replicates = True
-
-        def place(self, layer: Any) -> Placement:
-            owners = layer.owners
-            replicas: list[set[int]] = [set() for _ in owners.ranks]
-            for rank in range(owners.world_size):
-                for expert in owners.owned_by(rank)[:REPLICAS]:
-                    replicas[expert] = {(rank + 1) % owners.world_size}
-            return Placement.with_replicas(owners, replicas)
-
-    return Neighbours()
-
-
 def build_model(layers: int) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -100,10 +82,11 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     link = Link()
-    sparse_collectives.transport = SimpleNamespace(all_to_all=link.all_to_all)  # type: ignore[assignment]
+    # Only what this module sends goes over the link; the exchange of tokens has its own.
+    mock.patch.object(sparse_collectives, "transport", SimpleNamespace(all_to_all=link.all_to_all)).start()
     systems: dict[str, Any] = {}
-    for name, options in {"overlap": {}, "no overlap": {"disable_passes": ["schedule"]}}.items():
-        config = hecate.Config(backend=args.backend, policy=make_policy(), **options)  # type: ignore[arg-type]
+    for name, disabled in {"overlap": (), "no overlap": ("schedule",)}.items():
+        config = hecate.Config(backend=args.backend, policy=Neighbours(REPLICAS), disable_passes=disabled)
         systems[name] = hecate.compile(build_model(args.layers), config)
     systems["free"] = systems["overlap"]
     ids = torch.randint(0, 512, TOKENS, generator=torch.Generator().manual_seed(rank))
@@ -200,15 +183,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", default=str(RESULTS / "overlap.json"))
     args = parser.parse_args()
-    if "RANK" in os.environ:
+    if is_rank():
         run_rank(args)
         return
     RESULTS.mkdir(exist_ok=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", __file__, *sys.argv[1:],
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1500)
+    run_on_two_ranks("benchmarks.overlap", timeout=1500)
     found = json.loads(Path(args.out).read_text())
     draw(found.pop("spans"), RESULTS / "overlap_timeline.png")
     found |= {"backend": args.backend, "torch": torch.__version__, "machine": platform.machine()}

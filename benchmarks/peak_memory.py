@@ -1,6 +1,6 @@
 """What it costs in memory that Inductor must not reorder operators by estimated peak memory.
 
-    python benchmarks/peak_memory.py            about 3 minutes on two cores
+    python -m benchmarks.peak_memory            about 3 minutes on two cores
 
 hecate.compile switches that reordering off at more than one rank, because it would move starts and waits
 (docs/decisions.md). Here Inductor is asked for its own estimate of both orders, forward and backward, for a model of
@@ -10,14 +10,14 @@ four layers at two ranks: the order of the schedule, and the best that Inductor 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.two_ranks import is_rank, run_on_two_ranks
 
 
 class Estimates(logging.Handler):
@@ -55,7 +55,7 @@ def run_rank() -> None:
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return original(gm, inputs, **options)
 
-    inductor.compile_fx = reordering  # type: ignore[assignment]
+    mock.patch.object(inductor, "compile_fx", reordering).start()
     model = hecate.compile(build_model())
     ids = torch.randint(0, 512, TOKENS, generator=torch.Generator().manual_seed(dist.get_rank()))
     model(input_ids=ids, labels=ids).loss.backward()
@@ -69,14 +69,10 @@ def run_rank() -> None:
 
 
 def main() -> None:
-    if "RANK" in os.environ:
+    if is_rank():
         run_rank()
         return
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", "--module", "benchmarks.peak_memory",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1200)
+    run_on_two_ranks("benchmarks.peak_memory", timeout=1200)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Replay a routing trace through placement policies, offline.
 
-    python benchmarks/replay.py benchmarks/traces/natural.npz
-    python benchmarks/replay.py trace.npz --nodes 2 --replicas 1 --png heat.png
+    python -m benchmarks.replay benchmarks/traces/natural.npz
+    python -m benchmarks.replay trace.npz --nodes 2 --replicas 1 --png heat.png
     python -m benchmarks.replay benchmarks/traces/natural.npz --nodes 2 --rivals
     python -m benchmarks.replay --workload drift --rivals
 
@@ -22,6 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
+from benchmarks.workloads import make
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
 from hecate.runtime.policies import Hecate, LayerView, Policy, Static
@@ -161,10 +163,6 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
 def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Counts of a made-up workload in the shape of the committed traces, and contiguous owners."""
     try:
-        from benchmarks.workloads import make
-    except ImportError:
-        raise SystemExit("--workload needs the repository on the path: python -m benchmarks.replay ...") from None
-    try:
         counts = make(name, steps=100, layers=2, ranks=8, experts=32, rows=1024)
     except ValueError as error:
         raise SystemExit(f"--workload: {error}") from None
@@ -173,10 +171,6 @@ def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 
 def rivals(replicas: int) -> dict[str, Policy]:
     """Other systems' policies; see ``benchmarks.policies``."""
-    try:
-        from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
-    except ImportError:
-        raise SystemExit("--rivals needs the repository on the path: python -m benchmarks.replay ...") from None
     return {
         "FasterMoE": FasterMoE(), "SmartMoE": SmartMoE(), "FlexMoE": FlexMoE(replicas=replicas),
         "post-gate": PostGate(replicas=replicas),
@@ -186,7 +180,7 @@ def rivals(replicas: int) -> dict[str, Policy]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", help="a file that hecate.record wrote")
-    parser.add_argument("--workload", help="made-up routing instead: see benchmarks/workloads.py (run it with -m)")
+    parser.add_argument("--workload", help="made-up routing instead: see benchmarks/workloads.py")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of equal size that the ranks are on")
     parser.add_argument("--replicas", type=int, default=2, help="most replicas on a rank")
     parser.add_argument("--window", type=int, default=5)
@@ -196,7 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=8192, help="rows per rank are scaled to this many tokens, top 2"
     )
-    parser.add_argument("--rivals", action="store_true", help="the policies of other systems too (run it with -m)")
+    parser.add_argument("--rivals", action="store_true", help="the policies of other systems too")
     parser.add_argument("--png", type=Path, help="draw heat maps of --layer into this file")
     parser.add_argument("--layer", type=int, default=0)
     args = parser.parse_args()

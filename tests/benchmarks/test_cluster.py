@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ if "sleep" in sys.argv:
     time.sleep(600)
 sys.exit(int(os.environ["RANK"]) * 7 if "fail" in sys.argv else 0)
 """
+# These tests are about namespaces and groups, and CI may have no root. The launcher's fallback is tested without.
 needs_root = pytest.mark.skipif(
     network.available() is not None or quota.find_version() is None, reason="needs root, iproute2 and control groups"
 )
@@ -93,9 +95,9 @@ def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signa
     assert all(gone(one["pid"]) for one in results(tmp_path, 2))
 
 
-def wait_for(condition: object, seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
 

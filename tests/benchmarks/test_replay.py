@@ -68,7 +68,7 @@ def test_owners_follow_a_load_that_stays() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/replay.py", *arguments]
+    command = [sys.executable, "-m", "benchmarks.replay", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
