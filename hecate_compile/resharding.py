@@ -57,22 +57,35 @@ class Resharder:
         self._steps += 1
         if self._steps % every or self._impossible:
             return
-        exchanging = [(e, layer) for e, layer in zip(self.experts, self.layers, strict=True) if layer.plan.loads]
+        exchanging = [layer for layer in self.layers if layer.plan.loads]
         if not exchanging:
             return
-        new = self.placer.policy.own([self.placer.view(layer) for _, layer in exchanging])
-        changes = [
-            (e, layer, owners) for (e, layer), owners in zip(exchanging, new, strict=True) if owners != layer.owners
-        ]
-        for _, layer in exchanging:
+        new = self.placer.policy.own([self.placer.view(layer) for layer in exchanging])
+        for layer in exchanging:
             layer.plan.forget()
-        if changes and self._agree_to_move(changes):
-            for e, layer, owners in changes:
-                self._move(e, layer, owners)
-            self.moves.append(sum(_changed(layer.owners, owners) for _, layer, owners in changes))
-            for _, layer, owners in changes:
-                layer.owners = owners
-                layer.plan.planned = None
+        self.move(list(zip(exchanging, new, strict=True)))
+
+    def move(self, wanted: Sequence[tuple[Layer, Owners]]) -> bool:
+        """Bring experts to new owners; a collective. Optimizer state follows before its optimizer's next step.
+
+        Returns:
+            Whether anything moved.
+
+        Raises:
+            DisagreementError: ranks want different owners.
+            ValueError: owners of another number of experts or ranks.
+        """
+        of = dict(zip((layer.id for layer in self.layers), self.experts, strict=True))
+        changes = [(of[layer.id], layer, owners) for layer, owners in wanted if owners != layer.owners]
+        if not changes or not self._agree_to_move(changes):
+            return False
+        for e, layer, owners in changes:
+            self._move(e, layer, owners)
+        self.moves.append(sum(_changed(layer.owners, owners) for _, layer, owners in changes))
+        for _, layer, owners in changes:
+            layer.owners = owners
+            layer.plan.planned = None
+        return True
 
     def _agree_to_move(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> bool:
         """Whether every rank can move its optimizer state; raises if ranks would move different things."""

@@ -1,0 +1,18 @@
+"""Hecate beside its rivals on a cluster of one machine.
+
+    python -m benchmarks.compare                      the paper's GPT-MoE-S, scaled, on cluster A: at most 15 minutes
+    python -m benchmarks.compare --full               all shapes and clusters: hours
+    python -m benchmarks.compare --report             the tables and plots again, from the samples on disk
+
+Eight ranks in two nodes, each rank with a share of a core, nodes with a link that is shaped (``benchmarks.cluster``).
+All systems train the same model in the same processes and take turns step by step. A router that replays a trace
+gives every one of them the same rows. Before a step a system's policy has seen all earlier steps of the trace.
+
+| file | concern |
+|---|---|
+| ``shapes`` | the models and the links, with every ratio that they keep |
+| ``routing`` | from counts in a trace to the experts of every token |
+| ``systems`` | what takes part, and how it is built |
+| ``rank`` | what one rank runs |
+| ``report`` | from raw samples to tables and plots |
+"""

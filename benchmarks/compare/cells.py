@@ -1,0 +1,77 @@
+"""Which systems meet on which shapes, links and workloads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.compare.shapes import LINKS, SHAPES
+from benchmarks.compare.workloads import RECORDED, WORKLOADS
+
+# Policies on Hecate's engine, systems as they ship, and bounds, which are no systems.
+ON_ENGINE = (
+    "static EP", "hecate", "hecate (paper)", "hecate (calibrate)", "FasterMoE", "SmartMoE", "FlexMoE", "LAER",
+    "post-gate",
+)  # fmt: skip
+EXTERNAL = ("transformers EP", "FSDP2", "DDP")
+# A bound is played by a system's model: with even routing, or with links on which nothing takes time.
+BOUNDS = {"bound: balanced routing": "static EP", "bound: free links": "hecate"}
+# Steps of a trace that every policy has seen before the first one that is timed.
+FIRST = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One shape on one link, with all its workloads.
+
+    Attributes:
+        rounds: timed steps of each system in each workload.
+    """
+
+    shape: str
+    link: str
+    systems: tuple[str, ...]
+    workloads: tuple[str, ...]
+    rounds: int
+    first: int = FIRST
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}.{self.link}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def change(self, systems: str | None, rounds: int | None) -> Cell:
+        """With the options of the command line.
+
+        Raises:
+            SystemExit: there is no such system.
+        """
+        cell = self if rounds is None else replace(self, rounds=rounds)
+        if systems is None:
+            return cell
+        names = tuple(name.strip() for name in systems.split(",") if name.strip())
+        unknown = set(names) - {*ON_ENGINE, *EXTERNAL, *BOUNDS}
+        if unknown:
+            raise SystemExit(f"compare: no system {', '.join(sorted(unknown))}")
+        return replace(cell, systems=names)
+
+
+def short() -> list[Cell]:
+    """One shape and link, at most 15 minutes with the self-test."""
+    systems = tuple(name for name in ON_ENGINE if name != "hecate (calibrate)") + EXTERNAL + tuple(BOUNDS)
+    return [Cell(shape="gpt-moe-s", link="a", systems=systems, workloads=("natural", "zipf", "balanced"), rounds=5)]
+
+
+def full() -> list[Cell]:
+    """Everything, the short cell's included."""
+    return [
+        Cell(
+            shape=shape, link=link, systems=ON_ENGINE + EXTERNAL + tuple(BOUNDS), rounds=9,
+            # The traces were recorded with 32 experts and top 2.
+            workloads=tuple(w for w in WORKLOADS if SHAPES[shape].experts == 32 or w not in RECORDED),
+        )
+        for shape in SHAPES
+        for link in LINKS
+    ]  # fmt: skip

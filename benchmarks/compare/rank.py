@@ -1,0 +1,137 @@
+"""What one rank runs: all systems of one shape, on all workloads, taking turns.
+
+rank.py CELL.json OUT.json         started by ``python -m benchmarks.compare`` through benchmarks.cluster
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.throttle import throttled
+from benchmarks.compare import routing, shapes
+from benchmarks.compare.systems import Entry, make_entries
+from benchmarks.compare.workloads import counts_of
+from hecate.runtime.measure import measure_rates
+from hecate.runtime.world import find_topology, find_world
+
+
+def bytes_sent_by_node() -> int:
+    """What left this node since it was made."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    return 0
+
+
+class Runner:
+    """Runs one step of one system and gathers what every rank saw."""
+
+    def __init__(self, shape: shapes.Shape, entries: dict[str, Entry]) -> None:
+        self.shape, self.entries, self.rank = shape, entries, dist.get_rank()
+        self.spans: list[Any] = []
+
+    def load(self, entry: Entry, counts: Any, step: int) -> None:
+        """Bring a system to ``step`` of a trace ``[step, layer, rank, expert]``, and its tokens' choices."""
+        entry.system.catch_up(counts, step)
+        for layer, replayed in enumerate(entry.system.replayed):
+            # The same for every system, another for every step, layer and rank.
+            rng = np.random.default_rng([step, layer, self.rank])
+            choices = routing.deal(counts[step, layer, self.rank], self.shape.tokens, self.shape.top_k, rng)
+            replayed.copy_(torch.from_numpy(choices))
+
+    def time(self, entry: Entry, ids: torch.Tensor) -> dict[str, Any]:
+        """A step: seconds from barrier to barrier, and of each rank the CPU time of its main thread."""
+        with entry.around():
+            dist.barrier()
+            sent, cpu, start = bytes_sent_by_node(), time.thread_time(), time.perf_counter()
+            entry.system.step(ids)
+            cpu = time.thread_time() - cpu
+            dist.barrier()
+            seconds = time.perf_counter() - start
+        mine = {"cpu": cpu, "sent": bytes_sent_by_node() - sent, **entry.system.saw()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        sample: dict[str, Any] = {"seconds": seconds, "cpu": [one["cpu"] for one in everyone]}
+        sample["sent"] = [one["sent"] for one in everyone[:: shapes.RANKS_PER_NODE]]
+        for key in ("rows", "replicas", "held"):
+            if key in mine:
+                sample[key] = [one[key] for one in everyone]
+        if "spans" in mine:
+            # Relative to the start of the step; all ranks are on one machine, so they share a clock.
+            self.spans = [[(*s[:2], *(t - start for t in s[2:])) for s in one["spans"]] for one in everyone]
+        return sample
+
+
+def main() -> None:
+    cell = json.loads(Path(sys.argv[1]).read_text())
+    shape = shapes.SHAPES[cell["shape"]]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world = find_world(None, torch.device("cpu"))
+    with throttled():
+        # hecate.compile finds these: the speed of a rank with its quota, not that of a whole core.
+        rates = measure_rates(torch.float32, find_topology(None, world), world)
+    started = time.perf_counter()
+    with routing.replayed_routers():
+        entries = make_entries(cell["systems"], shape)
+        traces = {name: counts_of(name, shape, world_size) for name in cell["workloads"]}
+        even = counts_of("balanced", shape, world_size)
+        ids = torch.randint(
+            shapes.VOCABULARY, (shape.sequences, shape.sequence), generator=torch.Generator().manual_seed(rank)
+        )
+        runner = Runner(shape, entries)
+        # Everything is compiled before quotas begin.
+        for entry in entries.values():
+            entry.system.begin()
+            runner.load(entry, even, 0)
+            entry.system.step(ids)
+            entry.system.begin()
+        found: dict[str, Any] = {
+            "compile_seconds": time.perf_counter() - started,
+            "samples": {},
+            "timelines": {},
+            "bytes": {},
+        }
+        with throttled():
+            for workload, counts in traces.items():
+                for entry in entries.values():
+                    entry.system.begin()
+                steps = np.linspace(cell["first"], len(counts) - 1, cell["rounds"]).round().astype(int).tolist()
+                samples: dict[str, list[Any]] = {name: [] for name in entries}
+                for step in steps:
+                    for name, entry in entries.items():
+                        runner.load(entry, even if entry.balanced else counts, step)
+                        samples[name].append(runner.time(entry, ids) | {"step": step})
+                        if step == steps[-1] and runner.spans:
+                            found["timelines"].setdefault(workload, {})[name] = runner.spans
+                            runner.spans = []
+                found["samples"][workload] = samples
+                if rank == 0:
+                    print(
+                        workload,
+                        {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()},
+                        flush=True,
+                    )
+        for name, entry in entries.items():
+            size = torch.tensor([entry.system.state_bytes()])
+            dist.all_reduce(size, op=dist.ReduceOp.MAX)
+            found["bytes"][name] = int(size)
+    found["rates"] = {key: getattr(rates, key) for key in ("flops", "rank_bytes", "node_bytes", "memory_bytes")}
+    if rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What takes part in the comparison."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+import hecate
+from benchmarks.compare import routing, shapes
+from benchmarks.compare.cells import BOUNDS
+from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
+from hecate.api import _state_of
+from hecate.runtime import gradients, transport
+from hecate.runtime.owners import Owners
+from hecate.runtime.placer import LayerPlan
+from hecate.runtime.policies import Hecate, Policy, Static
+
+Ints = NDArray[np.int64]
+# Most replicas on a rank, the same for all who reserve room for them.
+REPLICAS = 2
+
+
+def policies() -> dict[str, Policy]:
+    """Systems on Hecate's engine. Only the policy differs."""
+    return {
+        "static EP": Static(),
+        "hecate": Hecate(objective="time", replicas=REPLICAS),
+        "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
+        "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS),
+        "FasterMoE": FasterMoE(),
+        "SmartMoE": SmartMoE(),
+        "FlexMoE": FlexMoE(replicas=REPLICAS),
+        "LAER": Laer(replicas=REPLICAS),
+        "post-gate": PostGate(replicas=REPLICAS),
+    }
+
+
+class System:
+    """A model, its optimizer, and how to bring it to any step of a trace.
+
+    Attributes:
+        replayed: where the choices of each layer's tokens are written.
+    """
+
+    def __init__(self, model: nn.Module, shape: shapes.Shape) -> None:
+        self.model, self.replayed = model, routing.prepare(model, shape.tokens)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(self, ids: torch.Tensor) -> None:
+        """Forward, backward and update."""
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def catch_up(self, counts: Ints, step: int) -> None:
+        """See the trace ``[step, layer, rank, expert]`` up to ``step``, not included."""
+
+    def begin(self) -> None:
+        """Forget all steps: a new workload begins."""
+
+    def saw(self) -> dict[str, Any]:
+        """What the last step did, on this rank."""
+        return {}
+
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state of this rank."""
+        total = 0
+        for parameter in self.model.parameters():
+            states = [v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
+            # The gradient is as large as the parameter.
+            total += sum(_local_bytes(tensor) for tensor in (parameter, parameter, *states))
+        return total
+
+
+class Engine:
+    """A model that Hecate compiled. Policies that keep owners as they are share one, if their graphs are the same."""
+
+    def __init__(self, shape: shapes.Shape, policy: Policy) -> None:
+        config = hecate.Config(backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS)
+        self.model = hecate.compile(shapes.build(shape), config)
+        state = _state_of(self.model, "the benchmark")
+        self.placer, self.layers, self.resharder = state.placer, state.layers, state.resharder
+
+    @staticmethod
+    def key(name: str, policy: Policy) -> tuple[Any, ...]:
+        """Equal for policies that may share."""
+        return policy.replicates, policy.calibrates, name if policy.reshard_every else ""
+
+
+class EngineSystem(System):
+    """A policy on Hecate's engine.
+
+    Before a step the policy is walked through the steps of the trace that it has not seen, as the engine does it but
+    without computing: place and observe, and own after every ``reshard_every`` steps. Then experts move to their
+    owners, outside of what is timed.
+    """
+
+    def __init__(self, engine: Engine, shape: shapes.Shape, policy: Policy) -> None:
+        super().__init__(engine.model, shape)
+        self.engine, self.fresh, self.every = engine, policy, policy.reshard_every
+        self.begin()
+
+    def begin(self) -> None:
+        engine = self.engine
+        self.policy, self.seen = copy.deepcopy(self.fresh), 0
+        # Experts move between timed steps, and not in them; the optimizer has noted their owners by then.
+        self.policy.reshard_every = 0 if self.optimizer.state else self.every
+        self.plans = [LayerPlan(loads=deque(maxlen=self.policy.window)) for _ in engine.layers]
+        self.owners = [Owners.contiguous(layer.num_experts, layer.world.size) for layer in engine.layers]
+
+    def catch_up(self, counts: Ints, step: int) -> None:
+        placer, layers = self.engine.placer, self.engine.layers
+        placer.policy, where = self.policy, [layer.owners for layer in layers]
+        for layer, plan, owners in zip(layers, self.plans, self.owners, strict=True):
+            layer.plan, layer.owners = plan, owners
+        for index in range(self.seen, step):
+            if self.every and index and index % self.every == 0:
+                new = self.policy.own([placer.view(layer) for layer in layers])
+                for layer, owners in zip(layers, new, strict=True):
+                    layer.plan.forget()
+                    if owners != layer.owners:
+                        layer.owners, layer.plan.planned = owners, None
+            for number, layer in enumerate(layers):
+                placer.plan_ahead(layer)
+                layer.plan.planned = None
+                placer.observe(layer, counts[index, number])
+        self.seen, self.owners = step + 1, [layer.owners for layer in layers]
+        for layer, owners in zip(layers, where, strict=True):
+            layer.owners = owners
+        if self.engine.resharder.move(list(zip(layers, self.owners, strict=True))):
+            # A step without gradients only moves the optimizer's state.
+            self.optimizer.zero_grad()
+            self.optimizer.step()
+        for layer in layers:
+            placer.plan_ahead(layer)
+
+    def saw(self) -> dict[str, Any]:
+        layers = self.engine.layers
+        spans = layers[0].world.queue.spans
+        return {
+            "spans": [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in spans],
+            "rows": [layer.rows for layer in layers],
+            "replicas": [layer.replicas for layer in layers],
+            "held": [self._held(layer) for layer in layers],
+        }
+
+    def _held(self, layer: Any) -> int:
+        """Bytes of replicas and of their gradients on this rank."""
+        placement, _ = layer.plan.recent[-1] if layer.plan.recent else (None, None)
+        if placement is None:
+            return 0
+        mine = sum(
+            layer.world.rank in ranks and owner != layer.world.rank
+            for ranks, owner in zip(placement.holders, placement.owners.ranks, strict=True)
+        )
+        return 2 * mine * layer.expert_bytes
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return local.numel() * local.element_size()
+
+
+# --- as they ship ---
+
+
+def _transformers_ep(model: nn.Module) -> nn.Module:
+    """It only starts from a checkpoint, so one is written first, once per node: nodes share no memory."""
+    from transformers.distributed import DistributedConfig
+
+    size, folder = dist.get_world_size(), [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])  # type: ignore[operator]
+    dist.barrier()
+    loaded: nn.Module = type(model).from_pretrained(  # type: ignore[attr-defined]
+        folder[0], distributed_config=DistributedConfig(fsdp_size=size, ep_size=size)
+    )
+    return loaded.train()
+
+
+def _fsdp(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+_EXTERNAL: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "transformers EP": _transformers_ep,
+    "FSDP2": _fsdp,
+    "DDP": nn.parallel.DistributedDataParallel,
+}
+
+
+@contextmanager
+def free_links() -> Iterator[None]:
+    """Inside the block what a collective would bring is zeros and takes no time; counts of rows still travel."""
+
+    def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: Any) -> torch.Tensor:
+        return rows.new_zeros((sum(receive), *rows.shape[1:]))
+
+    nothing = SimpleNamespace(all_reduce=lambda *args, **options: None)
+    with mock.patch.object(transport, "all_to_all", all_to_all), mock.patch.object(gradients, "dist", nothing):
+        yield
+
+
+@dataclass
+class Entry:
+    """One line of the table: a system, or a bound that another system's model plays.
+
+    Attributes:
+        balanced: it gets even routing, whatever the workload.
+        free: its links take no time.
+    """
+
+    system: System
+    balanced: bool = False
+    free: bool = False
+    around: Callable[[], Any] = field(default=nullcontext)
+
+    def __post_init__(self) -> None:
+        if self.free:
+            self.around = free_links
+
+
+def make_entries(names: list[str], shape: shapes.Shape) -> dict[str, Entry]:
+    """The lines of a table. All ranks together."""
+    engines: dict[Any, Engine] = {}
+    systems: dict[str, System] = {}
+    entries = {}
+    for name in names:
+        played = BOUNDS.get(name, name)
+        if played in _EXTERNAL and played not in systems:
+            systems[played] = System(_EXTERNAL[played](shapes.build(shape)), shape)
+        elif played not in systems:
+            policy = policies()[played]
+            key = Engine.key(played, policy)
+            if key not in engines:
+                engines[key] = Engine(shape, policy)
+            systems[played] = EngineSystem(engines[key], shape, policy)
+        entries[name] = Entry(
+            systems[played], balanced=name == "bound: balanced routing", free=name == "bound: free links"
+        )
+    return entries
