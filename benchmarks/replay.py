@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
-from benchmarks.workloads import make
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
 from hecate.runtime.policies import Hecate, LayerView, Policy, Static
+from hecate.simulator.workloads import make
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
 SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
@@ -180,7 +180,7 @@ def rivals(replicas: int) -> dict[str, Policy]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", help="a file that hecate.record wrote")
-    parser.add_argument("--workload", help="made-up routing instead: see benchmarks/workloads.py")
+    parser.add_argument("--workload", help="made-up routing instead: see hecate_compile/simulator/workloads.py")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of equal size that the ranks are on")
     parser.add_argument("--replicas", type=int, default=2, help="most replicas on a rank")
     parser.add_argument("--window", type=int, default=5)

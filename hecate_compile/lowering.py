@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,36 @@ from hecate.passes.label import describe, starts_of
 from hecate.passes.runner import GraphDump, run_passes
 
 Compiled = Callable[..., Any]
+
+
+class NotRun(Exception):
+    """A graph was compiled inside :func:`capturing`, which runs none."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph as it would run: after all passes, its nodes in the order of execution."""
+
+    graph: GraphModule
+    context: PassContext
+
+
+_capture: ContextVar[list[Captured] | None] = ContextVar("_capture", default=None)
+
+
+@contextmanager
+def capturing() -> Iterator[list[Captured]]:
+    """Inside the block graphs are compiled and kept, forward before backward; calling one raises :class:`NotRun`."""
+    kept: list[Captured] = []
+    token = _capture.set(kept)
+    try:
+        # A backward is otherwise compiled when it is first called.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            yield kept
+    finally:
+        _capture.reset(token)
+
+
 _NO_RATES = PassContext(world_size=1).rates
 
 
@@ -50,6 +81,9 @@ def lower(
             if dump and part != "joint":
                 dump.write_text("schedule", describe(starts_of(gm.graph.nodes), measured=False))
 
+    kept = _capture.get()
+    if kept is not None:
+        return _aot_eager(gm, inputs, run, lambda gm, part: _keep(gm, replace(context, part=part), kept))
     if backend == "aot_eager":
         return _aot_eager(gm, inputs, run)
     return _inductor(gm, inputs, run, context, disabled, dumping=folder is not None)
@@ -62,11 +96,22 @@ def _lint(gm: GraphModule) -> None:
     gm.graph.lint()
 
 
-def _aot_eager(gm: GraphModule, inputs: list[Any], run: Run) -> Compiled:
+def _keep(gm: GraphModule, context: PassContext, kept: list[Captured]) -> Compiled:
+    kept.append(Captured(gm, context))
+
+    def refuse(*args: Any) -> Any:
+        raise NotRun
+
+    return refuse
+
+
+def _aot_eager(
+    gm: GraphModule, inputs: list[Any], run: Run, finish: Callable[[GraphModule, str], Compiled] | None = None
+) -> Compiled:
     def compiler(part: str) -> Compiled:
         def compile(gm: GraphModule, inputs: list[Any]) -> Any:
             run(gm, FINAL_PASSES, part)
-            return boxed_nop(gm, inputs)
+            return boxed_nop(gm, inputs) if finish is None else finish(gm, part)
 
         return compile
 

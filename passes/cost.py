@@ -115,7 +115,7 @@ class Clock:
         link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
         name, size = (
             operator_name(start).removesuffix("_start"),
-            self.number(bytes_of([_value(n) for n in _payload(start)])),
+            self.number(bytes_of([_value(n) for n in payload_of(start)])),
         )
         others = (context.world_size - 1) / context.world_size
         if name in ("sparse_all_gather", "top_up"):
@@ -131,12 +131,12 @@ class Clock:
 
         The same on every rank: sizes that depend on data, slots and shards, count as all slots of a rank.
         """
-        size = bytes_of([_value(n) for n in _payload(start)]) + bytes_of(_value(wait))
+        size = bytes_of([_value(n) for n in payload_of(start)]) + bytes_of(_value(wait))
         most = self.context.owned + self.context.slots
         return int(size.subs(dict.fromkeys(size.free_symbols, most)))
 
 
-def _payload(start: Node) -> list[Node]:
+def payload_of(start: Node) -> list[Node]:
     """What travels: the rows, or the list of parameters or gradients that comes first."""
     first = next(iter(arguments_of(start).values()))
     return list(first) if isinstance(first, (list, tuple)) else [first]

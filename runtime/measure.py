@@ -79,9 +79,12 @@ def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates
         return rates
     fewest = torch.tensor(tokens, device=world.control_device)
     dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=world.group)
-    # A multiply and an add for each element and token, once forward and twice backward.
-    operations = 3 * 2 * int(fewest) * dense_parameters / layers
-    return replace(rates, hidden=operations / rates.flops)
+    return replace(rates, hidden=hidden_seconds(int(fewest), dense_parameters, layers, rates.flops))
+
+
+def hidden_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:
+    """Dense compute of one layer and step: a multiply and an add for each element and token, three times."""
+    return 3 * 2 * tokens * dense_parameters / layers / flops
 
 
 def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:

@@ -38,8 +38,10 @@ def main() -> None:
     parser.add_argument("--self-test", action="store_true", help="measure stragglers and links, and compare")
     parser.add_argument("command", nargs="*", help="script.py and its options, after --")
     args = parser.parse_args()
-    # The finally blocks of the launcher run on SIGTERM as they do on Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # The finally blocks of the launcher run on SIGTERM as they do on Ctrl-C, which shells switch off for what they
+    # start in the background.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     if args.self_test:
         sys.exit(self_test())
     if not args.command:

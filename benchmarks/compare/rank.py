@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.cluster.throttle import throttled
 from benchmarks.compare import routing, shapes
+from benchmarks.compare.machine import measure
 from benchmarks.compare.systems import Entry, make_entries
 from benchmarks.compare.workloads import counts_of
 from hecate.runtime.measure import measure_rates
@@ -80,7 +81,8 @@ def main() -> None:
     world = find_world(None, torch.device("cpu"))
     with throttled():
         # hecate.compile finds these: the speed of a rank with its quota, not that of a whole core.
-        rates = measure_rates(torch.float32, find_topology(None, world), world)
+        measure_rates(torch.float32, find_topology(None, world), world)
+        machine = measure(shape, world)
     started = time.perf_counter()
     with routing.replayed_routers():
         entries = make_entries(cell["systems"], shape)
@@ -126,7 +128,7 @@ def main() -> None:
             size = torch.tensor([entry.system.state_bytes()])
             dist.all_reduce(size, op=dist.ReduceOp.MAX)
             found["bytes"][name] = int(size)
-    found["rates"] = {key: getattr(rates, key) for key in ("flops", "rank_bytes", "node_bytes", "memory_bytes")}
+    found["machine"] = machine
     if rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
     dist.barrier()

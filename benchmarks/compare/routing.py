@@ -18,23 +18,6 @@ Ints = NDArray[np.int64]
 _ROUTERS = (modeling_qwen3_moe.Qwen3MoeTopKRouter, modeling_qwen2_moe.Qwen2MoeTopKRouter)
 
 
-def scale_counts(counts: Ints, rows: int) -> Ints:
-    """Counts in the same proportions that add up to ``rows``: int64 ``[..., E] -> [..., E]``.
-
-    Raises:
-        ValueError: a line without rows.
-    """
-    total = counts.sum(-1, keepdims=True)
-    if not total.all():
-        raise ValueError("the trace has a rank without rows")
-    exact = counts * rows / total
-    whole = np.floor(exact).astype(np.int64)
-    missing = rows - whole.sum(-1, keepdims=True)
-    # The largest remainders get what is missing.
-    turn = np.argsort(np.argsort(-(exact - whole), axis=-1, kind="stable"), axis=-1, kind="stable")
-    return whole + (turn < missing)
-
-
 def deal(counts: Ints, tokens: int, top_k: int, rng: np.random.Generator) -> Ints:
     """Experts for every token, so that expert e occurs ``counts[e]`` times: int64 ``[E] -> [tokens, top_k]``.
 

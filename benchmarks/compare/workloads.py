@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import workloads
-from benchmarks.compare.routing import scale_counts
 from benchmarks.compare.shapes import Shape
+from hecate.simulator import workloads
 
 TRACES = Path(__file__).parents[1] / "traces"
 # natural: recorded without an auxiliary loss; auxiliary: with one (benchmarks/traces/record.py).
@@ -45,4 +44,4 @@ def _recorded(name: str, shape: Shape, world_size: int) -> NDArray[np.int64]:
             f"{name} was recorded with {layers} layers, {ranks} ranks and {experts} experts; {shape.name} has "
             f"{shape.layers}, {world_size} and {shape.experts}"
         )
-    return scale_counts(counts[:, : shape.layers], shape.rows)
+    return workloads.scale(counts[:, : shape.layers], shape.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.workloads import BURST_STEPS, STEPS_BETWEEN_MOVES, WORKLOADS, make
+from hecate.simulator.workloads import BURST_STEPS, STEPS_BETWEEN_MOVES, WORKLOADS, make
 
 SHAPE = dict(steps=100, layers=3, ranks=8, experts=64, rows=4096)
 

@@ -50,6 +50,39 @@ def make(
     return counts
 
 
+def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
+    """A trace for another number of layers and ranks, and for ``rows`` rows of every rank, layer and step.
+
+    Layers and ranks that the trace does not have repeat those that it has, some steps later, so that no two are alike
+    in a step. Proportions stay.
+
+    Raises:
+        ValueError: a rank without rows.
+    """
+    steps, old_layers, old_ranks, _ = counts.shape
+    layer, rank = np.arange(layers), np.arange(ranks)
+    later = 7 * (layer // old_layers)[:, None] + 3 * (rank // old_ranks)[None, :]
+    step = (np.arange(steps)[:, None, None] + later) % steps
+    return scale(counts[step, (layer % old_layers)[:, None], (rank % old_ranks)[None, :]], rows)
+
+
+def scale(counts: Counts, rows: int) -> Counts:
+    """Counts in the same proportions that add up to ``rows``: int64 ``[..., E] -> [..., E]``.
+
+    Raises:
+        ValueError: a line without rows.
+    """
+    total = counts.sum(-1, keepdims=True)
+    if not total.all():
+        raise ValueError("the trace has a rank without rows")
+    exact = counts * rows / total
+    whole = np.floor(exact).astype(np.int64)
+    missing = rows - whole.sum(-1, keepdims=True)
+    # The largest remainders get what is missing.
+    turn = np.argsort(np.argsort(-(exact - whole), axis=-1, kind="stable"), axis=-1, kind="stable")
+    return whole + (turn < missing)
+
+
 def _balanced(rng: np.random.Generator, steps: int, experts: int, skew: float) -> Weights:
     return np.ones((steps, experts))
 

@@ -1,0 +1,22 @@
+"""Predict a training step on a cluster that is not there.
+
+A discrete model over the *real compiled graph*: the model is compiled as rank 0 of as many ranks as wanted, on a
+process group that sends nothing, and the graphs after all passes are kept instead of run. Then every rank walks
+through them: compute takes its operations or bytes, a collective begins when all ranks have started it and the one
+before has ended, and takes the bytes of its busiest link. Rows and replicas are those that a policy makes of a trace.
+
+| file | concern |
+|---|---|
+| ``cluster`` | what a cluster is: a TOML file |
+| ``capture`` | compile for W ranks without running |
+| ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
+| ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
+| ``step`` | one step on all ranks: seconds, bytes, and who waited |
+"""
+
+from hecate.simulator.capture import capture
+from hecate.simulator.cluster import ClusterError, ClusterSpec
+from hecate.simulator.routing import LayerStep, walk
+from hecate.simulator.step import Prediction, Simulator
+
+__all__ = ["ClusterError", "ClusterSpec", "LayerStep", "Prediction", "Simulator", "capture", "walk"]

@@ -1,0 +1,92 @@
+"""A cluster as a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hecate.runtime.planner import Rates, Topology
+
+
+class ClusterError(ValueError):
+    """A cluster file is missing, or says something that no cluster is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """Machines, and how fast they are.
+
+    Attributes:
+        name: for tables.
+        nodes, gpus: machines, and ranks on each.
+        flops: operations per second that a rank reaches in matmuls; not the peak.
+        memory_bytes: bytes per second that a rank reads and writes in its own memory.
+        rank_bytes: bytes per second of a rank's link inside its node, in each direction.
+        node_bytes: bytes per second of a node's link, in each direction.
+        latency: seconds that a collective takes with nothing to carry.
+        operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
+
+    Raises:
+        ClusterError: a number that is not positive.
+    """
+
+    name: str
+    nodes: int
+    gpus: int
+    flops: float
+    memory_bytes: float
+    rank_bytes: float
+    node_bytes: float
+    latency: float = 20e-6
+    operator: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "name":
+                continue
+            kind = int if field.name in ("nodes", "gpus") else (int, float)
+            free = field.name in ("latency", "operator")
+            if not isinstance(value, kind) or isinstance(value, bool) or value < 0 or (value == 0 and not free):
+                raise ClusterError(
+                    f"hecate: cluster {self.name}: {field.name} = {value!r}, expected a positive "
+                    f"{'whole number' if kind is int else 'number'}"
+                )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.even(self.ranks, self.gpus)
+
+    @property
+    def rates(self) -> Rates:
+        """What the planner is told; nothing about what is hidden, which depends on the model."""
+        return Rates(
+            flops=self.flops, rank_bytes=self.rank_bytes, node_bytes=self.node_bytes, memory_bytes=self.memory_bytes
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterSpec:
+        """Read a TOML file with these attributes as keys; ``name`` is by default the file's.
+
+        Raises:
+            ClusterError: no such file, no TOML, or keys that are missing or unknown.
+        """
+        try:
+            given: dict[str, Any] = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ClusterError(f"hecate: {path} is not a cluster file: {error}") from None
+        known = {field.name: field for field in fields(cls)}
+        unknown = sorted(set(given) - set(known))
+        needed = {name for name in known if name not in ("name", "latency", "operator")}
+        missing = sorted(needed - set(given))
+        if unknown or missing:
+            said = [f"unknown {', '.join(unknown)}"] if unknown else []
+            said += [f"missing {', '.join(missing)}"] if missing else []
+            raise ClusterError(f"hecate: {path}: {'; '.join(said)}. The keys are {', '.join(known)}.")
+        return cls(**{"name": path.stem, **given})

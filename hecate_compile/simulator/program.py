@@ -1,0 +1,176 @@
+"""A compiled graph as a list of what takes time: compute, and collectives that start and are waited for.
+
+Operations and bytes come from ``hecate.passes.cost``; sizes that depend on routing stay symbols, which stand for a
+layer's rows, slots and shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import sympy
+import torch
+from numpy.typing import NDArray
+from torch.fx import Node
+
+from hecate.lowering import Captured
+from hecate.passes.cost import Clock, bytes_of, flops, payload_of, traffic
+from hecate.passes.nodes import arguments_of, calls, is_getitem, operator_name
+from hecate.runtime.define import STARTS, WAITS
+
+Floats = NDArray[np.float64]
+What = Literal["rows", "slots", "owned"]
+# Sizes on every rank: (layer id, what) -> [W].
+Sizes = Mapping[tuple[int, What], Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Operators between two collectives.
+
+    Attributes:
+        operators: how many.
+        fixed: (operations, bytes) of those whose sizes do not depend on routing.
+        routed: functions of the sizes that return (operations, bytes), each ``[W]``.
+    """
+
+    operators: int
+    fixed: tuple[tuple[float, float], ...]
+    routed: tuple[Callable[[Sizes], tuple[Floats, Floats]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A collective begins.
+
+    Attributes:
+        token: its number in this program.
+        operator: without its namespace, such as ``exchange``.
+        layer: id of the MoE layer, or None.
+        unit: bytes of one row or one expert; of everything, where there are neither.
+    """
+
+    token: int
+    operator: str
+    layer: int | None
+    unit: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute needs the result of the collective with this number."""
+
+    token: int
+
+
+Item = Compute | Start | Wait
+# Collectives whose bytes depend neither on rows nor on experts.
+WHOLE = ("average_gradients", "gather_dense", "reduce_scatter_dense", "gather_counts")
+
+
+def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]) -> list[Item]:
+    """Translate one graph.
+
+    Args:
+        symbols: what unbacked sizes stand for. Filled by the forward, used by the backward.
+    """
+    graph = captured.graph.graph
+    clock = Clock(captured.graph, captured.context)
+    _learn(graph.nodes, symbols)
+    items: list[Item] = []
+    tokens: dict[Node, int] = {}
+    pending: list[Node] = []
+
+    def flush() -> None:
+        if pending:
+            items.append(_compute(pending, clock, symbols))
+            pending.clear()
+
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in STARTS:
+            flush()
+            tokens[node] = len(tokens)
+            items.append(_start(node, tokens[node], clock))
+        elif node.target in WAITS:
+            flush()
+            items.append(Wait(tokens[node.args[0]]))
+        elif not is_getitem(node):
+            pending.append(node)
+    flush()
+    return items
+
+
+def _learn(nodes: Any, symbols: dict[sympy.Symbol, tuple[int, What]]) -> None:
+    """Note which symbol is which size; the order of results is that of ``hecate.runtime.ops``."""
+    hecate = torch.ops.hecate
+    for node in nodes:
+        value = node.meta.get("val")
+        if calls(node, hecate.place, hecate.calibrate):
+            _note(symbols, value[1].shape[0], arguments_of(node)["layer"], "slots")
+        elif calls(node, hecate.route):
+            _note(symbols, value[0].shape[0], arguments_of(node)["layer"], "slots")
+            _note(symbols, value[3].shape[0], arguments_of(node)["layer"], "rows")
+
+
+def _note(symbols: dict[sympy.Symbol, tuple[int, What]], size: Any, layer: int, what: What) -> None:
+    if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+        symbols.setdefault(size.node.expr, (layer, what))
+
+
+def _compute(nodes: Sequence[Node], clock: Clock, symbols: Mapping[sympy.Symbol, tuple[int, What]]) -> Compute:
+    fixed, routed, operators = [], [], 0
+    for node in nodes:
+        operations, moved = sympy.sympify(flops(node)), sympy.sympify(traffic(node))
+        if not operations and not moved:
+            continue
+        operators += 1
+        unknown = sorted(operations.free_symbols | moved.free_symbols, key=str)
+        if not any(symbol in symbols or symbol not in clock.hints for symbol in unknown):
+            fixed.append((float(clock.number(operations)), float(clock.number(moved))))
+        else:
+            routed.append(_function(operations, moved, unknown, clock, symbols))
+    return Compute(operators=operators, fixed=tuple(fixed), routed=tuple(routed))
+
+
+def _function(
+    operations: sympy.Expr,
+    moved: sympy.Expr,
+    unknown: Sequence[sympy.Symbol],
+    clock: Clock,
+    symbols: Mapping[sympy.Symbol, tuple[int, What]],
+) -> Callable[[Sizes], tuple[Floats, Floats]]:
+    call = sympy.lambdify(list(unknown), [operations, moved], modules="numpy")
+    layers = [symbols[symbol][0] for symbol in unknown if symbol in symbols]
+
+    def evaluate(sizes: Sizes) -> tuple[Floats, Floats]:
+        any_layer = layers[0] if layers else next(iter(sizes))[0]
+        values: list[Any] = []
+        for symbol in unknown:
+            if symbol in symbols:
+                values.append(sizes[symbols[symbol]])
+            elif symbol in clock.hints:
+                values.append(float(clock.hints[symbol]))
+            else:
+                # The length of a shard.
+                values.append(sizes[any_layer, "owned"])
+        operations, moved = call(*values)
+        return np.asarray(operations, dtype=np.float64), np.asarray(moved, dtype=np.float64)
+
+    return evaluate
+
+
+def _start(node: Node, token: int, clock: Clock) -> Start:
+    name, arguments = operator_name(node).removesuffix("_start"), arguments_of(node)
+    tensors = [part.meta["val"] for part in payload_of(node)]
+    if name in WHOLE:
+        unit = clock.number(bytes_of(tensors))
+    else:
+        # One line of each tensor.
+        unit = sum(clock.number(prod(t.shape[1:])) * t.element_size() for t in tensors)
+    return Start(token=token, operator=name, layer=arguments.get("layer"), unit=float(unit))

@@ -1,0 +1,219 @@
+"""One training step on all ranks of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from hecate.runtime.planner import Placement, Topology, transfers
+from hecate.simulator.capture import Capture
+from hecate.simulator.cluster import ClusterSpec
+from hecate.simulator.program import WHOLE, Compute, Item, Sizes, Start, Wait, What, program_of
+from hecate.simulator.routing import LayerStep
+
+Floats = NDArray[np.float64]
+# AdamW reads a parameter, its gradient and two states, and writes all but the gradient.
+_UPDATE_PASSES = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One collective: when all ranks had started it and the link was free, and when it had ended."""
+
+    part: str
+    operator: str
+    begun: float
+    ended: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step.
+
+    Attributes:
+        seconds: until the last rank has updated its parameters.
+        compute: of each rank, ``[W]``.
+        waited: of each rank for collectives, ``[W]``.
+        sent: bytes that leave each node, ``[N]``.
+        spans: the collectives in their order.
+    """
+
+    seconds: float
+    compute: Floats
+    waited: Floats
+    sent: Floats
+    spans: tuple[Span, ...]
+
+
+class Simulator:
+    """Walks all ranks through a captured model.
+
+    Args:
+        capture: the graphs.
+        cluster: the machine.
+        update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
+    """
+
+    def __init__(self, capture: Capture, cluster: ClusterSpec, *, update: Floats | float = 0.0) -> None:
+        self.cluster, self.topology = cluster, cluster.topology
+        self.layers = [layer.id for layer in capture.layers]
+        symbols: dict[sympy.Symbol, tuple[int, What]] = {}
+        self.parts = [(c.context.part, program_of(c, symbols)) for c in capture.graphs]
+        self.update = np.zeros(cluster.ranks) + update
+
+    def step(self, layers: Sequence[LayerStep]) -> Prediction:
+        """Predict the step with this routing.
+
+        Args:
+            layers: in the order of the captured model's.
+        """
+        of = dict(zip(self.layers, layers, strict=True))
+        links = _Links(self.cluster, of)
+        sizes: Sizes = {
+            key: value
+            for id, layer in of.items()
+            for key, value in (
+                ((id, "rows"), layer.rows.sum(0).astype(np.float64)),
+                ((id, "slots"), _per_rank(layer.placement)),
+                ((id, "owned"), np.asarray(layer.placement.owners.counts, dtype=np.float64)),
+            )
+        }
+        clock, compute, free = np.zeros(self.cluster.ranks), np.zeros(self.cluster.ranks), 0.0
+        sent, spans = np.zeros(self.cluster.nodes), []
+        for part, items in self.parts:
+            ends: dict[int, float] = {}
+            for item in items:
+                if isinstance(item, Wait):
+                    clock = np.maximum(clock, ends[item.token])
+                    continue
+                spent = self._seconds(item, sizes, links)
+                clock, compute = clock + spent, compute + spent
+                if isinstance(item, Start):
+                    begun = max(free, float(clock.max()))
+                    seconds, leaving = links.cost(item)
+                    free = ends[item.token] = begun + seconds
+                    sent += leaving
+                    spans.append(Span(part=part, operator=item.operator, begun=begun, ended=free))
+        spent = _UPDATE_PASSES * self.update / self.cluster.memory_bytes
+        clock, compute = clock + spent, compute + spent
+        return Prediction(
+            seconds=float(clock.max()), compute=compute, waited=clock - compute, sent=sent, spans=tuple(spans)
+        )
+
+    def _seconds(self, item: Item, sizes: Sizes, links: _Links) -> Floats:
+        """Compute time of every rank."""
+        cluster = self.cluster
+        if isinstance(item, Start):
+            # A start copies what travels.
+            return cluster.operator + 2 * links.packed(item) / cluster.memory_bytes
+        assert isinstance(item, Compute)
+        total = np.full(cluster.ranks, item.operators * cluster.operator)
+        for operations, moved in item.fixed:
+            total += max(operations / cluster.flops, moved / cluster.memory_bytes)
+        for function in item.routed:
+            routed_operations, routed_moved = function(sizes)
+            total = total + np.maximum(routed_operations / cluster.flops, routed_moved / cluster.memory_bytes)
+        return total
+
+
+class _Links:
+    """What the collectives of one step carry, between ranks and between nodes."""
+
+    def __init__(self, cluster: ClusterSpec, layers: Mapping[int, LayerStep]) -> None:
+        self.cluster, self.topology = cluster, cluster.topology
+        self.layers = {id: _Traffic(layer, cluster.topology) for id, layer in layers.items()}
+
+    def cost(self, start: Start) -> tuple[float, Floats]:
+        """Seconds, and bytes that leave each node."""
+        seconds, leaving = self.cluster.latency, np.zeros(self.cluster.nodes)
+        for matrix in self._matrices(start):
+            took, sent = self._busiest(matrix * start.unit)
+            seconds, leaving = seconds + took, leaving + sent
+        return seconds, leaving
+
+    def packed(self, start: Start) -> Floats:
+        """Bytes that every rank copies before it sends."""
+        if start.operator in ("exchange", "exchange_back"):
+            assert start.layer is not None
+            rows = self.layers[start.layer].rows
+            return (rows.sum(1) if start.operator == "exchange" else rows.sum(0)) * start.unit
+        return np.zeros(self.cluster.ranks)
+
+    def _matrices(self, start: Start) -> list[Floats]:
+        """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
+        size = self.cluster.ranks
+        if start.operator in WHOLE:
+            # A ring: every rank passes its part on, size - 1 times, and twice that to sum and to share.
+            # A gather carries as many as there are others, a sum only its parts.
+            share = size - 1 if start.operator.startswith("gather") else (size - 1) / size
+            ring = np.zeros((size, size))
+            ring[np.arange(size), (np.arange(size) + 1) % size] = share * (
+                1 + (start.operator == "average_gradients")
+            )
+            return [ring]
+        assert start.layer is not None
+        traffic = self.layers[start.layer]
+        if start.operator == "exchange":
+            return [traffic.rows]
+        if start.operator == "exchange_back":
+            return [traffic.rows.T]
+        if start.operator == "sparse_all_gather":
+            return traffic.planned
+        if start.operator == "top_up":
+            return traffic.late
+        if start.operator == "sparse_reduce_scatter":
+            return [stage.T for stage in traffic.all]
+        everyone = np.tile(np.asarray(traffic.owned)[:, None], (1, size))
+        return [everyone if start.operator == "gather_experts" else everyone.T]
+
+    def _busiest(self, sent: Floats) -> tuple[float, Floats]:
+        """Seconds of the busiest link, and bytes that leave each node; ``sent`` is bytes ``[W, W]``."""
+        nodes, topology = self.topology.nodes, self.topology
+        same = nodes[:, None] == nodes[None, :]
+        inside = np.where(same, sent, 0.0)
+        np.fill_diagonal(inside, 0.0)
+        most = max(inside.sum(0).max(), inside.sum(1).max()) / self.cluster.rank_bytes
+        across = np.where(same, 0.0, sent)
+        out = np.bincount(nodes, across.sum(1), minlength=topology.num_nodes)
+        into = np.bincount(nodes, across.sum(0), minlength=topology.num_nodes)
+        return max(most, max(out.max(), into.max()) / self.cluster.node_bytes), out
+
+
+class _Traffic:
+    """Rows and experts of one layer between ranks."""
+
+    def __init__(self, layer: LayerStep, topology: Topology) -> None:
+        self.layer, self.topology = layer, topology
+        self.rows = layer.rows.astype(np.float64)
+        self.owned = layer.placement.owners.counts
+
+    @cached_property
+    def all(self) -> list[Floats]:
+        return self._stages(self.layer.placement)
+
+    @cached_property
+    def planned(self) -> list[Floats]:
+        return self.all if self.layer.planned is self.layer.placement else self._stages(self.layer.planned)
+
+    @cached_property
+    def late(self) -> list[Floats]:
+        return [after - before for after, before in zip(self.all, self.planned, strict=True)]
+
+    def _stages(self, placement: Placement) -> list[Floats]:
+        size = self.topology.world_size
+        found = []
+        for stage in transfers(placement, self.topology):
+            matrix = np.zeros((size, size))
+            np.add.at(matrix, (stage.sources, stage.destinations), 1.0)
+            found.append(matrix)
+        return found
+
+
+def _per_rank(placement: Placement) -> Floats:
+    _, ranks = placement.pairs
+    return np.asarray(np.bincount(ranks, minlength=placement.owners.world_size), dtype=np.float64)
