@@ -1,6 +1,7 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
-# Both make .venv and install what they need.
+# make bench   Hecate beside its rivals on an emulated cluster, 15 minutes (make bench-full: everything, hours)
+# All make .venv and install what they need.
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check benchmark clean
+.PHONY: train test check bench bench-full benchmark clean
 
 train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
@@ -22,6 +23,12 @@ check: $(VENV)/.installed
 	rm -rf build/types && mkdir -p build/types/hecate
 	ln -s $(CURDIR)/hecate_compile/* $(CURDIR)/passes $(CURDIR)/runtime build/types/hecate/
 	MYPYPATH=build/types $(BIN)/mypy -p hecate
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.compare
+
+bench-full: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.compare --full
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/compile_and_step.py

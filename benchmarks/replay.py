@@ -13,7 +13,6 @@ paper's regime (docs/planner.md). ``--png`` draws expert load over time, and ran
 from __future__ import annotations
 
 import argparse
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
+from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
-from hecate.runtime.policies import Hecate, LayerView, Policy, Static
+from hecate.runtime.policies import Hecate, Policy, Static
+from hecate.simulator import walk
 from hecate.simulator.workloads import make
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
@@ -85,50 +85,27 @@ def replay(
     sizes: Sizes = SIZES,
 ) -> Replay:
     """Run ``policy`` through the trace, step by step."""
-    steps, layers, ranks, experts = counts.shape
-    current = [Owners(tuple(line.tolist()), ranks) for line in owners]
-    recent: list[deque[Any]] = [deque(maxlen=policy.window) for _ in range(layers)]
-    long_load = np.zeros((layers, experts), dtype=np.int64)
+    steps, layers, ranks, _ = counts.shape
     rows = np.zeros((steps, layers, ranks), dtype=np.int64)
     replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
-    seen_steps = 0
     seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
-
-    def view(layer: int) -> LayerView:
-        return LayerView(
-            id=layer, owners=current[layer], loads=tuple(recent[layer]),
-            long_load=long_load[layer] // max(1, seen_steps), topology=topology, sizes=sizes, rates=rates,
-        )  # fmt: skip
-
-    for step in range(steps):
-        if policy.reshard_every and step and step % policy.reshard_every == 0:
-            new = policy.own([view(layer) for layer in range(layers)])
-            moved += sum(
-                a != b for o, n in zip(current, new, strict=True) for a, b in zip(o.ranks, n.ranks, strict=True)
-            )
-            current, long_load, seen_steps = new, np.zeros_like(long_load), 0
-        for layer in range(layers):
-            seen = counts[step, layer]
-            placement, late = policy.place(view(layer)), 0.0
-            if policy.calibrates:
-                planned = placement
-                placement = policy.calibrate(view(layer), planned, seen)
-                # What is added after the gate hides behind nothing.
-                travel = [transfer_time(p, topology, sizes, rates) for p in (planned, placement)]
+    start = [Owners(tuple(line.tolist()), ranks) for line in owners]
+    same_node = topology.nodes[:, None] == topology.nodes[None, :]
+    for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=[sizes] * layers):
+        for layer, made in enumerate(routed):
+            moved += made.moved
+            # What is added after the gate hides behind nothing.
+            planned, late = made.planned, 0.0
+            if made.placement is not planned:
+                travel = [transfer_time(p, topology, sizes, rates) for p in (planned, made.placement)]
                 late = max(0.0, travel[1] - travel[0])
-            sends = [policy.assign(view(layer), placement, seen, rank).sends for rank in range(ranks)]
-            to_nodes = topology.split_by_node(np.stack(sends).sum(1)).sum(-1)
-            rows[step, layer] = np.stack(sends).sum((0, 1))
-            replicas[step, layer] = placement.num_replicas
-            crossing[step, layer] = to_nodes.sum() - to_nodes[np.arange(ranks), topology.nodes].sum()
-            computed = np.stack(sends).sum(0)
-            split = [computed[e, list(held)].tolist() for e, held in enumerate(placement.holders)]
-            time = step_time(seen.sum(0).tolist(), split, placement, topology, sizes, rates)
+            rows[step, layer], replicas[step, layer] = made.rows.sum(0), made.placement.num_replicas
+            crossing[step, layer] = made.rows[~same_node].sum()
+            split = [made.computed[e, list(held)].tolist() for e, held in enumerate(made.placement.holders)]
+            total = counts[step, layer].sum(0).tolist()
+            time = step_time(total, split, made.placement, topology, sizes, rates)
             exposed[step, layer] = max(0.0, time.experts - late - rates.hidden) + late
             seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
-            recent[layer].append(seen.sum(0))
-            long_load[layer] += seen.sum(0)
-        seen_steps += 1
     return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
 
 
@@ -173,6 +150,7 @@ def rivals(replicas: int) -> dict[str, Policy]:
     """Other systems' policies; see ``benchmarks.policies``."""
     return {
         "FasterMoE": FasterMoE(), "SmartMoE": SmartMoE(), "FlexMoE": FlexMoE(replicas=replicas),
+        "LAER": Laer(replicas=replicas),
         "post-gate": PostGate(replicas=replicas),
     }  # fmt: skip
 

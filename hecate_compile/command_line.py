@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,46 +17,19 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from hecate.config import Config
-from hecate.runtime.measure import hidden_seconds
 from hecate.runtime.policies import Hecate, Policy, Static
-from hecate.simulator import ClusterError, ClusterSpec, Simulator, capture, walk
-from hecate.simulator.memory import measure_memory
+from hecate.simulator import Capture, ClusterError, ClusterSpec
+from hecate.simulator.study import HISTORY, Build, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, make
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-# Steps that a policy has seen before the first that is simulated.
-HISTORY = 20
 
 
 @app.callback()
 def main() -> None:
     """Train Mixture-of-Experts models without stragglers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A policy on a cluster: means over the simulated steps.
-
-    Attributes:
-        seconds: of a step.
-        imbalance: rows of the busiest rank over the mean.
-        exposed: seconds that the rank which computes least stands still for collectives and others.
-        replicas: of all ranks, per layer.
-        node_bytes: bytes that leave a node in a step, the one that sends most.
-        states, replica_bytes: memory of the rank with most.
-    """
-
-    cluster: str
-    policy: str
-    seconds: float
-    imbalance: float
-    exposed: float
-    replicas: float
-    node_bytes: float
-    states: float
-    replica_bytes: float
 
 
 @app.command()
@@ -80,33 +54,18 @@ def simulate(
 
     Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
     """
+    options = Options(
+        replicas=replicas, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
+    )  # fmt: skip
     try:
         clusters = [ClusterSpec.load(path) for path in cluster]
         makers = {name: _policy(name, replicas) for name in policy}
         build = _function(model)
-        routing = _load_trace(trace) if trace is not None else None
-        if routing is None and workload not in WORKLOADS:
-            raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
+        routing = _routing(trace, workload, skew)
         results = []
         for spec in clusters:
-            captured: dict[Any, Any] = {}
-            for name, made in makers.items():
-                results.append(
-                    _run(
-                        build,
-                        spec,
-                        name,
-                        made,
-                        captured,
-                        routing=routing,
-                        workload=workload,
-                        skew=skew,
-                        replicas=replicas,
-                        rematerialize=rematerialize,
-                        steps=steps,
-                        optimizer_bytes=optimizer_bytes,
-                    )  # fmt: skip
-                )
+            # A policy remembers steps, so each cluster gets its own.
+            results += study(build, spec, copy.deepcopy(makers), lambda made, s=spec: routing(made, s), options)
     except (ClusterError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     Console(width=150).print(_table(results))
@@ -114,71 +73,29 @@ def simulate(
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
-def _run(
-    build: Any,
-    spec: ClusterSpec,
-    name: str,
-    policy: Policy,
-    captured: dict[Any, Any],
-    *,
-    routing: Counts | None,
-    workload: str,
-    skew: float,
-    replicas: int,
-    rematerialize: bool,
-    steps: int,
-    optimizer_bytes: float,
-) -> Result:
-    key = policy.replicates, policy.calibrates
-    if key not in captured:
-        model, inputs = _build(build)
-        config = Config(policy=policy, replicas=replicas, rematerialize=rematerialize)
-        captured[key] = capture(model, inputs, spec, config)
-    made = captured[key]
-    layers = made.layers
-    rows, tokens = made.rows, made.tokens
-    experts = layers[0].num_experts
-    if routing is None:
-        counts = make(
-            workload, steps=HISTORY + max(steps, 10), layers=len(layers), ranks=spec.ranks, experts=experts, rows=rows,
-            skew=skew,
-        )  # fmt: skip
-    elif routing.shape[3] != experts:
-        raise ValueError(f"the trace has {routing.shape[3]} experts, the model has {experts}")
-    else:
-        counts = fit(routing, layers=len(layers), ranks=spec.ranks, rows=rows)
-    first = min(HISTORY, len(counts) - 1)
-    wanted = sorted(set(np.linspace(first, len(counts) - 1, steps).round().astype(int).tolist()))
-    hidden = hidden_seconds(tokens, made.dense_parameters, len(layers), spec.flops)
-    walked = walk(
-        policy, counts[: wanted[-1] + 1], [layer.owners for layer in layers], topology=spec.topology,
-        rates=replace(spec.rates, hidden=hidden), sizes=made.sizes, steps=wanted,
-    )  # fmt: skip
-    per_expert = [layer.expert_bytes for layer in layers]
-    found = []
-    for _, routed in walked:
-        owned = [np.asarray(r.placement.owners.counts) * size for r, size in zip(routed, per_expert, strict=True)]
-        simulator = Simulator(made, spec, update=made.dense_bytes + np.sum(owned, axis=0))
-        predicted = simulator.step(routed)
-        memory = measure_memory(
-            made.model, layers, routed, optimizer_bytes=optimizer_bytes, rematerialize=rematerialize
-        )
-        computed = [r.computed.sum(0) for r in routed]
-        found.append(
-            Result(
-                cluster=spec.name,
-                policy=name,
-                seconds=predicted.seconds,
-                exposed=float(predicted.waited.max()),
-                imbalance=float(np.mean([c.max() / max(1e-9, c.mean()) for c in computed])),
-                replicas=float(np.mean([r.placement.num_replicas for r in routed])),
-                node_bytes=float(predicted.sent.max()),
-                states=memory.states,
-                replica_bytes=memory.replicas,
-            )  # fmt: skip
-        )
-    numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
-    return replace(found[0], **{key: float(np.mean([getattr(f, key) for f in found])) for key in numbers})
+def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Capture, ClusterSpec], Counts]:
+    """Rows ``[step, layer, rank, expert]`` for a model on a cluster."""
+    recorded = _load_trace(trace) if trace is not None else None
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
+
+    def routing(made: Capture, spec: ClusterSpec) -> Counts:
+        layers, experts = len(made.layers), made.layers[0].num_experts
+        if recorded is None:
+            return make(
+                workload,
+                steps=2 * HISTORY,
+                layers=layers,
+                ranks=spec.ranks,
+                experts=experts,
+                rows=made.rows,
+                skew=skew,
+            )
+        if recorded.shape[3] != experts:
+            raise ValueError(f"{trace} has {recorded.shape[3]} experts, the model has {experts}")
+        return fit(recorded, layers=layers, ranks=spec.ranks, rows=made.rows)
+
+    return routing
 
 
 def _table(results: list[Result]) -> Table:
@@ -192,7 +109,7 @@ def _table(results: list[Result]) -> Table:
         base = first.setdefault(r.cluster, r.seconds)
         table.add_row(
             r.cluster, r.policy, f"{r.seconds * 1e3:.1f}", f"{base / r.seconds:.2f}", f"{r.imbalance:.2f}",
-            f"{r.replicas:.1f}", f"{r.exposed * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
+            f"{r.replicas:.1f}", f"{r.waited * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
             f"{r.replica_bytes / 1e9:.3f}",
         )  # fmt: skip
     return table
@@ -223,7 +140,7 @@ def _policy(name: str, replicas: int) -> Policy:
     return policy
 
 
-def _function(name: str) -> Any:
+def _function(name: str) -> Build:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not file or not path.is_file():
@@ -235,14 +152,14 @@ def _function(name: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, attribute):
         raise typer.BadParameter(f"model {name!r}: {path} has no {attribute}")
-    return getattr(module, attribute)
 
+    def build() -> tuple[nn.Module, Mapping[str, Any]]:
+        made = getattr(module, attribute)()
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
+            raise typer.BadParameter(f"{name} must return a model and a batch: (nn.Module, dict of tensors)")
+        return made
 
-def _build(build: Any) -> tuple[Any, Mapping[str, Any]]:
-    made = build()
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
-        raise typer.BadParameter("the function must return a model and a batch: (nn.Module, dict of tensors)")
-    return made
+    return build
 
 
 def _load_trace(path: Path) -> Counts:
@@ -256,3 +173,7 @@ def _load_trace(path: Path) -> Counts:
             f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]"
         )
     return counts
+
+
+if __name__ == "__main__":
+    app()

@@ -9,7 +9,6 @@ was fitted to the steps. Written are predicted and measured medians of every pol
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ import hecate
 from benchmarks.compare import report, routing, shapes
 from benchmarks.compare.systems import REPLICAS, policies
 from benchmarks.compare.workloads import counts_of
-from hecate.api import _state_of
-from hecate.runtime.measure import hidden_seconds
 from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Rates
 from hecate.simulator import ClusterSpec, Simulator, capture, walk
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -50,15 +48,13 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
                 captured[key] = capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
         made = captured[key]
         simulator = Simulator(made, cluster)
-        state = _state_of(made.model, "predict")
-        hidden = hidden_seconds(shape.tokens, state.backend.dense_parameters, shape.layers, cluster.flops)
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks)
             steps = [sample["step"] for sample in cell["samples"][workload][name]]
             walked = walk(
                 policies()[name], counts, [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers,
-                topology=cluster.topology, rates=replace(cluster.rates, hidden=hidden),
-                sizes=[replace(layer.sizes, row_bytes=4 * shape.hidden) for layer in made.layers], steps=steps,
+                topology=cluster.topology, rates=Rates(**cell["rates"]),
+                sizes=made.sizes, steps=steps,
             )  # fmt: skip
             found[workload][name] = statistics.median(simulator.step(layers).seconds for _, layers in walked)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.cluster.throttle import throttled
 from benchmarks.compare import routing, shapes
 from benchmarks.compare.machine import measure
-from benchmarks.compare.systems import Entry, make_entries
+from benchmarks.compare.systems import EngineSystem, Entry, make_entries
 from benchmarks.compare.workloads import counts_of
 from hecate.runtime.measure import measure_rates
 from hecate.runtime.world import find_topology, find_world
@@ -129,6 +130,9 @@ def main() -> None:
             dist.all_reduce(size, op=dist.ReduceOp.MAX)
             found["bytes"][name] = int(size)
     found["machine"] = machine
+    engines = [entry.system.engine for entry in entries.values() if isinstance(entry.system, EngineSystem)]
+    # What policies were told; the same for all.
+    found["rates"] = asdict(engines[0].placer.rates) if engines else None
     if rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
     dist.barrier()

@@ -11,12 +11,15 @@ before has ended, and takes the bytes of its busiest link. Rows and replicas are
 | ``capture`` | compile for W ranks without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
 | ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
+| ``memory`` | bytes of states and replicas |
+| ``study`` | policies beside each other |
+| ``workloads`` | routing that is made up, or fitted to another number of ranks |
 | ``step`` | one step on all ranks: seconds, bytes, and who waited |
 """
 
-from hecate.simulator.capture import capture
+from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterError, ClusterSpec
 from hecate.simulator.routing import LayerStep, walk
 from hecate.simulator.step import Prediction, Simulator
 
-__all__ = ["ClusterError", "ClusterSpec", "LayerStep", "Prediction", "Simulator", "capture", "walk"]
+__all__ = ["Capture", "ClusterError", "ClusterSpec", "LayerStep", "Prediction", "Simulator", "capture", "walk"]

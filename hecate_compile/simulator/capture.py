@@ -13,7 +13,10 @@ from torch import nn
 from hecate.api import _state_of, compile
 from hecate.config import Config
 from hecate.lowering import Captured, NotRun, capturing
+from hecate.passes.nodes import arguments_of
 from hecate.runtime.layer import Layer
+from hecate.runtime.planner import Sizes
+from hecate.sharding import shard_of
 from hecate.simulator.cluster import ClusterSpec
 
 
@@ -24,12 +27,30 @@ class Capture:
     Attributes:
         graphs: forward and backward, in the order in which they run.
         layers: the runtime records of its MoE layers, in the order of the graph.
-        model: the compiled model, with rank 0's part of the experts.
+        rows: that a rank routes in each layer: tokens, each counted once for every expert that it goes to.
+        row_bytes: of one row on the wire.
+        tokens: of a rank's batch.
+        dense_parameters: elements of the matrices outside the experts, in all layers.
+        dense: (elements, bytes of each) of every parameter outside the experts.
     """
 
     graphs: tuple[Captured, ...]
     layers: tuple[Layer, ...]
-    model: nn.Module
+    rows: int
+    row_bytes: int
+    tokens: int
+    dense_parameters: int
+    dense: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """What each layer computes and moves, for the planner."""
+        return [replace(layer.sizes, row_bytes=self.row_bytes) for layer in self.layers]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Parameters outside the experts."""
+        return sum(count * size for count, size in self.dense)
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, config: Config) -> Capture:
@@ -70,4 +91,21 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
             "graph breaks, in training mode. TORCH_LOGS=graph_breaks shows them."
         )
     state = _state_of(compiled, "simulate")
-    return Capture(graphs=tuple(graphs), layers=state.layers, model=compiled)
+    rows = _rows(graphs[0])
+    return Capture(
+        graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
+        row_bytes=rows.shape[1:].numel() * rows.element_size(),
+        tokens=max(t.numel() for t in inputs.values() if isinstance(t, torch.Tensor) and not t.is_floating_point()),
+        dense_parameters=state.backend.dense_parameters,
+        dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if shard_of(p) is None),
+    )  # fmt: skip
+
+
+def _rows(forward: Captured) -> torch.Tensor:
+    """What a rank sends to experts, as a fake tensor ``[rows, ...]``."""
+    for node in forward.graph.graph.nodes:
+        if node.target is torch.ops.hecate.exchange_start.default:
+            rows: torch.Tensor = arguments_of(node)["rows"].meta["val"]
+            if isinstance(rows.shape[0], int):
+                return rows
+    raise RuntimeError("hecate: the graph exchanges no tokens, so there is nothing to simulate; see hecate.explain")

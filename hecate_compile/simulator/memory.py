@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
-from hecate.runtime.layer import Layer
-from hecate.sharding import shard_of
+from hecate.simulator.capture import Capture
 from hecate.simulator.routing import LayerStep
 
 
@@ -28,31 +26,22 @@ class Memory:
 
 
 def measure_memory(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    step: Sequence[LayerStep],
-    *,
-    optimizer_bytes: float,
-    rematerialize: bool = False,
+    made: Capture, step: Sequence[LayerStep], *, optimizer_bytes: float, rematerialize: bool = False
 ) -> Memory:
     """Add up the bytes of one step.
 
     Args:
-        model: compiled; its parameters outside the experts are those of every rank.
         step: routing and placement of each layer.
         optimizer_bytes: of one parameter, beside itself and its gradient: 8 for AdamW in fp32, 12 with a master copy.
     """
-    states = sum(
-        p.numel() * (2 * p.element_size() + optimizer_bytes) for p in model.parameters() if shard_of(p) is None
-    )
+    dense = sum(count * (2 * size + optimizer_bytes) for count, size in made.dense)
     owned = np.zeros(len(step[0].rows))
     held = []
-    for layer, routed in zip(layers, step, strict=True):
+    for layer, routed in zip(made.layers, step, strict=True):
         per_rank = np.asarray(routed.placement.owners.counts, dtype=np.float64)
         owned += per_rank * layer.expert_bytes * (2 + optimizer_bytes / layer.dtype.itemsize)
         _, ranks = routed.placement.pairs
-        replicas = np.bincount(ranks, minlength=len(per_rank)) - per_rank
-        held.append(replicas * 2 * layer.expert_bytes)
+        held.append((np.bincount(ranks, minlength=len(per_rank)) - per_rank) * 2 * layer.expert_bytes)
     alive = np.sort(held, axis=0)[-2:].sum(0) if rematerialize else np.sum(held, axis=0)
     worst = int(np.argmax(owned + alive))
-    return Memory(states=float(states + owned[worst]), replicas=float(alive[worst]))
+    return Memory(states=float(dense + owned[worst]), replicas=float(alive[worst]))

@@ -1,0 +1,129 @@
+"""Policies beside each other on one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hecate.config import Config
+from hecate.runtime.measure import hidden_seconds
+from hecate.runtime.policies import Policy
+from hecate.simulator.capture import Capture, capture
+from hecate.simulator.cluster import ClusterSpec
+from hecate.simulator.memory import measure_memory
+from hecate.simulator.routing import walk
+from hecate.simulator.step import Simulator
+from hecate.simulator.workloads import Counts
+
+# Steps that a policy has seen before the first that is simulated.
+HISTORY = 20
+
+Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is the same for all policies.
+
+    Attributes:
+        replicas: most replicas on a rank, for which graphs are scheduled.
+        rematerialize: as in :class:`hecate.Config`.
+        steps: how many steps to simulate, spread over the trace.
+        optimizer_bytes: of one parameter, beside itself and its gradient.
+    """
+
+    replicas: int = 2
+    rematerialize: bool = False
+    steps: int = 3
+    optimizer_bytes: float = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A policy on a cluster: means over the simulated steps.
+
+    Attributes:
+        seconds: of a step.
+        imbalance: rows of the busiest rank over the mean.
+        waited: seconds that the rank which computes least stands still, for collectives and for others.
+        replicas: of all ranks, per layer.
+        node_bytes: bytes that leave a node in a step, the one that sends most.
+        states, replica_bytes: memory of the rank with most.
+    """
+
+    cluster: str
+    policy: str
+    seconds: float
+    imbalance: float
+    waited: float
+    replicas: float
+    node_bytes: float
+    states: float
+    replica_bytes: float
+
+
+def study(
+    build: Build,
+    cluster: ClusterSpec,
+    policies: Mapping[str, Policy],
+    routing: Callable[[Capture], Counts],
+    options: Options,
+) -> list[Result]:
+    """Simulate every policy with the same model and routing.
+
+    Args:
+        build: makes the model and a batch of one rank; called once for each kind of graph.
+        routing: rows ``[step, layer, rank, expert]`` for a captured model.
+    """
+    captured: dict[Any, Capture] = {}
+    results = []
+    for name, policy in policies.items():
+        kind = policy.replicates, policy.calibrates
+        if kind not in captured:
+            model, inputs = build()
+            config = Config(policy=policy, replicas=options.replicas, rematerialize=options.rematerialize)
+            captured[kind] = capture(model, inputs, cluster, config)
+        results.append(_run(captured[kind], cluster, name, policy, routing, options))
+    return results
+
+
+def _run(
+    made: Capture,
+    cluster: ClusterSpec,
+    name: str,
+    policy: Policy,
+    routing: Callable[[Capture], Counts],
+    options: Options,
+) -> Result:
+    counts = routing(made)
+    first = min(HISTORY, len(counts) - 1)
+    wanted = sorted(set(np.linspace(first, len(counts) - 1, options.steps).round().astype(int).tolist()))
+    hidden = hidden_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
+    walked = walk(
+        policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
+        rates=replace(cluster.rates, hidden=hidden), sizes=made.sizes, steps=wanted,
+    )  # fmt: skip
+    found = []
+    for _, routed in walked:
+        update = made.dense_bytes + sum(
+            np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.expert_bytes
+            for step, layer in zip(routed, made.layers, strict=True)
+        )
+        predicted = Simulator(made, cluster, update=update).step(routed)
+        memory = measure_memory(
+            made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.rematerialize
+        )
+        loads = [step.computed.sum(0) for step in routed]
+        result = Result(
+            cluster=cluster.name, policy=name, seconds=predicted.seconds, waited=float(predicted.waited.max()),
+            imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
+            replicas=float(np.mean([step.placement.num_replicas for step in routed])),
+            node_bytes=float(predicted.sent.max()), states=memory.states, replica_bytes=memory.replicas,
+        )  # fmt: skip
+        found.append(result)
+    numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
+    return replace(found[0], **{key: float(np.mean([getattr(one, key) for one in found])) for key in numbers})

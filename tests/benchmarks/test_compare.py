@@ -1,0 +1,117 @@
+"""The comparison: replayed routing, tables from raw samples, and systems that do the same work."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.compare import cells, report, routing, shapes
+from benchmarks.compare.workloads import WORKLOADS, counts_of
+from hecate.simulator.workloads import fit, scale
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CELLS = report.load(RESULTS)
+
+
+def test_scaled_counts_add_up_and_keep_proportions() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 50, (3, 4, 16))
+    scaled = scale(counts, 1000)
+    assert (scaled.sum(-1) == 1000).all()
+    assert np.abs(scaled - counts * 1000 / counts.sum(-1, keepdims=True)).max() < 1
+    with pytest.raises(ValueError, match="without rows"):
+        scale(np.zeros((1, 4), dtype=np.int64), 10)
+
+
+def test_a_trace_fits_more_ranks_and_layers() -> None:
+    counts = np.random.default_rng(0).integers(1, 50, (10, 2, 4, 8))
+    fitted = fit(counts, layers=3, ranks=6, rows=100)
+    assert fitted.shape == (10, 3, 6, 8) and (fitted.sum(-1) == 100).all()
+    assert (fitted[:, :2, :4] == scale(counts, 100)).all()
+    assert (fitted[0, 2] != fitted[0, 0]).any()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_dealt_choices_have_the_counts_of_the_trace(name: str) -> None:
+    shape = shapes.SHAPES["gpt-moe-s"]
+    counts = counts_of(name, shape, shapes.WORLD_SIZE)
+    assert (counts.sum(-1) == shape.rows).all()
+    for step in (0, 150):
+        line = counts[step, 1, 5]
+        choices = routing.deal(line, shape.tokens, shape.top_k, np.random.default_rng(0))
+        assert choices.shape == (shape.tokens, shape.top_k)
+        assert (np.bincount(choices.reshape(-1), minlength=shape.experts) == line).all()
+        if line.max() <= shape.tokens:
+            assert (choices[:, 0] != choices[:, 1]).all(), "a token's experts differ"
+
+
+def test_a_replayed_router_keeps_its_gradient() -> None:
+    shape = shapes.SHAPES["gpt-moe-s"]
+    with routing.replayed_routers():
+        model = shapes.build(shape)
+        replayed = routing.prepare(model, shape.tokens)
+        assert [tuple(r.shape) for r in replayed] == [(shape.tokens, shape.top_k)] * shape.layers
+        router = model.model.layers[0].mlp.gate
+        _, scores, chosen = router(torch.randn(shape.tokens, shape.hidden))
+        assert chosen is replayed[0]
+        torch.testing.assert_close(scores.sum(-1), torch.ones(shape.tokens))
+        scores[:, 0].sum().backward()
+        assert router.weight.grad.abs().sum() > 0
+
+
+def test_unknown_systems_and_cells_are_refused() -> None:
+    (cell,) = cells.short()
+    with pytest.raises(SystemExit, match="no system nonsense"):
+        cell.change("hecate,nonsense", None)
+    assert cell.change("hecate, static EP", 2).systems == ("hecate", "static EP")
+
+
+@pytest.mark.skipif(not CELLS, reason="nothing was measured yet")
+def test_the_committed_tables_are_those_of_the_raw_samples() -> None:
+    text = (RESULTS / "compare.md").read_text()
+    for name, cell in CELLS.items():
+        assert report.markdown(name, cell) in text
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_medians_are_worked_out_from_the_samples(name: str) -> None:
+    cell = CELLS[name]
+    for workload, samples in cell["samples"].items():
+        base = [s["seconds"] for s in samples["static EP"]]
+        for line in report.rows_of(cell, workload):
+            seconds = [s["seconds"] for s in samples[line["system"]]]
+            assert line["seconds"][1] == statistics.median(seconds)
+            assert line["speed-up"][1] == statistics.median(b / s for b, s in zip(base, seconds, strict=True))
+            assert len(seconds) == cell["cell"]["rounds"]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_all_systems_computed_the_same_rows(name: str) -> None:
+    shape = shapes.SHAPES[CELLS[name]["cell"]["shape"]]
+    for samples in CELLS[name]["samples"].values():
+        for system, found in samples.items():
+            for sample in found:
+                if "rows" in sample:
+                    totals = np.asarray(sample["rows"]).sum(0)
+                    assert (totals == shape.rows * shapes.WORLD_SIZE).all(), system
+
+
+def test_a_table_of_made_up_samples(tmp_path: Path) -> None:
+    def sample(seconds: float, rows: list[int]) -> dict[str, Any]:
+        return {"seconds": seconds, "sent": [4, 2], "rows": [[r] for r in rows], "held": [[0], [30]]}
+
+    samples = {
+        "static EP": [sample(2.0, [30, 10]), sample(4.0, [30, 10])],
+        "hecate": [sample(1.0, [20, 20]), sample(1.0, [20, 20])],
+    }
+    cell = {"samples": {"zipf": samples}, "bytes": {"static EP": 100, "hecate": 100}}
+    best, base = report.rows_of(json.loads(json.dumps(cell)), "zipf")
+    assert best["system"] == "hecate" and best["speed-up"][1] == 3.0 and best["imbalance"] == 1.0
+    assert best["bytes"] == 130 and best["sent"] == 4
+    assert base["imbalance"] == 1.5 and base["speed-up"][1] == 1.0

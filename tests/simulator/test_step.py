@@ -1,0 +1,160 @@
+"""Steps that can be worked out by hand, and real compiled graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import hecate
+from hecate.runtime.owners import Owners
+from hecate.runtime.planner import Placement
+from hecate.runtime.policies import Hecate, Static
+from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
+from hecate.simulator.memory import measure_memory
+from hecate.simulator.program import Compute, Start, Wait, program_of
+from hecate.simulator.workloads import make
+from tests.models import build
+
+SPEC = ClusterSpec(
+    name="test", nodes=2, gpus=2, flops=1e9, memory_bytes=1e15, rank_bytes=1e6, node_bytes=1e5, latency=0.0
+)
+ROWS = np.asarray([[5, 1, 2, 0], [0, 6, 1, 1], [0, 0, 4, 4], [8, 0, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def made() -> Capture:
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    model = build("qwen3_moe")
+    return capture(model, {"input_ids": ids, "labels": ids}, SPEC, hecate.Config(replicas=1))
+
+
+def layer_step(made: Capture, placement: Placement, rows: np.ndarray = ROWS) -> LayerStep:
+    computed = np.zeros((made.layers[0].num_experts, 4), dtype=np.int64)
+    computed[0] = rows.sum(0)
+    return LayerStep(planned=placement, placement=placement, rows=rows, computed=computed, moved=0)
+
+
+def by_hand(made: Capture, items: list[object], spec: ClusterSpec, step: LayerStep) -> float:
+    """Seconds of a program that is made by hand and not from a graph."""
+    simulator = Simulator(made, spec)
+    simulator.parts = [("forward", items)]  # type: ignore[list-item]
+    simulator.layers = [made.layers[0].id]
+    return simulator.step([step]).seconds
+
+
+def owned(made: Capture) -> Placement:
+    return Placement.owned(Owners.contiguous(made.layers[0].num_experts, 4))
+
+
+def test_an_exchange_takes_the_busiest_link(made: Capture) -> None:
+    id = made.layers[0].id
+    start = Start(token=0, operator="exchange", layer=id, unit=100.0)
+    # Between nodes: node 0 sends 4 rows, node 1 sends 8; inside, rank 2 sends 4 and rank 0 one.
+    assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(8 * 100 / 1e5)
+    fast = replace(SPEC, node_bytes=1e12)
+    assert by_hand(made, [start, Wait(0)], fast, layer_step(made, owned(made))) == pytest.approx(4 * 100 / 1e6)
+    late = replace(SPEC, latency=3.0)
+    assert by_hand(made, [start, Wait(0)], late, layer_step(made, owned(made))) == pytest.approx(3.008)
+
+
+def test_compute_hides_what_travels_meanwhile(made: Capture) -> None:
+    id = made.layers[0].id
+    start = Start(token=0, operator="exchange", layer=id, unit=1e5)  # 8 seconds
+    for seconds, expected in ((3.0, 8.0), (11.0, 11.0)):
+        compute = Compute(operators=1, fixed=((seconds * 1e9, 0.0),), routed=())
+        step = layer_step(made, owned(made))
+        assert by_hand(made, [start, compute, Wait(0)], SPEC, step) == pytest.approx(expected)
+        assert by_hand(made, [start, Wait(0), compute], SPEC, step) == pytest.approx(8 + seconds)
+
+
+def test_collectives_wait_for_the_busiest_rank_and_for_each_other(made: Capture) -> None:
+    id = made.layers[0].id
+    first, second = (Start(token=t, operator="exchange", layer=id, unit=1e5) for t in (0, 1))
+    busy = Compute(operators=1, fixed=(), routed=(lambda sizes: (sizes[id, "rows"] * 1e9, sizes[id, "rows"] * 0),))
+    # The busiest rank computes 13 rows for 13 s; then two exchanges of 8 s, one after the other.
+    step = layer_step(made, owned(made))
+    assert by_hand(made, [busy, first, second, Wait(0), Wait(1)], SPEC, step) == pytest.approx(13 + 16)
+
+
+def test_experts_travel_to_their_replicas_and_gradients_back(made: Capture) -> None:
+    id = made.layers[0].id
+    placement = Placement.with_replicas(
+        owned(made).owners, [{3}, *[set() for _ in range(made.layers[0].num_experts - 1)]]
+    )
+    step = layer_step(made, placement)
+    for operator in ("sparse_all_gather", "sparse_reduce_scatter"):
+        start = Start(token=0, operator=operator, layer=id, unit=1e5)
+        # One expert crosses from rank 0's node to rank 3's.
+        assert by_hand(made, [start, Wait(0)], SPEC, step) == pytest.approx(1.0)
+        assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == 0.0
+
+
+def test_an_all_reduce_is_a_ring(made: Capture) -> None:
+    start = Start(token=0, operator="average_gradients", layer=None, unit=1e5)
+    assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(2 * 3 / 4)
+
+
+def test_a_captured_model_has_its_collectives_in_the_order_of_training(made: Capture) -> None:
+    symbols: dict[object, object] = {}
+    forward, backward = (program_of(graph, symbols) for graph in made.graphs)  # type: ignore[arg-type]
+    names = [item.operator for item in forward if isinstance(item, Start)]
+    layers = len(made.layers)
+    assert names.count("exchange") == names.count("exchange_back") == layers
+    assert names.count("sparse_all_gather") == layers
+    back = [item.operator for item in backward if isinstance(item, Start)]
+    assert back.count("exchange") == back.count("exchange_back") == layers
+    assert back.count("sparse_reduce_scatter") == layers
+    for program in (forward, backward):
+        started = [item.token for item in program if isinstance(item, Start)]
+        assert sorted(item.token for item in program if isinstance(item, Wait)) == started
+    assert {what for _, what in symbols.values()} >= {"rows", "slots"}  # type: ignore[misc]
+
+
+def test_more_rows_take_longer_and_even_rows_are_fastest(made: Capture) -> None:
+    slow = replace(SPEC, flops=1e6)
+    simulator = Simulator(made, slow)
+    experts, layers = made.layers[0].num_experts, len(made.layers)
+    found = {}
+    for name in ("balanced", "zipf", "one_hot"):
+        counts = make(name, steps=1, layers=layers, ranks=4, experts=experts, rows=made.rows)
+        ((_, routed),) = walk(
+            Static(), counts, [layer.owners for layer in made.layers], topology=slow.topology, rates=slow.rates,
+            sizes=made.sizes,
+        )  # fmt: skip
+        prediction = simulator.step(routed)
+        assert (prediction.waited >= -1e-9).all()
+        assert prediction.seconds >= prediction.compute.max()
+        found[name] = prediction.seconds
+    assert found["balanced"] < found["zipf"] < found["one_hot"]
+
+
+def test_memory_counts_states_and_replicas(made: Capture) -> None:
+    layer = made.layers[0]
+    step = [layer_step(made, owned(made)) for _ in made.layers]
+    plain = measure_memory(made, step, optimizer_bytes=8)
+    dense = sum(count * (2 * size + 8) for count, size in made.dense)
+    mine = layer.num_experts // 4
+    assert plain.states == dense + len(made.layers) * mine * layer.expert_bytes * 4
+    assert plain.replicas == 0
+    placement = Placement.with_replicas(owned(made).owners, [{3}, *[set() for _ in range(layer.num_experts - 1)]])
+    more = measure_memory(made, [layer_step(made, placement) for _ in made.layers], optimizer_bytes=8)
+    assert more.replicas == len(made.layers) * 2 * layer.expert_bytes
+
+
+def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:
+    experts = made.layers[0].num_experts
+    counts = make("one_hot", steps=3, layers=1, ranks=4, experts=experts, rows=1000)
+    rates = replace(SPEC.rates, hidden=1e9)
+    policy = Hecate(objective="paper", replicas=1)
+    steps = list(
+        walk(
+            policy, counts, [Owners.contiguous(experts, 4)], topology=SPEC.topology, rates=rates, sizes=made.sizes[:1]
+        )
+    )
+    assert steps[0][1][0].placement.num_replicas == 0
+    assert steps[1][1][0].placement.num_replicas > 0
+    for number, (layer,) in steps:
+        assert layer.rows.sum() == counts[number].sum() == layer.computed.sum()
