@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-# Short enough that a rank is not stopped for longer than a layer takes.
-PERIOD_US = 20_000
+# The kernel's least quota. A thread that waited has a whole quota before it is stopped, so quotas must be short
+# against the compute between two collectives: it gets one for nothing after each.
+QUOTA_US = 1_000
 
 
 def find_version() -> int | None:
@@ -63,6 +64,7 @@ def make_groups(prefix: str, ranks: int, cores: float, version: int) -> list[Gro
     Raises:
         OSError: the kernel refuses.
     """
+    period = max(5 * QUOTA_US, round(QUOTA_US / cores))
     base = (ROOT if version == 2 else ROOT / "cpu") / prefix
     base.mkdir()
     if version == 2:
@@ -78,10 +80,10 @@ def make_groups(prefix: str, ranks: int, cores: float, version: int) -> list[Gro
             outside.mkdir()
             for folder in (path, outside):
                 (folder / "cgroup.type").write_text("threaded")
-            (path / "cpu.max").write_text(f"{int(cores * PERIOD_US)} {PERIOD_US}")
+            (path / "cpu.max").write_text(f"{round(cores * period)} {period}")
         else:
-            (path / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (path / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
+            (path / "cpu.cfs_period_us").write_text(str(period))
+            (path / "cpu.cfs_quota_us").write_text(str(round(cores * period)))
         groups.append(Group(version, path, outside))
     return groups
 

@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all shapes, links, workloads and systems")
     parser.add_argument("--cell", action="append", help="only these cells, such as gpt-moe-s.a")
     parser.add_argument("--systems", help=f"only these, with commas: {', '.join((*ON_ENGINE, *EXTERNAL, *BOUNDS))}")
+    parser.add_argument("--workloads", help="only these, with commas")
     parser.add_argument("--rounds", type=int, help="steps of every system in each workload")
     parser.add_argument("--report", action="store_true", help="make tables and plots from the samples on disk")
     parser.add_argument("--no-self-test", action="store_true", help="trust the emulator")
@@ -73,7 +74,7 @@ def main() -> None:
     if args.report:
         report.write(RESULTS)
         return
-    cells = [cell.change(args.systems, args.rounds) for cell in (full() if args.full else short())]
+    cells = [cell.change(args.systems, args.workloads, args.rounds) for cell in (full() if args.full else short())]
     if args.cell:
         unknown = set(args.cell) - {cell.name for cell in cells}
         if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,20 +43,28 @@ class Cell:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def change(self, systems: str | None, rounds: int | None) -> Cell:
+    def change(self, systems: str | None, workloads: str | None, rounds: int | None) -> Cell:
         """With the options of the command line.
 
         Raises:
-            SystemExit: there is no such system.
+            SystemExit: there is no such system or workload, or static EP is missing, to which all are compared.
         """
         cell = self if rounds is None else replace(self, rounds=rounds)
-        if systems is None:
-            return cell
-        names = tuple(name.strip() for name in systems.split(",") if name.strip())
-        unknown = set(names) - {*ON_ENGINE, *EXTERNAL, *BOUNDS}
-        if unknown:
-            raise SystemExit(f"compare: no system {', '.join(sorted(unknown))}")
-        return replace(cell, systems=names)
+        if systems is not None:
+            cell = replace(cell, systems=_names(systems, (*ON_ENGINE, *EXTERNAL, *BOUNDS), "system"))
+            if ON_ENGINE[0] not in cell.systems:
+                raise SystemExit(f"compare: {ON_ENGINE[0]} must be among the systems")
+        if workloads is not None:
+            cell = replace(cell, workloads=_names(workloads, WORKLOADS, "workload"))
+        return cell
+
+
+def _names(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = set(names) - set(known)
+    if unknown:
+        raise SystemExit(f"compare: no {what} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return names
 
 
 def short() -> list[Cell]:

@@ -44,6 +44,18 @@ def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
     }
 
 
+def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> dict[str, float]:
+    """Seconds of a forward and backward, and of an update, of a model that exchanges nothing. All ranks together."""
+    times: dict[str, list[float]] = {"step": [], "update": []}
+    for _ in range(REPEATS):
+        for name, work in (("step", step), ("update", update)):
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - start)
+    return {name: _mean(statistics.median(found)) for name, found in times.items()}
+
+
 def _rate(work: Callable[[], object]) -> float:
     """Seconds of one call."""
     work()

@@ -18,11 +18,15 @@ import torch.distributed as dist
 
 from benchmarks.cluster.throttle import throttled
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.machine import measure
-from benchmarks.compare.systems import EngineSystem, Entry, make_entries
+from benchmarks.compare.machine import measure, measure_alone
+from benchmarks.compare.systems import Alone, EngineSystem, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of
 from hecate.runtime.measure import measure_rates
 from hecate.runtime.world import find_topology, find_world
+
+FREE_STEPS = 5
+# A busy rank has this many times its share of rows.
+MANY = 4
 
 
 def bytes_sent_by_node() -> int:
@@ -67,10 +71,20 @@ class Runner:
         for key in ("rows", "replicas", "held"):
             if key in mine:
                 sample[key] = [one[key] for one in everyone]
+        if "routed" in mine:
+            # What the engine counted, to compare with the trace; the same on all ranks.
+            sample["routed"] = mine["routed"]
         if "spans" in mine:
             # Relative to the start of the step; all ranks are on one machine, so they share a clock.
             self.spans = [[(*s[:2], *(t - start for t in s[2:])) for s in one["spans"]] for one in everyone]
         return sample
+
+
+def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> float:
+    """Seconds of a step in which nothing takes time on links, with even routing."""
+    runner.load(entry, counts, 0)
+    with free_links():
+        return float(np.median([runner.time(entry, ids)["seconds"] for _ in range(FREE_STEPS)]))
 
 
 def main() -> None:
@@ -93,6 +107,10 @@ def main() -> None:
             shapes.VOCABULARY, (shape.sequences, shape.sequence), generator=torch.Generator().manual_seed(rank)
         )
         runner = Runner(shape, entries)
+        lonely = {times: Alone(shape, ids, times) for times in (1, MANY)}
+        for one in lonely.values():
+            one.step()
+            one.optimizer.step()
         # Everything is compiled before quotas begin.
         for entry in entries.values():
             entry.system.begin()
@@ -106,6 +124,10 @@ def main() -> None:
             "bytes": {},
         }
         with throttled():
+            found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
+            found["alone"]["parameter_bytes"] = lonely[1].parameter_bytes
+            found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
+            found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             for workload, counts in traces.items():
                 for entry in entries.values():
                     entry.system.begin()

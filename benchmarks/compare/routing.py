@@ -49,5 +49,8 @@ def prepare(model: nn.Module, tokens: int) -> list[torch.Tensor]:
     """
     routers = [module for module in model.modules() if isinstance(module, _ROUTERS)]
     for router in routers:
-        router.replayed = (torch.arange(tokens * router.top_k) % router.num_experts).view(tokens, router.top_k)
+        # Systems that share a model share what it replays.
+        if not hasattr(router, "replayed"):
+            every = torch.arange(tokens * router.top_k) % router.num_experts
+            router.replayed = every.view(tokens, router.top_k)
     return [router.replayed for router in routers]

@@ -7,7 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import hecate
 from benchmarks.compare import routing, shapes
@@ -126,13 +127,15 @@ class EngineSystem(System):
         placer.policy, where = self.policy, [layer.owners for layer in layers]
         for layer, plan, owners in zip(layers, self.plans, self.owners, strict=True):
             layer.plan, layer.owners = plan, owners
-        for index in range(self.seen, step):
+        for index in range(self.seen, step + 1):
             if self.every and index and index % self.every == 0:
                 new = self.policy.own([placer.view(layer) for layer in layers])
                 for layer, owners in zip(layers, new, strict=True):
                     layer.plan.forget()
                     if owners != layer.owners:
                         layer.owners, layer.plan.planned = owners, None
+            if index == step:
+                break
             for number, layer in enumerate(layers):
                 placer.plan_ahead(layer)
                 layer.plan.planned = None
@@ -155,6 +158,7 @@ class EngineSystem(System):
             "rows": [layer.rows for layer in layers],
             "replicas": [layer.replicas for layer in layers],
             "held": [self._held(layer) for layer in layers],
+            "routed": [layer.counts.sum(0).tolist() for layer in layers],
         }
 
     def _held(self, layer: Any) -> int:
@@ -193,7 +197,6 @@ def _transformers_ep(model: nn.Module) -> nn.Module:
 
 
 def _fsdp(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -207,6 +210,33 @@ _EXTERNAL: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2": _fsdp,
     "DDP": nn.parallel.DistributedDataParallel,
 }
+
+
+class Alone:
+    """One rank's compute and nothing that travels: its number of experts, evenly used, with ``times`` its rows.
+
+    Tells the simulator how long the operators of such a model take on an emulated rank.
+    """
+
+    def __init__(self, shape: shapes.Shape, ids: torch.Tensor, times: int) -> None:
+        rank = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "alone"))["alone"]
+        self.model = hecate.compile(shapes.build(alone(shape, times)), hecate.Config(backend="aot_eager"), mesh=rank)
+        routing.prepare(self.model, shape.tokens)
+        self.optimizer, self.ids = torch.optim.AdamW(self.model.parameters(), lr=1e-4), ids
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.optimizer.zero_grad()
+        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(_local_bytes(parameter) for parameter in self.model.parameters())
+
+
+def alone(shape: shapes.Shape, times: int = 1) -> shapes.Shape:
+    """The shape with as many experts as one rank owns, and ``times`` as many rows."""
+    return replace(shape, experts=shape.experts // shapes.WORLD_SIZE, top_k=shape.top_k * times)
 
 
 @contextmanager

@@ -27,7 +27,8 @@ class Capture:
     Attributes:
         graphs: forward and backward, in the order in which they run.
         layers: the runtime records of its MoE layers, in the order of the graph.
-        rows: that a rank routes in each layer: tokens, each counted once for every expert that it goes to.
+        rows: that a rank routes in each layer: tokens, each counted once for every expert that it goes to; 0 for one
+            rank, which routes nothing.
         row_bytes: of one row on the wire.
         tokens: of a rank's batch.
         dense_parameters: elements of the matrices outside the experts, in all layers.
@@ -91,7 +92,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
             "graph breaks, in training mode. TORCH_LOGS=graph_breaks shows them."
         )
     state = _state_of(compiled, "simulate")
-    rows = _rows(graphs[0])
+    rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0)
     return Capture(
         graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
         row_bytes=rows.shape[1:].numel() * rows.element_size(),

@@ -9,6 +9,8 @@ from typing import Any
 
 from hecate.runtime.planner import Rates, Topology
 
+_OPTIONAL = ("latency", "operator", "start", "routed")
+
 
 class ClusterError(ValueError):
     """A cluster file is missing, or says something that no cluster is."""
@@ -27,6 +29,9 @@ class ClusterSpec:
         node_bytes: bytes per second of a node's link, in each direction.
         latency: seconds that a collective takes with nothing to carry.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
+        start: seconds of compute that starting a collective takes, and working out what goes where.
+        routed: how many times longer operators on experts' rows take than their operations and bytes say: many
+            matmuls of changing sizes are slower than one.
 
     Raises:
         ClusterError: a number that is not positive.
@@ -41,6 +46,8 @@ class ClusterSpec:
     node_bytes: float
     latency: float = 20e-6
     operator: float = 0.0
+    start: float = 0.0
+    routed: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,7 +55,7 @@ class ClusterSpec:
             if field.name == "name":
                 continue
             kind = int if field.name in ("nodes", "gpus") else (int, float)
-            free = field.name in ("latency", "operator")
+            free = field.name in _OPTIONAL
             if not isinstance(value, kind) or isinstance(value, bool) or value < 0 or (value == 0 and not free):
                 raise ClusterError(
                     f"hecate: cluster {self.name}: {field.name} = {value!r}, expected a positive "
@@ -83,7 +90,7 @@ class ClusterSpec:
             raise ClusterError(f"hecate: {path} is not a cluster file: {error}") from None
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(given) - set(known))
-        needed = {name for name in known if name not in ("name", "latency", "operator")}
+        needed = {name for name in known if name not in ("name", *_OPTIONAL)}
         missing = sorted(needed - set(given))
         if unknown or missing:
             said = [f"unknown {', '.join(unknown)}"] if unknown else []

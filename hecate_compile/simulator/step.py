@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import sympy
@@ -18,12 +19,12 @@ from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
 # AdamW reads a parameter, its gradient and two states, and writes all but the gradient.
-_UPDATE_PASSES = 7
+UPDATE_PASSES = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One collective: when all ranks had started it and the link was free, and when it had ended."""
+    """One collective: when the last rank began it, and when the last one had its result."""
 
     part: str
     operator: str
@@ -83,10 +84,10 @@ class Simulator:
                 ((id, "owned"), np.asarray(layer.placement.owners.counts, dtype=np.float64)),
             )
         }
-        clock, compute, free = np.zeros(self.cluster.ranks), np.zeros(self.cluster.ranks), 0.0
+        clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
         for part, items in self.parts:
-            ends: dict[int, float] = {}
+            ends: dict[int, Floats] = {}
             for item in items:
                 if isinstance(item, Wait):
                     clock = np.maximum(clock, ends[item.token])
@@ -94,12 +95,14 @@ class Simulator:
                 spent = self._seconds(item, sizes, links)
                 clock, compute = clock + spent, compute + spent
                 if isinstance(item, Start):
-                    begun = max(free, float(clock.max()))
-                    seconds, leaving = links.cost(item)
-                    free = ends[item.token] = begun + seconds
+                    # A rank's collectives run in the order of their starts.
+                    begun = np.maximum(free, clock)
+                    free, leaving = links.run(item, begun)
+                    ends[item.token] = free
                     sent += leaving
-                    spans.append(Span(part=part, operator=item.operator, begun=begun, ended=free))
-        spent = _UPDATE_PASSES * self.update / self.cluster.memory_bytes
+                    last = Span(part=part, operator=item.operator, begun=float(begun.max()), ended=float(free.max()))
+                    spans.append(last)
+        spent = UPDATE_PASSES * self.update / self.cluster.memory_bytes
         clock, compute = clock + spent, compute + spent
         return Prediction(
             seconds=float(clock.max()), compute=compute, waited=clock - compute, sent=sent, spans=tuple(spans)
@@ -110,14 +113,15 @@ class Simulator:
         cluster = self.cluster
         if isinstance(item, Start):
             # A start copies what travels.
-            return cluster.operator + 2 * links.packed(item) / cluster.memory_bytes
+            return cluster.start + 2 * links.packed(item) / cluster.memory_bytes
         assert isinstance(item, Compute)
         total = np.full(cluster.ranks, item.operators * cluster.operator)
         for operations, moved in item.fixed:
             total += max(operations / cluster.flops, moved / cluster.memory_bytes)
         for function in item.routed:
             routed_operations, routed_moved = function(sizes)
-            total = total + np.maximum(routed_operations / cluster.flops, routed_moved / cluster.memory_bytes)
+            longest = np.maximum(routed_operations / cluster.flops, routed_moved / cluster.memory_bytes)
+            total = total + cluster.routed * longest
         return total
 
 
@@ -128,13 +132,20 @@ class _Links:
         self.cluster, self.topology = cluster, cluster.topology
         self.layers = {id: _Traffic(layer, cluster.topology) for id, layer in layers.items()}
 
-    def cost(self, start: Start) -> tuple[float, Floats]:
-        """Seconds, and bytes that leave each node."""
-        seconds, leaving = self.cluster.latency, np.zeros(self.cluster.nodes)
+    def run(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
+        """When each rank has its result, ``[W]``, and bytes that leave each node.
+
+        Args:
+            begun: when each rank begins, ``[W]``.
+        """
+        if start.operator in WHOLE:
+            # Each rank needs all the others.
+            begun = np.full_like(begun, begun.max())
+        ended, leaving = begun + self.cluster.latency, np.zeros(self.cluster.nodes)
         for matrix in self._matrices(start):
-            took, sent = self._busiest(matrix * start.unit)
-            seconds, leaving = seconds + took, leaving + sent
-        return seconds, leaving
+            ended, sent = self._send(matrix * start.unit, ended)
+            leaving += sent
+        return ended, leaving
 
     def packed(self, start: Start) -> Floats:
         """Bytes that every rank copies before it sends."""
@@ -171,17 +182,48 @@ class _Links:
         everyone = np.tile(np.asarray(traffic.owned)[:, None], (1, size))
         return [everyone if start.operator == "gather_experts" else everyone.T]
 
-    def _busiest(self, sent: Floats) -> tuple[float, Floats]:
-        """Seconds of the busiest link, and bytes that leave each node; ``sent`` is bytes ``[W, W]``."""
-        nodes, topology = self.topology.nodes, self.topology
-        same = nodes[:, None] == nodes[None, :]
-        inside = np.where(same, sent, 0.0)
-        np.fill_diagonal(inside, 0.0)
-        most = max(inside.sum(0).max(), inside.sum(1).max()) / self.cluster.rank_bytes
-        across = np.where(same, 0.0, sent)
-        out = np.bincount(nodes, across.sum(1), minlength=topology.num_nodes)
-        into = np.bincount(nodes, across.sum(0), minlength=topology.num_nodes)
-        return max(most, max(out.max(), into.max()) / self.cluster.node_bytes), out
+    def _send(self, sent: Floats, begun: Floats) -> tuple[Floats, Floats]:
+        """When each rank has sent and received everything, and bytes that leave each node.
+
+        Two ranks exchange as soon as both have begun. A link serves what is ready in the order in which it became so.
+
+        Args:
+            sent: bytes from each rank to each, ``[W, W]``.
+        """
+        topology = self.topology
+        sources, destinations = np.nonzero(sent)
+        size, ready = sent[sources, destinations], np.maximum(begun[sources], begun[destinations])
+        nodes = topology.nodes
+        inside = nodes[sources] == nodes[destinations]
+        away = sources != destinations
+        done = ready.copy()
+        for places, chosen, rate in (
+            (nodes[sources], ~inside, self.cluster.node_bytes),
+            (nodes[destinations], ~inside, self.cluster.node_bytes),
+            (sources, inside & away, self.cluster.rank_bytes),
+            (destinations, inside & away, self.cluster.rank_bytes),
+        ):
+            done[chosen] = np.maximum(done[chosen], _serve(places[chosen], ready[chosen], size[chosen] / rate))
+        ended = begun.copy()
+        np.maximum.at(ended, sources, done)
+        np.maximum.at(ended, destinations, done)
+        leaving = np.bincount(nodes[sources[~inside]], size[~inside], minlength=topology.num_nodes)
+        return ended, leaving
+
+
+def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
+    """When each job is done, if every place serves its jobs one after the other, the first that is ready first."""
+    done = np.empty_like(ready)
+    order = np.lexsort((ready, places))
+    ends = np.flatnonzero(np.diff(places[order], append=-1))
+    begin = 0
+    for end in ends + 1:
+        jobs = order[begin:end]
+        worked = np.cumsum(seconds[jobs])
+        # Idle time so far is the most by which a job became ready after all work before it was done.
+        done[jobs] = worked + np.maximum.accumulate(ready[jobs] - worked + seconds[jobs])
+        begin = end
+    return done
 
 
 class _Traffic:

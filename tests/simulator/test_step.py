@@ -15,6 +15,7 @@ from hecate.runtime.policies import Hecate, Static
 from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
 from hecate.simulator.memory import measure_memory
 from hecate.simulator.program import Compute, Start, Wait, program_of
+from hecate.simulator.step import _serve
 from hecate.simulator.workloads import make
 from tests.models import build
 
@@ -158,3 +159,22 @@ def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:
     assert steps[1][1][0].placement.num_replicas > 0
     for number, (layer,) in steps:
         assert layer.rows.sum() == counts[number].sum() == layer.computed.sum()
+
+
+def test_links_serve_first_who_is_ready_first() -> None:
+    places = np.asarray([0, 0, 1, 0])
+    ready = np.asarray([5.0, 0.0, 2.0, 1.0])
+    seconds = np.asarray([1.0, 3.0, 4.0, 1.0])
+    # Place 0: 0-3, 3-4, idle, 5-6. Place 1: 2-6.
+    assert _serve(places, ready, seconds).tolist() == [6.0, 3.0, 6.0, 4.0]
+
+
+def test_ranks_that_are_early_exchange_before_the_last_comes(made: Capture) -> None:
+    id = made.layers[0].id
+    start = Start(token=0, operator="exchange", layer=id, unit=1e5)
+    late = Compute(operators=1, fixed=(), routed=(lambda sizes: (np.asarray([20e9, 0, 0, 0]), np.zeros(4)),))
+    # Rank 3's 8 rows go to rank 0, which is 20 s late; rank 1's two rows to the other node are through by then.
+    assert by_hand(made, [late, start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(28.0)
+    without = ROWS.copy()
+    without[3, 0] = 0
+    assert by_hand(made, [late, start, Wait(0)], SPEC, layer_step(made, owned(made), without)) == pytest.approx(22.0)
