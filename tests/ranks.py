@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ ROOT = Path(__file__).parents[1]
 
 class RanksFailed(AssertionError):
     """A rank failed or the run timed out; the message holds the end of the output."""
+
+
+def message_of(function: Callable[[], object]) -> str:
+    """What ``function`` raises, as ``"Kind: message"``; or that it raises nothing."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def run_ranks(

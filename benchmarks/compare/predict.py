@@ -1,13 +1,14 @@
 """Does ``hecate simulate`` predict what was measured?
 
-    python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json
+    python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json; a minute for each
 
 The simulated cluster has the rates that the ranks measured with their quota before the first step, and no number that
-was fitted to the steps. Written are predicted and measured medians of every policy and workload.
+was was fitted to the steps. Written is benchmarks/results/simulated.md, from simulated.json and the samples.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from dataclasses import replace
@@ -106,13 +107,54 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
+    """Median and worst relative error, and the share of pairs of systems that come in the measured order.
+
+    Pairs count where the quartiles of their measured times do not overlap.
+    """
+    off, right = [], []
+    for name, by_workload in predicted.items():
+        for workload, seconds in by_workload.items():
+            measured = {
+                s: report.quartiles([x["seconds"] for x in cells[name]["samples"][workload][s]]) for s in seconds
+            }
+            off += [abs(seconds[s] / measured[s][1] - 1) for s in seconds]
+            right += [seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a][2] < measured[b][0]]
+    return {"median": statistics.median(off), "worst": max(off), "order": statistics.mean(right)}
+
+
+def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """Predicted beside measured seconds, and how far they are apart."""
+    found = errors(cells, predicted)
+    lines = [
+        "# Simulated steps beside measured ones",
+        "",
+        "Made by `python -m benchmarks.compare.predict`. Median seconds over the same steps of the traces. Nothing",
+        "was fitted to these steps: rates are what the ranks measured before the first one.",
+        "",
+        f"Median error {found['median']:.1%}, worst {found['worst']:.1%}; {found['order']:.0%} of all pairs of",
+        "systems whose measured quartiles do not overlap come in the measured order.",
+        "",
+        "| cell | workload | system | measured, s | simulated, s | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, by_workload in predicted.items():
+        for workload, seconds in by_workload.items():
+            for system, value in seconds.items():
+                measured = statistics.median(s["seconds"] for s in cells[name]["samples"][workload][system])
+                lines.append(
+                    f"| {name} | {workload} | {system} | {measured:.3f} | {value:.3f} | {value / measured - 1:+.1%} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    for name, cell in report.load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS).items():
-        predicted = predict(cell)
-        for workload, by_system in predicted.items():
-            for system, seconds in by_system.items():
-                measured = statistics.median(s["seconds"] for s in cell["samples"][workload][system])
-                print(name, workload, system, f"{seconds:.3f} {measured:.3f} {seconds / measured - 1:+.0%}")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    cells = report.load(folder)
+    predicted = {name: predict(cell) for name, cell in cells.items()}
+    (folder / "simulated.json").write_text(json.dumps(predicted, indent=1) + "\n")
+    (folder / "simulated.md").write_text(markdown(cells, predicted))
+    print((folder / "simulated.md").read_text())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import network, quota
+import benchmarks.compare.__main__ as compare
+from benchmarks.cluster import network, quota, self_test
 from benchmarks.cluster.__main__ import parse_cores, parse_rate
 from benchmarks.cluster.launch import REPOSITORY, Cluster, run
 
@@ -113,3 +114,23 @@ def test_rates_and_quotas_are_read_or_refused() -> None:
     for parse, text in ((parse_rate, "20"), (parse_rate, "fast"), (parse_cores, "0.01"), (parse_cores, "2")):
         with pytest.raises(argparse.ArgumentTypeError):
             parse(text)
+
+
+@pytest.mark.parametrize(("slowest", "link", "code"), [(4.0, 20e6, 0), (3.2, 20e6, 1), (4.0, 15e6, 1)])
+def test_an_emulator_that_is_off_by_too_much_is_refused(
+    slowest: float, link: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake(cluster: Cluster, command: list[str], *, timeout: float) -> int:
+        seconds = {"balanced": 1.0, "2x": 2.0, "4x": slowest, "zipf": 2.71}
+        found = {"seconds": seconds, "rates": {"there": link, "and back": 20e6}, "inside": 1e9}
+        Path(command[2]).write_text(json.dumps(found))
+        return 0
+
+    monkeypatch.setattr(self_test, "run", fake)
+    assert self_test.self_test() == code
+    assert "worst deviation" in capsys.readouterr().out
+    if code:
+        monkeypatch.setattr(compare, "self_test", self_test.self_test)
+        monkeypatch.setattr(sys, "argv", ["compare"])
+        with pytest.raises(SystemExit, match="nothing was measured"):
+            compare.main()

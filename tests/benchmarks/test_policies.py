@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.policies import FasterMoE, FlexMoE, PostGate, SmartMoE
+from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
+from benchmarks.policies.laer import _by_load, _evenly
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Placement, Rates, Sizes, Topology, rows_per_rank
 from hecate.runtime.policies import LayerView
@@ -89,3 +90,39 @@ def test_post_gate_is_exact_and_counts_what_it_costs(load: np.ndarray) -> None:
     rows = rows_per_rank(counts(load), exact, TOPOLOGY)
     assert rows.max() <= 1.02 * rows.mean()
     assert policy.calibrate(view(load, sizes=HEAVY), owned, counts(load)) == owned
+
+
+def test_laer_lays_all_experts_out_anew_and_owners_get_no_rows_beside_it() -> None:
+    policy = Laer(replicas=1)
+    placement = policy.place(view(HOT))
+    layout = policy.layout(HOT.tolist(), view(HOT))
+    per_rank = np.bincount(layout.pairs[1], minlength=W)
+    # C = a rank's share and one more. By load the two hottest would get three copies each; one more for each of the
+    # four hottest evens out the ranks better: 400 / 2 beside 300 / 2 and small ones.
+    assert (per_rank == E // W + 1).all()
+    assert _by_load(HOT.tolist(), 12, W) == [3, 3, 1, 1, 1, 1, 1, 1]
+    assert _evenly(HOT.tolist(), 12, W) == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert [len(ranks) for ranks in layout.holders] == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert all(set(ranks) <= set(have) for ranks, have in zip(layout.holders, placement.holders, strict=True))
+    sends = [policy.assign(view(HOT), placement, counts(HOT), rank).sends for rank in range(W)]
+    total = np.sum(sends, axis=0)
+    for expert, ranks in enumerate(layout.holders):
+        assert set(np.flatnonzero(total[expert])) <= set(ranks)
+    assert total.sum() == counts(HOT).sum()
+    assert total.sum(0).max() <= 1.1 * HOT.sum() / W
+
+
+def test_laer_keeps_rows_in_their_node() -> None:
+    topology = Topology.even(W, 2)
+    two_nodes = LayerView(
+        id=0, owners=OWNERS, loads=(HOT,), long_load=HOT, topology=topology, sizes=SIZES, rates=RATES
+    )
+    policy = Laer(replicas=2)
+    placement = policy.place(two_nodes)
+    layout = policy.layout(HOT.tolist(), two_nodes)
+    for rank in range(W):
+        sends = policy.assign(two_nodes, placement, counts(HOT), rank).sends
+        for expert, ranks in enumerate(layout.holders):
+            inside = [r for r in ranks if topology.node_of[r] == topology.node_of[rank]]
+            if inside:
+                assert set(np.flatnonzero(sends[expert])) <= set(inside)

@@ -23,7 +23,7 @@ from tests.hecate_compile.test_parity import REPLICAS, measure
 from tests.models import VOCABULARY, PlainLanguageModel, batch, build, transformers_config
 from tests.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
 from tests.policies import Moving
-from tests.ranks import run_ranks
+from tests.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_dense_shard"
 FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
@@ -33,14 +33,6 @@ def _compiled(model: nn.Module, **options: Any) -> nn.Module:
     torch._dynamo.reset()
     config = {"backend": "aot_eager", "rates": FREE_LINKS, "dense": "shard"} | options
     return hecate.compile(model, hecate.Config(**config))
-
-
-def _message(function: Any) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 @contextmanager
@@ -330,7 +322,7 @@ def state_dict_round_trip() -> dict[str, Any]:
     key = "model.layers.0.self_attn.q_proj.weight"
     wrong[key] = wrong[key][:11]
     before = model.state_dict()[key]
-    message = _message(lambda: model.load_state_dict(wrong))
+    message = message_of(lambda: model.load_state_dict(wrong))
     kept = torch.equal(model.state_dict()[key], before)
     part = list(model.lm_head.state_dict()["weight"].shape)
     return {
@@ -431,9 +423,9 @@ def extras() -> dict[str, Any]:
     worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(2))
     whole = [name for name, p in model.named_parameters() if shard_of(p) is None and dense_shard_of(p) is None]
     outside = list(model.head.weight.shape)
-    used = _message(lambda: model.norms[0].weight.square().sum().backward())
+    used = message_of(lambda: model.norms[0].weight.square().sum().backward())
     model.norms[0].weight = nn.Parameter(torch.zeros(32))
-    replaced = _message(model.state_dict)
+    replaced = message_of(model.state_dict)
     return {"worst": worst, "whole": whole, "outside": outside, "used": used, "replaced": replaced}
 
 
@@ -458,7 +450,7 @@ def test_one_process_keeps_everything_whole() -> None:
 def differing_options() -> str:
     dist.init_process_group("gloo")
     kind = "shard" if rank_and_size()[0] else "replicate"
-    return _message(lambda: hecate.compile(build("plain"), hecate.Config(backend="aot_eager", dense=kind)))
+    return message_of(lambda: hecate.compile(build("plain"), hecate.Config(backend="aot_eager", dense=kind)))
 
 
 @pytest.mark.distributed

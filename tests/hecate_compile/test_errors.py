@@ -14,7 +14,7 @@ from torch import nn
 import hecate
 from tests.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.parity import rank_and_size
-from tests.ranks import run_ranks
+from tests.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_errors"
 EAGER = hecate.Config(backend="aot_eager")
@@ -190,20 +190,12 @@ def test_reads_of_shards_at_one_rank_are_plain() -> None:
 # --- on several ranks ---
 
 
-def _message(function: Any) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def skipped_frame() -> str:
     """transformers' eager experts loop over a tensor, which Dynamo leaves to Python."""
     model = build("mixtral")
     model.set_experts_implementation("eager")
     hecate.compile(model, EAGER)
-    return _message(lambda: model(input_ids=batch(0), labels=batch(0)))
+    return message_of(lambda: model(input_ids=batch(0), labels=batch(0)))
 
 
 @pytest.mark.distributed
@@ -219,7 +211,7 @@ def direct_call_of_a_part() -> str:
     model = hecate.compile(build("mixtral"), EAGER)
     experts = model.model.layers[0].mlp.experts
     tokens = torch.randn(4, 32)
-    return _message(lambda: experts(tokens, torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)))
+    return message_of(lambda: experts(tokens, torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)))
 
 
 @pytest.mark.distributed
@@ -233,7 +225,7 @@ def used_outside() -> str:
     """The head's weight trained by code outside the model: its gradient would never be averaged."""
     model = hecate.compile(build("plain"), EAGER)
     model(batch(0), batch(0))["loss"].backward()
-    return _message(lambda: model.norms[0].weight.square().sum().backward())
+    return message_of(lambda: model.norms[0].weight.square().sum().backward())
 
 
 @pytest.mark.distributed
@@ -253,7 +245,7 @@ def different_models() -> list[str]:
         (build("plain"), hecate.Config(backend="aot_eager", policy="gather" if rank else "static")),
     ):
         names = [name for name, p in model.named_parameters()]
-        found.append(_message(lambda model=model, config=config: hecate.compile(model, config)))
+        found.append(message_of(lambda model=model, config=config: hecate.compile(model, config)))
         assert [name for name, p in model.named_parameters()] == names, "nothing was changed"
     return found
 
@@ -285,7 +277,7 @@ def different_graphs(evaluate_first: bool) -> str:
         with torch.no_grad():
             model(batch(0), batch(0))
     model.odd = rank_and_size()[0] == 1
-    return _message(lambda: model(batch(0), batch(0)))
+    return message_of(lambda: model(batch(0), batch(0)))
 
 
 @pytest.mark.distributed
@@ -299,9 +291,9 @@ def test_planted_graph_difference_is_named_on_all_ranks(evaluate_first: bool) ->
 
 def wrapped_in_ddp() -> list[str]:
     torch.distributed.init_process_group("gloo")
-    before = _message(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
+    before = message_of(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
     model = hecate.compile(build("plain"), EAGER)
-    return [before, _message(lambda: nn.parallel.DistributedDataParallel(model))]
+    return [before, message_of(lambda: nn.parallel.DistributedDataParallel(model))]
 
 
 @pytest.mark.distributed
@@ -315,7 +307,7 @@ def two_dimensional_mesh() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    refused = _message(lambda: hecate.compile(build("plain"), EAGER, mesh=mesh))
+    refused = message_of(lambda: hecate.compile(build("plain"), EAGER, mesh=mesh))
     model = hecate.compile(build("plain"), EAGER, mesh=mesh["dp"])
     model(batch(0), batch(0))["loss"].backward()
     return [refused, str(list(model.blocks[0]._parameters["w_in"].shape))]
