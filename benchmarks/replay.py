@@ -138,7 +138,7 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
 
 
 def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Counts of a made-up workload in the shape of the committed traces, and contiguous owners."""
+    """Counts of a made-up workload with as many ranks and experts as the committed traces, and contiguous owners."""
     try:
         counts = make(name, steps=100, layers=2, ranks=8, experts=32, rows=1024)
     except ValueError as error:

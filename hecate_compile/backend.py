@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hecate.checkpointing import keep_plans
 from hecate.config import Config
@@ -143,10 +143,16 @@ def _tokens(gm: GraphModule) -> int:
     ids, others = [0], [0]
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not same_on_all_ranks(node):
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node):
             count = math.prod(_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
+
+
+def _of_model(node: Node) -> bool:
+    """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
+    source = getattr(node, "_dynamo_source", None)
+    return same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 from hecate.runtime.policies import Hecate, Policy, Static
 from hecate.simulator import Capture, ClusterError, ClusterSpec
-from hecate.simulator.study import HISTORY, Build, Options, Result, study
+from hecate.simulator.study import STEPS, Build, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, make
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -84,7 +84,7 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Captur
         if recorded is None:
             return make(
                 workload,
-                steps=2 * HISTORY,
+                steps=STEPS,
                 layers=layers,
                 ranks=spec.ranks,
                 experts=experts,
@@ -101,7 +101,7 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Captur
 def _table(results: list[Result]) -> Table:
     table = Table(
         "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
-        "GB leaving a node", "GB of states", "GB of replicas",
+        "GB leaving a node", "GB of states", "GB of slots",
         caption="times as fast as the first policy on the same cluster; memory of the rank with most",
     )  # fmt: skip
     first: dict[str, float] = {}
@@ -110,7 +110,7 @@ def _table(results: list[Result]) -> Table:
         table.add_row(
             r.cluster, r.policy, f"{r.seconds * 1e3:.1f}", f"{base / r.seconds:.2f}", f"{r.imbalance:.2f}",
             f"{r.replicas:.1f}", f"{r.waited * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
-            f"{r.replica_bytes / 1e9:.3f}",
+            f"{r.slot_bytes / 1e9:.3f}",
         )  # fmt: skip
     return table
 

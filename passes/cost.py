@@ -15,12 +15,38 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from hecate.passes.contract import PassContext
 from hecate.passes.nodes import arguments_of, calls, fake_mode_of, is_getitem, is_view, operator_name
 from hecate.runtime.define import STARTS, WAITS
 from hecate.runtime.layer import get_layer
+
+aten = torch.ops.aten
+
+
+def _register_cpu_attention() -> None:
+    """torch has formulas for the attention of GPUs only."""
+    if aten._scaled_dot_product_flash_attention_for_cpu in flop_registry:
+        return
+
+    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any) -> Any:
+        return sdpa_flop_count(query, key, value)
+
+    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+    def backward(
+        grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any
+    ) -> Any:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+
+_register_cpu_attention()
 
 
 def flops(node: Node) -> sympy.Expr:

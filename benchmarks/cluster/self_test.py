@@ -15,16 +15,21 @@ SKEWS = {
     "4x": [4.0] + [4 / 7] * 7,
     "zipf": [2.71, 1.49, 1.05, 0.82, 0.68, 0.57, 0.5, 0.18],
 }
-LINK = 20e6
-CLUSTER = Cluster(nodes=2, ranks=4, cores=0.12, between_nodes=LINK)
+CLUSTER = Cluster(nodes=2, ranks=4, cores=0.12, between_nodes=20e6)
 ALLOWED = 0.15
 
 
-def self_test() -> int:
-    """Print measured against expected; 1 if anything is off by more than 15 %."""
+def self_test(cluster: Cluster = CLUSTER) -> int:
+    """Print measured against expected; 1 if anything is off by more than 15 %.
+
+    Args:
+        cluster: two nodes of four ranks, with a quota and a link.
+    """
+    link = cluster.between_nodes
+    assert link is not None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        code = run(CLUSTER, [str(Path(__file__).with_name("probe.py")), json.dumps(SKEWS), str(out)], timeout=600)
+        code = run(cluster, [str(Path(__file__).with_name("probe.py")), json.dumps(SKEWS), str(out)], timeout=600)
         if code != 0 or not out.exists():
             print("cluster: the probe failed")
             return code or 1
@@ -36,8 +41,8 @@ def self_test() -> int:
         worst = max(worst, abs(measured / expected - 1))
         print(f"straggler {name:9} {measured:5.2f} of balanced, expected {expected:4.2f}")
     for name, rate in found["rates"].items():
-        worst = max(worst, abs(rate / LINK - 1))
-        print(f"link {name:14} {rate / 1e6:5.1f} MB/s between nodes, configured {LINK / 1e6:.1f}")
+        worst = max(worst, abs(rate / link - 1))
+        print(f"link {name:14} {rate / 1e6:5.1f} MB/s between nodes, configured {link / 1e6:.1f}")
     print(f"link inside a node   {found['inside'] / 1e6:5.0f} MB/s")
     print(f"worst deviation {worst:.0%}, allowed {ALLOWED:.0%}")
     return int(worst > ALLOWED)

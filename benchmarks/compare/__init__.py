@@ -10,9 +10,12 @@ gives every one of them the same rows. Before a step a system's policy has seen 
 
 | file | concern |
 |---|---|
+| ``cells`` | which systems meet on which shapes, links and workloads |
 | ``shapes`` | the models and the links, with every ratio that they keep |
-| ``routing`` | from counts in a trace to the experts of every token |
+| ``workloads``, ``routing`` | traces, and from their counts to the experts of every token |
 | ``systems`` | what takes part, and how it is built |
+| ``calibrate``, ``machine`` | how fast the emulated ranks and links are |
 | ``rank`` | what one rank runs |
 | ``report`` | from raw samples to tables and plots |
+| ``predict`` | what ``hecate simulate`` says about the same steps |
 """

@@ -55,16 +55,24 @@ class Cell:
             if ON_ENGINE[0] not in cell.systems:
                 raise SystemExit(f"compare: {ON_ENGINE[0]} must be among the systems")
         if workloads is not None:
-            cell = replace(cell, workloads=_names(workloads, WORKLOADS, "workload"))
+            wanted = _names(workloads, WORKLOADS, "workload")
+            # Not every shape has every workload.
+            cell = replace(cell, workloads=tuple(w for w in wanted if w in fitting(cell.shape)))
         return cell
 
 
 def _names(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = set(names) - set(known)
-    if unknown:
-        raise SystemExit(f"compare: no {what} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if unknown or not names:
+        said = f"no {what} {', '.join(sorted(unknown))}" if unknown else f"no {what} given"
+        raise SystemExit(f"compare: {said}; there are {', '.join(known)}")
     return names
+
+
+def fitting(shape: str) -> tuple[str, ...]:
+    """The workloads of a shape: the traces were recorded with 32 experts."""
+    return tuple(w for w in WORKLOADS if SHAPES[shape].experts == 32 or w not in RECORDED)
 
 
 def short() -> list[Cell]:
@@ -78,8 +86,7 @@ def full() -> list[Cell]:
     return [
         Cell(
             shape=shape, link=link, systems=ON_ENGINE + EXTERNAL + tuple(BOUNDS), rounds=9,
-            # The traces were recorded with 32 experts and top 2.
-            workloads=tuple(w for w in WORKLOADS if SHAPES[shape].experts == 32 or w not in RECORDED),
+            workloads=fitting(shape),
         )
         for shape in SHAPES
         for link in LINKS

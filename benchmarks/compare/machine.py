@@ -13,7 +13,7 @@ from benchmarks.compare import shapes
 from hecate.runtime import transport
 from hecate.runtime.world import World
 
-# Long enough that a rank is stopped and let go many times (quota periods are 20 ms).
+# Long enough that a rank is stopped and let go many times (quota periods are 7 ms).
 SECONDS, REPEATS = 2.0, 5
 
 

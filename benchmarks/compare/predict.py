@@ -3,7 +3,7 @@
     python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json; a minute for each
 
 The simulated cluster has the rates that the ranks measured with their quota before the first step, and no number that
-was was fitted to the steps. Written is benchmarks/results/simulated.md, from simulated.json and the samples.
+was fitted to the steps. Written is benchmarks/results/simulated.md, from simulated.json and the samples.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def _seconds_alone(shape: shapes.Shape, times: int, cluster: ClusterSpec) -> flo
     return Simulator(made, one).step(routed).seconds
 
 
-def _capture(shape: shapes.Shape, cluster: ClusterSpec, policy: Policy) -> Capture:
+def _capture(shape: shapes.Shape, cluster: ClusterSpec, policy: Policy, rates: Rates | None = None) -> Capture:
     ids = torch.zeros(shape.sequences, shape.sequence, dtype=torch.int64)
     with routing.replayed_routers():
         model = shapes.build(shape)
         routing.prepare(model, shape.tokens)
-        config = hecate.Config(policy=policy, replicas=systems.REPLICAS)
+        config = hecate.Config(policy=policy, replicas=systems.REPLICAS, rates=rates)
         return capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
 
 
@@ -85,16 +85,16 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
     cluster = cluster_of(cell, shape)
     captured: dict[Any, Capture] = {}
     found: dict[str, dict[str, float]] = {workload: {} for workload in cell["samples"]}
-    # Seconds to update a byte, in terms of the memory's rate.
-    update = cell["alone"]["update"] / cell["alone"]["parameter_bytes"] * cluster.memory_bytes / UPDATE_PASSES
+    # Bytes whose update takes as long as it was measured to.
+    update = cell["alone"]["update"] * cluster.memory_bytes / UPDATE_PASSES
     for name, policy in systems.policies().items():
         if name not in cell["cell"]["systems"]:
             continue
         key = (policy.replicates, policy.calibrates)
         if key not in captured:
-            captured[key] = _capture(shape, cluster, policy)
+            captured[key] = _capture(shape, cluster, policy, Rates(**cell["rates"]))
         made = captured[key]
-        simulator = Simulator(made, cluster, update=update * cell["alone"]["parameter_bytes"])
+        simulator = Simulator(made, cluster, update=update)
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks)
             steps = [sample["step"] for sample in cell["samples"][workload][name]]
@@ -120,7 +120,7 @@ def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]
             }
             off += [abs(seconds[s] / measured[s][1] - 1) for s in seconds]
             right += [seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a][2] < measured[b][0]]
-    return {"median": statistics.median(off), "worst": max(off), "order": statistics.mean(right)}
+    return {"median": statistics.median(off), "worst": max(off), "order": statistics.mean(right) if right else 1.0}
 
 
 def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:

@@ -81,6 +81,11 @@ class Runner:
         return sample
 
 
+def timed_steps(first: int, steps: int, rounds: int) -> list[int]:
+    """Drawn, because steps at equal distances would meet the periods of workloads and policies."""
+    return sorted(np.random.default_rng(0).permutation(np.arange(first, steps))[:rounds].tolist())
+
+
 def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> float:
     """Seconds of a step in which nothing takes time on links, with even routing."""
     runner.load(entry, counts, 0)
@@ -128,13 +133,12 @@ def main() -> None:
         }
         with throttled():
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
-            found["alone"]["parameter_bytes"] = lonely[1].parameter_bytes
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             for workload, counts in traces.items():
                 for entry in entries.values():
                     entry.system.begin()
-                steps = np.linspace(cell["first"], len(counts) - 1, cell["rounds"]).round().astype(int).tolist()
+                steps = timed_steps(cell["first"], len(counts), cell["rounds"])
                 samples: dict[str, list[Any]] = {name: [] for name in entries}
                 for step in steps:
                     for name, entry in entries.items():

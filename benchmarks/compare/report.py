@@ -46,7 +46,8 @@ def row(name: str, samples: Samples, base: Samples, states: int) -> dict[str, An
     }
     if "rows" in samples[0]:
         result["imbalance"] = statistics.median(imbalance(s["rows"]) for s in samples)
-        result["bytes"] = states + max(sum(held) for s in samples for held in s["held"])
+        # Slots of all layers, from the forward to their backward, and the gradients of those of one.
+        result["bytes"] = states + max(sum(held) + max(held) for s in samples for held in s["held"])
     return result
 
 
@@ -76,6 +77,8 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
         + "; ".join(f"{key}: {value:.2f}" for key, value in ratios.items())
         + "."
     )
+    said = "; ".join(f"{key}: {value}" for key, value in cell["environment"].items())
+    lines += ["", f"{said}; {cell['cell']['rounds']} rounds."]
     for workload in cell["samples"]:
         lines += [
             "", f"### {workload}", "",
@@ -102,16 +105,13 @@ def write(folder: Path) -> None:
     cells = load(folder)
     if not cells:
         raise SystemExit(f"compare: no samples in {folder}; run python -m benchmarks.compare first")
-    environment = next(iter(cells.values()))["environment"]
     text = [
         "# Hecate beside its rivals, measured",
         "",
         "Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`. Medians, quartiles in",
         "brackets; speed-ups are of steps in the same round. *MB of a rank*: parameters, gradients, optimizer",
-        "states, and replicas with their gradients, on the rank with most. Bounds are no systems: the first trains",
-        "on even routing, the second on links that take no time.",
-        "",
-        "; ".join(f"{key}: {value}" for key, value in environment.items()),
+        "states, and the slots that experts are gathered into, on the rank with most. Bounds are no systems: the first trains",
+        "on even routing; in the second nothing but the counts of rows takes time on links.",
         "",
     ]
     text += [markdown(name, cell) for name, cell in cells.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -56,9 +57,9 @@ class System:
         replayed: where the choices of each layer's tokens are written.
     """
 
-    def __init__(self, model: nn.Module, shape: shapes.Shape) -> None:
+    def __init__(self, model: nn.Module, shape: shapes.Shape, *, learns: bool = True) -> None:
         self.model, self.replayed = model, routing.prepare(model, shape.tokens)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * learns)
 
     def step(self, ids: torch.Tensor) -> None:
         """Forward, backward and update."""
@@ -109,8 +110,8 @@ class EngineSystem(System):
     owners, outside of what is timed.
     """
 
-    def __init__(self, engine: Engine, shape: shapes.Shape, policy: Policy) -> None:
-        super().__init__(engine.model, shape)
+    def __init__(self, engine: Engine, shape: shapes.Shape, policy: Policy, *, learns: bool = True) -> None:
+        super().__init__(engine.model, shape, learns=learns)
         self.engine, self.fresh, self.every = engine, policy, policy.reshard_every
         self.begin()
 
@@ -162,15 +163,11 @@ class EngineSystem(System):
         }
 
     def _held(self, layer: Any) -> int:
-        """Bytes of replicas and of their gradients on this rank."""
+        """Bytes of a layer's slots on this rank, its own experts included, which are copied into them."""
         placement, _ = layer.plan.recent[-1] if layer.plan.recent else (None, None)
-        if placement is None:
+        if placement is None or not self.policy.replicates:
             return 0
-        mine = sum(
-            layer.world.rank in ranks and owner != layer.world.rank
-            for ranks, owner in zip(placement.holders, placement.owners.ranks, strict=True)
-        )
-        return 2 * mine * layer.expert_bytes
+        return sum(layer.world.rank in ranks for ranks in placement.holders) * layer.expert_bytes
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
@@ -182,7 +179,7 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _transformers_ep(model: nn.Module) -> nn.Module:
-    """It only starts from a checkpoint, so one is written first, once per node: nodes share no memory."""
+    """It only starts from a checkpoint, so one is written first."""
     from transformers.distributed import DistributedConfig
 
     size, folder = dist.get_world_size(), [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
@@ -193,6 +190,9 @@ def _transformers_ep(model: nn.Module) -> nn.Module:
     loaded: nn.Module = type(model).from_pretrained(  # type: ignore[attr-defined]
         folder[0], distributed_config=DistributedConfig(fsdp_size=size, ep_size=size)
     )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return loaded.train()
 
 
@@ -229,10 +229,6 @@ class Alone:
         self.optimizer.zero_grad()
         self.model(input_ids=self.ids, labels=self.ids).loss.backward()
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(_local_bytes(parameter) for parameter in self.model.parameters())
-
 
 def alone(shape: shapes.Shape, times: int = 1) -> shapes.Shape:
     """The shape with as many experts as one rank owns, and ``times`` as many rows."""
@@ -241,7 +237,7 @@ def alone(shape: shapes.Shape, times: int = 1) -> shapes.Shape:
 
 @contextmanager
 def free_links() -> Iterator[None]:
-    """Inside the block what a collective would bring is zeros and takes no time; counts of rows still travel."""
+    """Inside the block what a collective would bring is zeros and takes no time. Counts of rows still travel."""
 
     def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: Any) -> torch.Tensor:
         return rows.new_zeros((sum(receive), *rows.shape[1:]))
@@ -273,19 +269,17 @@ class Entry:
 def make_entries(names: list[str], shape: shapes.Shape) -> dict[str, Entry]:
     """The lines of a table. All ranks together."""
     engines: dict[Any, Engine] = {}
-    systems: dict[str, System] = {}
     entries = {}
     for name in names:
-        played = BOUNDS.get(name, name)
-        if played in _EXTERNAL and played not in systems:
-            systems[played] = System(_EXTERNAL[played](shapes.build(shape)), shape)
-        elif played not in systems:
-            policy = policies()[played]
-            key = Engine.key(played, policy)
-            if key not in engines:
-                engines[key] = Engine(shape, policy)
-            systems[played] = EngineSystem(engines[key], shape, policy)
-        entries[name] = Entry(
-            systems[played], balanced=name == "bound: balanced routing", free=name == "bound: free links"
-        )
+        if name in _EXTERNAL:
+            entries[name] = Entry(System(_EXTERNAL[name](shapes.build(shape)), shape))
+            continue
+        played, free = BOUNDS.get(name, name), name == "bound: free links"
+        policy = policies()[played]
+        key = Engine.key(played, policy)
+        if key not in engines:
+            engines[key] = Engine(shape, policy)
+        # Gradients that came over free links are wrong, so nothing is learned from them.
+        system = EngineSystem(engines[key], shape, policy, learns=not free)
+        entries[name] = Entry(system, balanced=name == "bound: balanced routing", free=free)
     return entries

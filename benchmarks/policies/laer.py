@@ -105,5 +105,5 @@ def _relocate(rows: list[int], copies: list[int], slots: int, topology: Topology
 def _seconds(rows: list[int], layout: Placement, layer: LayerView) -> float:
     split = local_split(rows, layout, layer.topology)
     time = step_time(rows, split, layout, layer.topology, layer.sizes, layer.rates)
-    # Experts travel the same in every layout.
+    # In FSEP experts travel the same in every layout.
     return time.compute + time.rows

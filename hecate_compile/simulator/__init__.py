@@ -2,8 +2,9 @@
 
 A discrete model over the *real compiled graph*: the model is compiled as rank 0 of as many ranks as wanted, on a
 process group that sends nothing, and the graphs after all passes are kept instead of run. Then every rank walks
-through them: compute takes its operations or bytes, a collective begins when all ranks have started it and the one
-before has ended, and takes the bytes of its busiest link. Rows and replicas are those that a policy makes of a trace.
+through them: compute takes its operations or bytes; a rank's collectives run one after the other, two ranks exchange
+as soon as both have begun, and links carry what is ready first. Rows and replicas are those that a policy makes of a
+trace.
 
 | file | concern |
 |---|---|
@@ -11,7 +12,7 @@ before has ended, and takes the bytes of its busiest link. Rows and replicas are
 | ``capture`` | compile for W ranks without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
 | ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
-| ``memory`` | bytes of states and replicas |
+| ``memory`` | bytes of states and slots |
 | ``study`` | policies beside each other |
 | ``workloads`` | routing that is made up, or fitted to another number of ranks |
 | ``step`` | one step on all ranks: seconds, bytes, and who waited |

@@ -20,6 +20,10 @@ from hecate.sharding import shard_of
 from hecate.simulator.cluster import ClusterSpec
 
 
+class CaptureError(RuntimeError):
+    """A model that the simulator cannot walk through."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capture:
     """A model as rank 0 of a cluster would run it.
@@ -63,10 +67,11 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         config: its topology and rates are replaced by the cluster's.
 
     Raises:
-        RuntimeError: torch.distributed is in use already, or the model has several graphs.
+        CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
+        Also whatever :func:`hecate.compile` raises.
     """
     if dist.is_initialized():
-        raise RuntimeError("hecate: a simulation needs a process of its own, without torch.distributed")
+        raise CaptureError("hecate: a simulation needs a process of its own, without torch.distributed")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rates = config.rates or cluster.rates
@@ -74,6 +79,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
     try:
         # Dynamo would take graphs of an earlier capture with as many ranks for these.
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))
         with capturing() as graphs:
             try:
@@ -85,11 +91,12 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
                     raise
     finally:
         dist.destroy_process_group()
+    breaks = dict(torch._dynamo.utils.counters["graph_break"])
     parts = [captured.context.part for captured in graphs]
-    if parts != ["forward", "backward"]:
-        raise RuntimeError(
-            f"hecate: expected one forward and one backward graph, got {parts}: the simulator needs a model without "
-            "graph breaks, in training mode. TORCH_LOGS=graph_breaks shows them."
+    if parts != ["forward", "backward"] or breaks:
+        raise CaptureError(
+            f"hecate: expected one forward and one backward graph, got {parts} and {len(breaks)} graph breaks: the "
+            "simulator needs a model without any, in training mode. TORCH_LOGS=graph_breaks shows them."
         )
     state = _state_of(compiled, "simulate")
     rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0)
@@ -109,4 +116,4 @@ def _rows(forward: Captured) -> torch.Tensor:
             rows: torch.Tensor = arguments_of(node)["rows"].meta["val"]
             if isinstance(rows.shape[0], int):
                 return rows
-    raise RuntimeError("hecate: the graph exchanges no tokens, so there is nothing to simulate; see hecate.explain")
+    raise CaptureError("hecate: the graph exchanges no tokens, so there is nothing to simulate; see hecate.explain")

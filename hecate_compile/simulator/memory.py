@@ -1,4 +1,4 @@
-"""Bytes of states and replicas on the rank that has most."""
+"""Bytes of states and slots on the rank that has most."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Memory:
 
     Attributes:
         states: parameters, gradients and optimizer states.
-        replicas: experts of others, which stay from the forward until the layer's backward, and their gradients; with
-            re-materialization those of two layers, of which one is gathered while the other computes.
+        slots: copies of its own experts and replicas, from a layer's forward to its backward, and the gradients of
+            one layer's. With re-materialization those of two layers, of which one is gathered while the other
+            computes. None for a policy that never replicates.
     """
 
     states: float
-    replicas: float
+    slots: float
 
 
 def measure_memory(
@@ -41,7 +42,10 @@ def measure_memory(
         per_rank = np.asarray(routed.placement.owners.counts, dtype=np.float64)
         owned += per_rank * layer.expert_bytes * (2 + optimizer_bytes / layer.dtype.itemsize)
         _, ranks = routed.placement.pairs
-        held.append((np.bincount(ranks, minlength=len(per_rank)) - per_rank) * 2 * layer.expert_bytes)
-    alive = np.sort(held, axis=0)[-2:].sum(0) if rematerialize else np.sum(held, axis=0)
-    worst = int(np.argmax(owned + alive))
-    return Memory(states=float(dense + owned[worst]), replicas=float(alive[worst]))
+        held.append(np.bincount(ranks, minlength=len(per_rank)) * float(layer.expert_bytes))
+    most = np.sort(held, axis=0)[::-1]
+    slots = (most[:2] if rematerialize else most).sum(0) + most[0]
+    if not made.graphs[0].context.replicates:
+        slots = np.zeros_like(slots)
+    worst = int(np.argmax(owned + slots))
+    return Memory(states=float(dense + owned[worst]), slots=float(slots[worst]))

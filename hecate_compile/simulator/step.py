@@ -131,6 +131,8 @@ class _Links:
     def __init__(self, cluster: ClusterSpec, layers: Mapping[int, LayerStep]) -> None:
         self.cluster, self.topology = cluster, cluster.topology
         self.layers = {id: _Traffic(layer, cluster.topology) for id, layer in layers.items()}
+        # Until when links out of and into nodes, and out of and into ranks, have something to carry.
+        self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
     def run(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
         """When each rank has its result, ``[W]``, and bytes that leave each node.
@@ -149,11 +151,18 @@ class _Links:
 
     def packed(self, start: Start) -> Floats:
         """Bytes that every rank copies before it sends."""
-        if start.operator in ("exchange", "exchange_back"):
-            assert start.layer is not None
-            rows = self.layers[start.layer].rows
-            return (rows.sum(1) if start.operator == "exchange" else rows.sum(0)) * start.unit
-        return np.zeros(self.cluster.ranks)
+        if start.operator in WHOLE:
+            return np.full(self.cluster.ranks, start.unit)
+        assert start.layer is not None
+        traffic = self.layers[start.layer]
+        if start.operator == "exchange":
+            return traffic.rows.sum(1) * start.unit
+        if start.operator == "exchange_back":
+            return traffic.rows.sum(0) * start.unit
+        if start.operator == "sparse_reduce_scatter":
+            return _per_rank(traffic.layer.placement) * start.unit
+        # A rank's own experts are copied into its slots.
+        return np.asarray(traffic.owned) * start.unit
 
     def _matrices(self, start: Start) -> list[Floats]:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
@@ -178,7 +187,8 @@ class _Links:
         if start.operator == "top_up":
             return traffic.late
         if start.operator == "sparse_reduce_scatter":
-            return [stage.T for stage in traffic.all]
+            # First inside nodes, then between them.
+            return [stage.T for stage in reversed(traffic.all)]
         everyone = np.tile(np.asarray(traffic.owned)[:, None], (1, size))
         return [everyone if start.operator == "gather_experts" else everyone.T]
 
@@ -197,13 +207,17 @@ class _Links:
         inside = nodes[sources] == nodes[destinations]
         away = sources != destinations
         done = ready.copy()
-        for places, chosen, rate in (
-            (nodes[sources], ~inside, self.cluster.node_bytes),
-            (nodes[destinations], ~inside, self.cluster.node_bytes),
-            (sources, inside & away, self.cluster.rank_bytes),
-            (destinations, inside & away, self.cluster.rank_bytes),
+        for places, chosen, rate, busy in (
+            (nodes[sources], ~inside, self.cluster.node_bytes, self.busy[0]),
+            (nodes[destinations], ~inside, self.cluster.node_bytes, self.busy[1]),
+            (sources, inside & away, self.cluster.rank_bytes, self.busy[2]),
+            (destinations, inside & away, self.cluster.rank_bytes, self.busy[3]),
         ):
-            done[chosen] = np.maximum(done[chosen], _serve(places[chosen], ready[chosen], size[chosen] / rate))
+            line = places[chosen]
+            # What an earlier collective has not carried yet goes first.
+            served = _serve(line, np.maximum(ready[chosen], busy[line]), size[chosen] / rate)
+            np.maximum.at(busy, line, served)
+            done[chosen] = np.maximum(done[chosen], served)
         ended = begun.copy()
         np.maximum.at(ended, sources, done)
         np.maximum.at(ended, destinations, done)
@@ -244,14 +258,18 @@ class _Traffic:
 
     @cached_property
     def late(self) -> list[Floats]:
-        return [after - before for after, before in zip(self.all, self.planned, strict=True)]
+        return self._stages(self.layer.placement, without=self.layer.planned)
 
-    def _stages(self, placement: Placement) -> list[Floats]:
+    def _stages(self, placement: Placement, without: Placement | None = None) -> list[Floats]:
+        """Experts from each rank to each; only those that their destination does not have by ``without``."""
         size = self.topology.world_size
         found = []
         for stage in transfers(placement, self.topology):
+            new = np.ones(len(stage.experts), dtype=bool)
+            if without is not None:
+                new = without.matrix[stage.experts, stage.destinations] == 0
             matrix = np.zeros((size, size))
-            np.add.at(matrix, (stage.sources, stage.destinations), 1.0)
+            np.add.at(matrix, (stage.sources[new], stage.destinations[new]), 1.0)
             found.append(matrix)
         return found
 

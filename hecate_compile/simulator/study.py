@@ -19,8 +19,9 @@ from hecate.simulator.routing import walk
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
 
-# Steps that a policy has seen before the first that is simulated.
-HISTORY = 20
+# Steps that a policy has seen before the first that is simulated, and steps of a workload that is made up: more than
+# lie between two re-shardings.
+HISTORY, STEPS = 20, 150
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
@@ -52,7 +53,7 @@ class Result:
         waited: seconds that the rank which computes least stands still, for collectives and for others.
         replicas: of all ranks, per layer.
         node_bytes: bytes that leave a node in a step, the one that sends most.
-        states, replica_bytes: memory of the rank with most.
+        states, slot_bytes: memory of the rank with most.
     """
 
     cluster: str
@@ -63,7 +64,7 @@ class Result:
     replicas: float
     node_bytes: float
     states: float
-    replica_bytes: float
+    slot_bytes: float
 
 
 def study(
@@ -101,7 +102,9 @@ def _run(
 ) -> Result:
     counts = routing(made)
     first = min(HISTORY, len(counts) - 1)
-    wanted = sorted(set(np.linspace(first, len(counts) - 1, options.steps).round().astype(int).tolist()))
+    # Drawn, because steps at equal distances would meet a workload's and a policy's own periods.
+    later = np.random.default_rng(0).permutation(np.arange(first, len(counts)))[: options.steps]
+    wanted = sorted(later.tolist())
     hidden = hidden_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
     walked = walk(
         policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
@@ -122,7 +125,7 @@ def _run(
             cluster=cluster.name, policy=name, seconds=predicted.seconds, waited=float(predicted.waited.max()),
             imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
             replicas=float(np.mean([step.placement.num_replicas for step in routed])),
-            node_bytes=float(predicted.sent.max()), states=memory.states, replica_bytes=memory.replicas,
+            node_bytes=float(predicted.sent.max()), states=memory.states, slot_bytes=memory.slots,
         )  # fmt: skip
         found.append(result)
     numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
