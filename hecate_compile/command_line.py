@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
+from zipfile import BadZipFile
 
 import numpy as np
 import typer
@@ -21,6 +22,7 @@ from torch import nn
 
 from hecate.runtime.policies import Hecate, Policy, Static
 from hecate.simulator import Capture, ClusterError, ClusterSpec
+from hecate.simulator.capture import CaptureError
 from hecate.simulator.study import STEPS, Build, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, make
 
@@ -54,6 +56,8 @@ def simulate(
 
     Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
     """
+    if out is not None and not out.resolve().parent.is_dir():
+        raise typer.BadParameter(f"--json: there is no folder {out.resolve().parent}")
     options = Options(
         replicas=replicas, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
     )  # fmt: skip
@@ -66,7 +70,7 @@ def simulate(
         for spec in clusters:
             # A policy remembers steps, so each cluster gets its own.
             results += study(build, spec, copy.deepcopy(makers), lambda made, s=spec: routing(made, s), options)
-    except (ClusterError, ValueError) as error:
+    except (ClusterError, CaptureError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     Console(width=150).print(_table(results))
     if out is not None:
@@ -132,8 +136,8 @@ def _policy(name: str, replicas: int) -> Policy:
         raise typer.BadParameter(f"policy {name!r}: {error}") from None
     finally:
         sys.path.remove(os.getcwd())
-    policy = kind()
-    if not isinstance(policy, Policy):
+    policy = kind() if isinstance(kind, type) and issubclass(kind, Policy) else None
+    if policy is None:
         raise typer.BadParameter(f"policy {name!r} is no hecate.Policy")
     if hasattr(policy, "replicas"):
         policy.replicas = replicas
@@ -146,8 +150,10 @@ def _function(name: str) -> Build:
     if not file or not path.is_file():
         raise typer.BadParameter(f"model {name!r}: expected file.py:function")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"model {name!r}: {path} is not a Python file")
+    # Dataclasses look their module up.
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     sys.path[:0] = [os.getcwd(), str(path.parent)]
     spec.loader.exec_module(module)
     if not hasattr(module, attribute):
@@ -166,7 +172,7 @@ def _load_trace(path: Path) -> Counts:
     try:
         with np.load(path) as archive:
             counts: Counts = archive["counts"].astype(np.int64)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise typer.BadParameter(f"{path} is not a trace that hecate.record wrote: {error}") from None
     if counts.ndim != 4 or len(counts) == 0:
         raise typer.BadParameter(

@@ -110,8 +110,8 @@ def write(folder: Path) -> None:
         "",
         "Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`. Medians, quartiles in",
         "brackets; speed-ups are of steps in the same round. *MB of a rank*: parameters, gradients, optimizer",
-        "states, and the slots that experts are gathered into, on the rank with most. Bounds are no systems: the first trains",
-        "on even routing; in the second nothing but the counts of rows takes time on links.",
+        "states, and the slots that experts are gathered into, on the rank with most. Bounds are no systems: the",
+        "first trains on even routing; in the second nothing but the counts of rows takes time on links.",
         "",
     ]
     text += [markdown(name, cell) for name, cell in cells.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,8 +56,9 @@ class ClusterSpec:
             if field.name == "name":
                 continue
             kind = int if field.name in ("nodes", "gpus") else (int, float)
-            free = field.name in _OPTIONAL
-            if not isinstance(value, kind) or isinstance(value, bool) or value < 0 or (value == 0 and not free):
+            free = field.name in ("latency", "operator", "start")
+            number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and not free):
                 raise ClusterError(
                     f"hecate: cluster {self.name}: {field.name} = {value!r}, expected a positive "
                     f"{'whole number' if kind is int else 'number'}"

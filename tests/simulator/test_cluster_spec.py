@@ -30,6 +30,8 @@ def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
         (GOOD.replace("gpus = 4", "gpus = 4.5"), "gpus = 4.5"),
         (GOOD.replace("flops = 1e12", "flops = -1e12"), "flops"),
         (GOOD.replace("flops = 1e12", "flops = true"), "flops = True"),
+        (GOOD.replace("flops = 1e12", "flops = nan"), "flops = nan"),
+        (GOOD + "routed = 0.0\n", "routed = 0.0"),
         ("nodes 2", "is not a cluster file"),
     ],
 )

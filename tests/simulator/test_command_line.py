@@ -18,6 +18,9 @@ def small():
     ids = torch.zeros(2, 16, dtype=torch.int64)
     return build("qwen3_moe"), {"input_ids": ids, "labels": ids}
 
+def dense():
+    return torch.nn.Linear(2, 2), {"input": torch.zeros(1, 2)}
+
 def wrong():
     return build("qwen3_moe")
 """
@@ -64,6 +67,9 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "os:getcwd"], "no hecate.Policy"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--workload", "mild"], "no workload 'mild'"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/two.toml"], "not a trace"),
+        (["{}/model.py:dense", "--cluster", "{}/two.toml"], "no experts"),
+        (["{}/two.toml:small", "--cluster", "{}/two.toml"], "is not a Python file"),
+        (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}/none/out.json"], "there is no folder"),
     ],
 )
 def test_bad_input_is_explained(arguments: list[str], said: str, folder: Path) -> None:

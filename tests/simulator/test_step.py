@@ -13,6 +13,7 @@ from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Placement
 from hecate.runtime.policies import Hecate, Static
 from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
+from hecate.simulator.capture import CaptureError
 from hecate.simulator.memory import measure_memory
 from hecate.simulator.program import Compute, Start, Wait, program_of
 from hecate.simulator.step import _serve
@@ -139,10 +140,15 @@ def test_memory_counts_states_and_replicas(made: Capture) -> None:
     dense = sum(count * (2 * size + 8) for count, size in made.dense)
     mine = layer.num_experts // 4
     assert plain.states == dense + len(made.layers) * mine * layer.expert_bytes * 4
-    assert plain.replicas == 0
+    assert plain.slots == (len(made.layers) + 1) * mine * layer.expert_bytes
     placement = Placement.with_replicas(owned(made).owners, [{3}, *[set() for _ in range(layer.num_experts - 1)]])
     more = measure_memory(made, [layer_step(made, placement) for _ in made.layers], optimizer_bytes=8)
-    assert more.replicas == len(made.layers) * 2 * layer.expert_bytes
+    # Rank 3 holds its own experts and the replica in slots of every layer, and gradients of one layer's slots.
+    assert more.slots == (len(made.layers) + 1) * (mine + 1) * layer.expert_bytes
+    few = measure_memory(
+        made, [layer_step(made, placement)] * len(made.layers), optimizer_bytes=8, rematerialize=True
+    )
+    assert few.slots == 3 * (mine + 1) * layer.expert_bytes
 
 
 def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:
@@ -178,3 +184,70 @@ def test_ranks_that_are_early_exchange_before_the_last_comes(made: Capture) -> N
     without = ROWS.copy()
     without[3, 0] = 0
     assert by_hand(made, [late, start, Wait(0)], SPEC, layer_step(made, owned(made), without)) == pytest.approx(22.0)
+
+
+def test_gradients_are_added_up_inside_nodes_before_they_cross(made: Capture) -> None:
+    id, owners = made.layers[0].id, owned(made).owners
+    both = Placement.with_replicas(owners, [{2, 3}, *[set() for _ in range(made.layers[0].num_experts - 1)]])
+    slow_inside = replace(SPEC, rank_bytes=5e4)
+    simulator = Simulator(made, slow_inside)
+    simulator.layers = [id]
+    late = Compute(operators=1, fixed=(), routed=(lambda sizes: (np.asarray([0, 0, 0, 7e9]), np.zeros(4)),))
+    step = layer_step(made, both)
+    # Out: one second to rank 2, and two from there to rank 3, which is late and so waits for nobody's first stage.
+    # Back: rank 3 comes after 7 s; two seconds to rank 2, then one to rank 0.
+    for operator, expected in (("sparse_all_gather", 9.0), ("sparse_reduce_scatter", 10.0)):
+        start = Start(token=0, operator=operator, layer=id, unit=1e5)
+        assert by_hand(made, [late, start, Wait(0)], slow_inside, step) == pytest.approx(expected), operator
+
+
+def test_what_is_added_after_the_gate_never_travels_twice(made: Capture) -> None:
+    """With a lower rank added, another rank receives the expert for its node; who had it already gets nothing."""
+    id, owners = made.layers[0].id, owned(made).owners
+    none = [set() for _ in range(made.layers[0].num_experts - 1)]
+    planned, placed = (Placement.with_replicas(owners, [ranks, *none]) for ranks in ({3}, {2, 3}))
+    step = replace(layer_step(made, placed), planned=planned)
+    start = Start(token=0, operator="top_up", layer=id, unit=1e5)
+    assert by_hand(made, [start, Wait(0)], SPEC, step) == pytest.approx(1.0)
+
+
+def test_a_busy_link_delays_the_next_collective(made: Capture) -> None:
+    id = made.layers[0].id
+    rows = np.zeros((4, 4), dtype=np.int64)
+    rows[0, 2] = rows[1, 3] = 5
+    first, second = (Start(token=t, operator="exchange", layer=id, unit=1e5) for t in (0, 1))
+    # 10 rows out of node 0 take 10 s. Ranks 0 and 2 are done after 5, but their second exchange waits for the link.
+    assert by_hand(
+        made, [first, second, Wait(0), Wait(1)], SPEC, layer_step(made, owned(made), rows)
+    ) == pytest.approx(20)
+
+
+def test_attention_on_cpu_has_operations() -> None:
+    """torch knows those of GPUs only."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    query, key, value = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    products = 2 * 2 * 4 * 16 * 16 * 8
+    # Forward: scores and output. Backward: the scores again, and gradients of both.
+    assert counter.get_total_flops() == (2 + 5) * products
+
+
+def test_models_that_cannot_be_simulated_are_refused() -> None:
+    class Broken(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **inputs: torch.Tensor) -> object:
+            out = self.inner(**inputs)
+            torch._dynamo.graph_break()
+            return out
+
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    inputs = {"input_ids": ids, "labels": ids}
+    with pytest.raises(CaptureError, match="graph break"):
+        capture(Broken(build("qwen3_moe")), inputs, SPEC, hecate.Config())
+    with pytest.raises(CaptureError, match="exchanges no tokens"):
+        capture(build("qwen3_moe"), inputs, SPEC, hecate.Config(policy="gather"))
