@@ -45,7 +45,7 @@ def run_cell(cell: Cell, attention: float, timeout: float) -> dict[str, Any]:
     cluster = replace(cluster_of(cell, attention), quota_by_script=True)
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "cell.json", Path(folder) / "out.json"
-        given.write_text(json.dumps(cell.as_json()))
+        given.write_text(json.dumps(cell.as_json() | {"attention": attention}))
         if run(cluster, [str(HERE / "rank.py"), str(given), str(out)], timeout=timeout) != 0 or not out.exists():
             raise SystemExit(f"compare: {cell.name} failed")
         found: dict[str, Any] = json.loads(out.read_text())

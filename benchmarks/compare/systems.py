@@ -28,6 +28,7 @@ from hecate.api import _state_of
 from hecate.runtime import gradients, transport
 from hecate.runtime.owners import Owners
 from hecate.runtime.placer import LayerPlan
+from hecate.runtime.planner import Rates
 from hecate.runtime.policies import Hecate, Policy, Static
 
 Ints = NDArray[np.int64]
@@ -90,8 +91,10 @@ class System:
 class Engine:
     """A model that Hecate compiled. Policies that keep owners as they are share one, if their graphs are the same."""
 
-    def __init__(self, shape: shapes.Shape, policy: Policy) -> None:
-        config = hecate.Config(backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS)
+    def __init__(self, shape: shapes.Shape, policy: Policy, rates: Rates) -> None:
+        config = hecate.Config(
+            backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates
+        )  # fmt: skip
         self.model = hecate.compile(shapes.build(shape), config)
         state = _state_of(self.model, "the benchmark")
         self.placer, self.layers, self.resharder = state.placer, state.layers, state.resharder
@@ -266,8 +269,12 @@ class Entry:
             self.around = free_links
 
 
-def make_entries(names: list[str], shape: shapes.Shape) -> dict[str, Entry]:
-    """The lines of a table. All ranks together."""
+def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[str, Entry]:
+    """The lines of a table. All ranks together.
+
+    Args:
+        rates: what every policy is told about the machine.
+    """
     engines: dict[Any, Engine] = {}
     entries = {}
     for name in names:
@@ -278,7 +285,7 @@ def make_entries(names: list[str], shape: shapes.Shape) -> dict[str, Entry]:
         policy = policies()[played]
         key = Engine.key(played, policy)
         if key not in engines:
-            engines[key] = Engine(shape, policy)
+            engines[key] = Engine(shape, policy, rates)
         # Gradients that came over free links are wrong, so nothing is learned from them.
         system = EngineSystem(engines[key], shape, policy, learns=not free)
         entries[name] = Entry(system, balanced=name == "bound: balanced routing", free=free)

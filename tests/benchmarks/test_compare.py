@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.compare import cells, report, routing, shapes, systems
 from benchmarks.compare.workloads import WORKLOADS, counts_of
-from hecate.runtime.measure import hidden_seconds
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Rates, Sizes, Topology
 from hecate.simulator import walk
@@ -134,16 +133,6 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
             for sample, (_, layers) in zip(samples[system], steps, strict=True):
                 assert np.asarray(sample["rows"]).T.tolist() == [layer.rows.sum(0).tolist() for layer in layers]
                 assert sample["replicas"][0] == [layer.placement.num_replicas for layer in layers], (workload, system)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_what_overlap_hides_is_predicted_from_tokens(name: str) -> None:
-    """The router's choices are an input of the graph too, and not a batch."""
-    cell = CELLS[name]
-    rates, shape = cell["rates"], shapes.SHAPES[cell["cell"]["shape"]]
-    dense = 4 * shape.hidden**2 + shape.experts * shape.hidden
-    least = hidden_seconds(shape.tokens, dense, 1, rates["flops"])
-    assert least <= rates["hidden"] <= 1.3 * least
 
 
 def test_a_table_of_made_up_samples(tmp_path: Path) -> None:
