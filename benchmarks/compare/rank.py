@@ -103,8 +103,8 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     world = find_world(None, torch.device("cpu"))
     with throttled():
-        # What hecate.compile would measure if it ran with the quota. What attention hides is measured too, as the paper
-        # does it: forward, and twice that backward.
+        # What hecate.compile would measure if it ran with the quota. What attention hides is measured too, as the
+        # paper does it: forward, and twice that backward.
         rates = measure_rates(torch.float32, find_topology(None, world), world)
         rates = replace(rates, hidden=3 * cell["attention"])
         machine = measure(shape, world)
