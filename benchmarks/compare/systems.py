@@ -147,10 +147,10 @@ class EngineSystem(System):
         self.seen, self.owners = step + 1, [layer.owners for layer in layers]
         for layer, owners in zip(layers, where, strict=True):
             layer.owners = owners
-        if self.engine.resharder.move(list(zip(layers, self.owners, strict=True))):
-            # A step without gradients only moves the optimizer's state.
-            self.optimizer.zero_grad()
-            self.optimizer.step()
+        self.engine.resharder.move(list(zip(layers, self.owners, strict=True)))
+        # A step without gradients only moves the optimizer's state to where its experts are.
+        self.optimizer.zero_grad()
+        self.optimizer.step()
         for layer in layers:
             placer.plan_ahead(layer)
 
