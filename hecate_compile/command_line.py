@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from zipfile import BadZipFile
@@ -58,6 +60,8 @@ def simulate(
     """
     if out is not None and not out.resolve().parent.is_dir():
         raise typer.BadParameter(f"--json: there is no folder {out.resolve().parent}")
+    # Of transformers' code, and nothing that a user could do about.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     options = Options(
         replicas=replicas, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
     )  # fmt: skip
@@ -69,7 +73,7 @@ def simulate(
         results = []
         for spec in clusters:
             # A policy remembers steps, so each cluster gets its own.
-            results += study(build, spec, copy.deepcopy(makers), lambda made, s=spec: routing(made, s), options)
+            results += study(build, spec, copy.deepcopy(makers), partial(routing, spec), options)
     except (ClusterError, CaptureError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     Console(width=150).print(_table(results))
@@ -77,13 +81,13 @@ def simulate(
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
-def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Capture, ClusterSpec], Counts]:
+def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[ClusterSpec, Capture], Counts]:
     """Rows ``[step, layer, rank, expert]`` for a model on a cluster."""
     recorded = _load_trace(trace) if trace is not None else None
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
 
-    def routing(made: Capture, spec: ClusterSpec) -> Counts:
+    def routing(spec: ClusterSpec, made: Capture) -> Counts:
         layers, experts = len(made.layers), made.layers[0].num_experts
         if recorded is None:
             return make(

@@ -75,15 +75,11 @@ class Simulator:
         """
         of = dict(zip(self.layers, layers, strict=True))
         links = _Links(self.cluster, of)
-        sizes: Sizes = {
-            key: value
-            for id, layer in of.items()
-            for key, value in (
-                ((id, "rows"), layer.rows.sum(0).astype(np.float64)),
-                ((id, "slots"), _per_rank(layer.placement)),
-                ((id, "owned"), np.asarray(layer.placement.owners.counts, dtype=np.float64)),
-            )
-        }
+        sizes: dict[tuple[int, What], Floats] = {}
+        for id, layer in of.items():
+            sizes[id, "rows"] = layer.rows.sum(0).astype(np.float64)
+            sizes[id, "slots"] = _per_rank(layer.placement)
+            sizes[id, "owned"] = np.asarray(layer.placement.owners.counts, dtype=np.float64)
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
         for part, items in self.parts:
@@ -221,7 +217,7 @@ class _Links:
         ended = begun.copy()
         np.maximum.at(ended, sources, done)
         np.maximum.at(ended, destinations, done)
-        leaving = np.bincount(nodes[sources[~inside]], size[~inside], minlength=topology.num_nodes)
+        leaving: Any = np.bincount(nodes[sources[~inside]], size[~inside], minlength=topology.num_nodes)
         return ended, leaving
 
 
@@ -231,7 +227,7 @@ def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
     order = np.lexsort((ready, places))
     ends = np.flatnonzero(np.diff(places[order], append=-1))
     begin = 0
-    for end in ends + 1:
+    for end in (ends + 1).tolist():
         jobs = order[begin:end]
         worked = np.cumsum(seconds[jobs])
         # Idle time so far is the most by which a job became ready after all work before it was done.

@@ -129,4 +129,5 @@ def _run(
         )  # fmt: skip
         found.append(result)
     numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
-    return replace(found[0], **{key: float(np.mean([getattr(one, key) for one in found])) for key in numbers})
+    means: dict[str, Any] = {key: float(np.mean([getattr(one, key) for one in found])) for key in numbers}
+    return replace(found[0], **means)
