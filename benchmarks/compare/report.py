@@ -155,7 +155,7 @@ def draw(path: Path, name: str, cell: dict[str, Any]) -> None:
                     axis.bar(x, value if key == "imbalance" else value / 1e6, width, color=colors[number])
         axis.set_ylabel(title)
     axes[0].set_title(f"{name}: {shapes.WORLD_SIZE} ranks in {shapes.NODES} nodes")
-    axes[0].legend(fontsize=7, ncols=5)
+    figure.legend(fontsize=8, ncols=5, loc="outside lower center")
     axes[-1].set_xticks(range(len(workloads)), workloads)
     figure.savefig(path, dpi=80)
     plt.close(figure)
@@ -182,9 +182,9 @@ def draw_timelines(path: Path, cell: dict[str, Any]) -> None:
         axis.set(title=f"{name}, {hardest}", ylabel="rank", yticks=[rank + 0.5 for rank in range(len(ranks))])
         axis.set_yticklabels(list(map(str, range(len(ranks)))))
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (*kinds.values(), "black")]
-    axes_list = axes if len(shown) > 1 else [axes]
-    axes_list[0].legend(patches, [*(f"{kind} travel" for kind in kinds), "compute waits"], fontsize=7, ncols=5)
-    axes_list[-1].set_xlabel("seconds")
+    labels = [*(f"{kind} travel" for kind in kinds), "compute waits"]
+    figure.legend(patches, labels, fontsize=8, ncols=5, loc="outside lower center")
+    figure.supxlabel("seconds", fontsize=10)
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
