@@ -71,7 +71,8 @@ def _sleeping(cores: float) -> Iterator[None]:
     def rest(*_: object) -> None:
         # Signals that came during one long operation are one, so what counts is the time that it took.
         nonlocal spent
-        time.sleep((time.thread_time() - spent) * (1 / cores - 1))
+        # Another signal may come between the two clocks, and rest for both.
+        time.sleep(max(0.0, time.thread_time() - spent) * (1 / cores - 1))
         spent = time.thread_time()
 
     before = signal.signal(signal.SIGPROF, rest)
