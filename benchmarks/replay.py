@@ -26,7 +26,7 @@ from hecate.runtime.owners import Owners
 from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
 from hecate.runtime.policies import Hecate, Policy, Static
 from hecate.simulator import walk
-from hecate.simulator.workloads import make
+from hecate.simulator.workloads import load_trace, make
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
 SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
@@ -61,18 +61,6 @@ class Replay:
         """Rows of the busiest rank over the mean, ``[step, layer]``; 1 for a step without rows."""
         mean = self.rows.mean(-1)
         return np.where(mean > 0, self.rows.max(-1) / np.maximum(mean, 1e-9), 1.0)
-
-
-def load_trace(path: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Counts int64 ``[step, layer, rank, expert]`` and owners ``[layer, expert]``."""
-    try:
-        with np.load(path) as archive:
-            counts, owners = archive["counts"].astype(np.int64), archive["owners"]
-    except (OSError, KeyError, ValueError) as error:
-        raise SystemExit(f"{path} is not a trace that hecate.record wrote: {error}") from None
-    if counts.ndim != 4 or len(counts) == 0:
-        raise SystemExit(f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]")
-    return counts, owners
 
 
 def replay(
@@ -137,6 +125,14 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
     figure.savefig(path, dpi=80)
 
 
+def read_trace(path: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A recorded trace, or an end with a message."""
+    try:
+        return load_trace(path)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
 def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Counts of a made-up workload with as many ranks and experts as the committed traces, and contiguous owners."""
     try:
@@ -174,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.trace is None) == (args.workload is None):
         parser.error("give a trace or --workload, one of them")
-    counts, owners = load_trace(args.trace) if args.trace is not None else make_workload(args.workload)
+    counts, owners = read_trace(args.trace) if args.trace is not None else make_workload(args.workload)
     steps, layers, ranks, experts = counts.shape
     if args.nodes < 1 or ranks % args.nodes or not 0 <= args.layer < layers:
         parser.error(f"the trace has {ranks} ranks, which --nodes must divide, and {layers} layers")

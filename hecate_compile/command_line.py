@@ -14,9 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-from zipfile import BadZipFile
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +24,7 @@ from hecate.runtime.policies import Hecate, Policy, Static
 from hecate.simulator import Capture, ClusterError, ClusterSpec
 from hecate.simulator.capture import CaptureError
 from hecate.simulator.study import STEPS, Build, Options, Result, study
-from hecate.simulator.workloads import WORKLOADS, Counts, fit, make
+from hecate.simulator.workloads import WORKLOADS, Counts, fit, load_trace, make
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -67,6 +65,9 @@ def simulate(
     )  # fmt: skip
     try:
         clusters = [ClusterSpec.load(path) for path in cluster]
+        names = [spec.name for spec in clusters]
+        if len(set(names)) < len(names):
+            raise typer.BadParameter(f"two clusters have the same name: {', '.join(names)}. A file can set its name.")
         makers = {name: _policy(name, replicas) for name in policy}
         build = _function(model)
         routing = _routing(trace, workload, skew)
@@ -83,22 +84,15 @@ def simulate(
 
 def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[ClusterSpec, Capture], Counts]:
     """Rows ``[step, layer, rank, expert]`` for a model on a cluster."""
-    recorded = _load_trace(trace) if trace is not None else None
+    recorded = load_trace(trace)[0] if trace is not None else None
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
 
     def routing(spec: ClusterSpec, made: Capture) -> Counts:
         layers, experts = len(made.layers), made.layers[0].num_experts
         if recorded is None:
-            return make(
-                workload,
-                steps=STEPS,
-                layers=layers,
-                ranks=spec.ranks,
-                experts=experts,
-                rows=made.rows,
-                skew=skew,
-            )
+            shape = {"layers": layers, "ranks": spec.ranks, "experts": experts, "rows": made.rows}
+            return make(workload, steps=STEPS, skew=skew, **shape)
         if recorded.shape[3] != experts:
             raise ValueError(f"{trace} has {recorded.shape[3]} experts, the model has {experts}")
         return fit(recorded, layers=layers, ranks=spec.ranks, rows=made.rows)
@@ -170,19 +164,6 @@ def _function(name: str) -> Build:
         return made
 
     return build
-
-
-def _load_trace(path: Path) -> Counts:
-    try:
-        with np.load(path) as archive:
-            counts: Counts = archive["counts"].astype(np.int64)
-    except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
-        raise typer.BadParameter(f"{path} is not a trace that hecate.record wrote: {error}") from None
-    if counts.ndim != 4 or len(counts) == 0:
-        raise typer.BadParameter(
-            f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]"
-        )
-    return counts
 
 
 if __name__ == "__main__":

@@ -46,7 +46,11 @@ def run_cell(cell: Cell, attention: float, timeout: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "cell.json", Path(folder) / "out.json"
         given.write_text(json.dumps(cell.as_json() | {"attention": attention}))
-        if run(cluster, [str(HERE / "rank.py"), str(given), str(out)], timeout=timeout) != 0 or not out.exists():
+        try:
+            code = run(cluster, [str(HERE / "rank.py"), str(given), str(out)], timeout=timeout)
+        except TimeoutError as error:
+            raise SystemExit(f"compare: {cell.name}: {error} in {timeout:.0f} s (--timeout)") from None
+        if code != 0 or not out.exists():
             raise SystemExit(f"compare: {cell.name} failed")
         found: dict[str, Any] = json.loads(out.read_text())
     return {"cell": cell.as_json(), "link": cluster.between_nodes, "attention": attention, **found}

@@ -11,7 +11,7 @@ from benchmarks.compare.workloads import RECORDED, WORKLOADS
 
 # Policies on Hecate's engine, systems as they ship, and bounds, which are no systems.
 ON_ENGINE = (
-    "static EP", "hecate", "hecate (paper)", "hecate (calibrate)", "FasterMoE", "SmartMoE", "FlexMoE", "LAER",
+    "static EP", "hecate", "hecate (calibrate)", "hecate (paper)", "FasterMoE", "SmartMoE", "FlexMoE", "LAER",
     "post-gate",
 )  # fmt: skip
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")

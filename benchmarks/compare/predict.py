@@ -94,7 +94,7 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
         if key not in captured:
             captured[key] = _capture(shape, cluster, policy, Rates(**cell["rates"]))
         made = captured[key]
-        simulator = Simulator(made, cluster, update=update)
+        simulator = Simulator(made, cluster)
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks)
             steps = [sample["step"] for sample in cell["samples"][workload][name]]
@@ -103,7 +103,9 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
                 topology=cluster.topology, rates=Rates(**cell["rates"]),
                 sizes=made.sizes, steps=steps,
             )  # fmt: skip
-            found[workload][name] = statistics.median(simulator.step(layers).seconds for _, layers in walked)
+            found[workload][name] = statistics.median(
+                simulator.step(layers, update=update).seconds for _, layers in walked
+            )
     return found
 
 

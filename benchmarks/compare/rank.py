@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def bytes_sent_by_node() -> int:
 class Runner:
     """Runs one step of one system and gathers what every rank saw."""
 
-    def __init__(self, shape: shapes.Shape, entries: dict[str, Entry]) -> None:
-        self.shape, self.entries, self.rank = shape, entries, dist.get_rank()
+    def __init__(self, shape: shapes.Shape) -> None:
+        self.shape, self.rank = shape, dist.get_rank()
         self.spans: list[Any] = []
 
     def load(self, entry: Entry, counts: Any, step: int) -> None:
@@ -57,7 +58,7 @@ class Runner:
 
     def time(self, entry: Entry, ids: torch.Tensor) -> dict[str, Any]:
         """A step: seconds from barrier to barrier, and of each rank the CPU time of its main thread."""
-        with entry.around():
+        with free_links() if entry.free else nullcontext():
             dist.barrier()
             sent, cpu, start = bytes_sent_by_node(), time.thread_time(), time.perf_counter()
             entry.system.step(ids)
@@ -116,7 +117,7 @@ def main() -> None:
         ids = torch.randint(
             shapes.VOCABULARY, (shape.sequences, shape.sequence), generator=torch.Generator().manual_seed(rank)
         )
-        runner = Runner(shape, entries)
+        runner = Runner(shape)
         lonely = {times: Alone(shape, ids, times) for times in (1, MANY)}
         for one in lonely.values():
             one.step()
@@ -127,12 +128,8 @@ def main() -> None:
             runner.load(entry, even, 0)
             entry.system.step(ids)
             entry.system.begin()
-        found: dict[str, Any] = {
-            "compile_seconds": time.perf_counter() - started,
-            "samples": {},
-            "timelines": {},
-            "bytes": {},
-        }
+        compiled = time.perf_counter() - started
+        found: dict[str, Any] = {"compile_seconds": compiled, "samples": {}, "timelines": {}, "bytes": {}}
         with throttled():
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
@@ -151,11 +148,8 @@ def main() -> None:
                             runner.spans = []
                 found["samples"][workload] = samples
                 if rank == 0:
-                    print(
-                        workload,
-                        {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()},
-                        flush=True,
-                    )
+                    medians = {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()}
+                    print(workload, medians, flush=True)
         for name, entry in entries.items():
             size = torch.tensor([entry.system.state_bytes()])
             dist.all_reduce(size, op=dist.ReduceOp.MAX)

@@ -138,7 +138,7 @@ def draw(path: Path, name: str, cell: dict[str, Any]) -> None:
     systems = list(cell["samples"][workloads[0]])
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 11), layout="constrained", sharex=True)
     width = 0.8 / len(systems)
-    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colors = [plt.get_cmap("tab20")(number) for number in range(len(systems))]
     for axis, (title, key) in zip(axes, panels.items(), strict=True):
         for place, workload in enumerate(workloads):
             found = {line["system"]: line for line in rows_of(cell, workload)}

@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import hecate
 from benchmarks.compare import routing, shapes
@@ -174,23 +175,23 @@ class EngineSystem(System):
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
 
 # --- as they ship ---
 
 
-def _transformers_ep(model: nn.Module) -> nn.Module:
+def _transformers_ep(model: Any) -> nn.Module:
     """It only starts from a checkpoint, so one is written first."""
     from transformers.distributed import DistributedConfig
 
     size, folder = dist.get_world_size(), [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])  # type: ignore[operator]
+        model.save_pretrained(folder[0])
     dist.barrier()
-    loaded: nn.Module = type(model).from_pretrained(  # type: ignore[attr-defined]
+    loaded: nn.Module = type(model).from_pretrained(
         folder[0], distributed_config=DistributedConfig(fsdp_size=size, ep_size=size)
     )
     dist.barrier()
@@ -199,16 +200,16 @@ def _transformers_ep(model: nn.Module) -> nn.Module:
     return loaded.train()
 
 
-def _fsdp(model: nn.Module) -> nn.Module:
+def _fsdp(model: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-_EXTERNAL: dict[str, Callable[[nn.Module], nn.Module]] = {
+EXTERNAL: dict[str, Callable[[Any], nn.Module]] = {
     "transformers EP": _transformers_ep,
     "FSDP2": _fsdp,
     "DDP": nn.parallel.DistributedDataParallel,
@@ -250,7 +251,7 @@ def free_links() -> Iterator[None]:
         yield
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One line of the table: a system, or a bound that another system's model plays.
 
@@ -262,11 +263,6 @@ class Entry:
     system: System
     balanced: bool = False
     free: bool = False
-    around: Callable[[], Any] = field(default=nullcontext)
-
-    def __post_init__(self) -> None:
-        if self.free:
-            self.around = free_links
 
 
 def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[str, Entry]:
@@ -278,8 +274,8 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
     engines: dict[Any, Engine] = {}
     entries = {}
     for name in names:
-        if name in _EXTERNAL:
-            entries[name] = Entry(System(_EXTERNAL[name](shapes.build(shape)), shape))
+        if name in EXTERNAL:
+            entries[name] = Entry(system=System(EXTERNAL[name](shapes.build(shape)), shape))
             continue
         played, free = BOUNDS.get(name, name), name == "bound: free links"
         policy = policies()[played]
@@ -288,5 +284,5 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
             engines[key] = Engine(shape, policy, rates)
         # Gradients that came over free links are wrong, so nothing is learned from them.
         system = EngineSystem(engines[key], shape, policy, learns=not free)
-        entries[name] = Entry(system, balanced=name == "bound: balanced routing", free=free)
+        entries[name] = Entry(system=system, balanced=name == "bound: balanced routing", free=free)
     return entries

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +35,7 @@ def counts_of(name: str, shape: Shape, world_size: int) -> NDArray[np.int64]:
 
 
 def _recorded(name: str, shape: Shape, world_size: int) -> NDArray[np.int64]:
-    with np.load(TRACES / f"{name}.npz") as archive:
-        counts: NDArray[Any] = archive["counts"].astype(np.int64)
+    counts, _ = workloads.load_trace(TRACES / f"{name}.npz")
     _, layers, ranks, experts = counts.shape
     if layers < shape.layers or ranks != world_size or experts != shape.experts:
         raise ValueError(

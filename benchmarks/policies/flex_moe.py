@@ -61,6 +61,8 @@ class FlexMoE(Policy):
             if rank == owners.ranks[hottest] or rank in held[hottest]:
                 continue
             if used[rank] >= self.replicas:
+                if not used[rank]:
+                    continue
                 coldest = min((e for e, more in enumerate(held) if rank in more), key=lambda e: (share[e], e))
                 if share[coldest] >= share[hottest] / 2:
                     continue

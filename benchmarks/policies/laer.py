@@ -44,7 +44,9 @@ class Laer(Policy):
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         made, layout = self._layouts[layer.id]
-        return assign_tokens(counts, layout if made == placement else placement, layer.topology, rank, "nearest")
+        if made != placement:
+            raise RuntimeError("Laer: rows are assigned for another placement than the last one")
+        return assign_tokens(counts, layout, layer.topology, rank, "nearest")
 
     def layout(self, rows: list[int], layer: LayerView) -> Placement:
         """Who holds what, whoever owns it. The first holder stands for the owner."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,14 +82,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))
-        with capturing() as graphs:
-            try:
-                compiled(**inputs)
-            except NotRun:
-                pass
-            except Exception as error:
-                if not isinstance(error.__cause__, NotRun):
-                    raise
+        with capturing() as graphs, suppress(NotRun):
+            compiled(**inputs)
     finally:
         dist.destroy_process_group()
     breaks = dict(torch._dynamo.utils.counters["graph_break"])

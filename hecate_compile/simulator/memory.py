@@ -26,7 +26,7 @@ class Memory:
     slots: float
 
 
-def measure_memory(
+def count_memory(
     made: Capture, step: Sequence[LayerStep], *, optimizer_bytes: float, rematerialize: bool = False
 ) -> Memory:
     """Add up the bytes of one step.

@@ -57,21 +57,20 @@ class Simulator:
     Args:
         capture: the graphs.
         cluster: the machine.
-        update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
     """
 
-    def __init__(self, capture: Capture, cluster: ClusterSpec, *, update: Floats | float = 0.0) -> None:
-        self.cluster, self.topology = cluster, cluster.topology
+    def __init__(self, capture: Capture, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
         self.layers = [layer.id for layer in capture.layers]
         symbols: dict[sympy.Symbol, tuple[int, What]] = {}
         self.parts = [(c.context.part, program_of(c, symbols)) for c in capture.graphs]
-        self.update = np.zeros(cluster.ranks) + update
 
-    def step(self, layers: Sequence[LayerStep]) -> Prediction:
+    def step(self, layers: Sequence[LayerStep], *, update: Floats | float = 0.0) -> Prediction:
         """Predict the step with this routing.
 
         Args:
             layers: in the order of the captured model's.
+            update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
         """
         of = dict(zip(self.layers, layers, strict=True))
         links = _Links(self.cluster, of)
@@ -98,7 +97,7 @@ class Simulator:
                     sent += leaving
                     last = Span(part=part, operator=item.operator, begun=float(begun.max()), ended=float(free.max()))
                     spans.append(last)
-        spent = UPDATE_PASSES * self.update / self.cluster.memory_bytes
+        spent = UPDATE_PASSES * (np.zeros(self.cluster.ranks) + update) / self.cluster.memory_bytes
         clock, compute = clock + spent, compute + spent
         return Prediction(
             seconds=float(clock.max()), compute=compute, waited=clock - compute, sent=sent, spans=tuple(spans)

@@ -14,7 +14,7 @@ from hecate.runtime.measure import hidden_seconds
 from hecate.runtime.policies import Policy
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.memory import measure_memory
+from hecate.simulator.memory import count_memory
 from hecate.simulator.routing import walk
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
@@ -110,14 +110,14 @@ def _run(
         policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
         rates=replace(cluster.rates, hidden=hidden), sizes=made.sizes, steps=wanted,
     )  # fmt: skip
-    found = []
+    simulator, found = Simulator(made, cluster), []
     for _, routed in walked:
         update = made.dense_bytes + sum(
             np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.expert_bytes
             for step, layer in zip(routed, made.layers, strict=True)
         )
-        predicted = Simulator(made, cluster, update=update).step(routed)
-        memory = measure_memory(
+        predicted = simulator.step(routed, update=update)
+        memory = count_memory(
             made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.rematerialize
         )
         loads = [step.computed.sum(0) for step in routed]

@@ -14,7 +14,9 @@ Rows per rank and step are the same everywhere, as they are with real batches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -50,11 +52,26 @@ def make(
     return counts
 
 
+def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
+    """Counts ``[step, layer, rank, expert]`` and owners ``[layer, expert]`` of a file that ``hecate.record`` wrote.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    try:
+        with np.load(path) as archive:
+            counts, owners = archive["counts"].astype(np.int64), archive["owners"]
+    except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} is not a trace that hecate.record wrote: {error}") from None
+    if counts.ndim != 4 or len(counts) == 0:
+        raise ValueError(f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]")
+    return counts, owners
+
+
 def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
     """A trace for another number of layers and ranks, and for ``rows`` rows of every rank, layer and step.
 
-    Layers and ranks that the trace does not have repeat those that it has, some steps later, so that no two are alike
-    in a step. Proportions stay.
+    Layers and ranks that the trace does not have repeat those that it has, some steps later. Proportions stay.
 
     Raises:
         ValueError: a rank without rows.

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import CLUSTERS, load_trace, replay
+from benchmarks.replay import CLUSTERS, replay
 from hecate.runtime.planner import Rates, Topology
 from hecate.runtime.policies import Hecate, Static
+from hecate.simulator.workloads import load_trace
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "benchmarks" / "traces"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hecate.runtime.planner import Placement
 from hecate.runtime.policies import Hecate, Static
 from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
 from hecate.simulator.capture import CaptureError
-from hecate.simulator.memory import measure_memory
+from hecate.simulator.memory import count_memory
 from hecate.simulator.program import Compute, Start, Wait, program_of
 from hecate.simulator.step import _serve
 from hecate.simulator.workloads import make
@@ -39,10 +40,10 @@ def layer_step(made: Capture, placement: Placement, rows: np.ndarray = ROWS) -> 
     return LayerStep(planned=placement, placement=placement, rows=rows, computed=computed, moved=0)
 
 
-def by_hand(made: Capture, items: list[object], spec: ClusterSpec, step: LayerStep) -> float:
+def by_hand(made: Capture, items: list[Any], spec: ClusterSpec, step: LayerStep) -> float:
     """Seconds of a program that is made by hand and not from a graph."""
     simulator = Simulator(made, spec)
-    simulator.parts = [("forward", items)]  # type: ignore[list-item]
+    simulator.parts = [("forward", items)]
     simulator.layers = [made.layers[0].id]
     return simulator.step([step]).seconds
 
@@ -100,8 +101,8 @@ def test_an_all_reduce_is_a_ring(made: Capture) -> None:
 
 
 def test_a_captured_model_has_its_collectives_in_the_order_of_training(made: Capture) -> None:
-    symbols: dict[object, object] = {}
-    forward, backward = (program_of(graph, symbols) for graph in made.graphs)  # type: ignore[arg-type]
+    symbols: dict[Any, Any] = {}
+    forward, backward = (program_of(graph, symbols) for graph in made.graphs)
     names = [item.operator for item in forward if isinstance(item, Start)]
     layers = len(made.layers)
     assert names.count("exchange") == names.count("exchange_back") == layers
@@ -112,7 +113,7 @@ def test_a_captured_model_has_its_collectives_in_the_order_of_training(made: Cap
     for program in (forward, backward):
         started = [item.token for item in program if isinstance(item, Start)]
         assert sorted(item.token for item in program if isinstance(item, Wait)) == started
-    assert {what for _, what in symbols.values()} >= {"rows", "slots"}  # type: ignore[misc]
+    assert {what for _, what in symbols.values()} >= {"rows", "slots"}
 
 
 def test_more_rows_take_longer_and_even_rows_are_fastest(made: Capture) -> None:
@@ -136,18 +137,16 @@ def test_more_rows_take_longer_and_even_rows_are_fastest(made: Capture) -> None:
 def test_memory_counts_states_and_replicas(made: Capture) -> None:
     layer = made.layers[0]
     step = [layer_step(made, owned(made)) for _ in made.layers]
-    plain = measure_memory(made, step, optimizer_bytes=8)
+    plain = count_memory(made, step, optimizer_bytes=8)
     dense = sum(count * (2 * size + 8) for count, size in made.dense)
     mine = layer.num_experts // 4
     assert plain.states == dense + len(made.layers) * mine * layer.expert_bytes * 4
     assert plain.slots == (len(made.layers) + 1) * mine * layer.expert_bytes
     placement = Placement.with_replicas(owned(made).owners, [{3}, *[set() for _ in range(layer.num_experts - 1)]])
-    more = measure_memory(made, [layer_step(made, placement) for _ in made.layers], optimizer_bytes=8)
+    more = count_memory(made, [layer_step(made, placement) for _ in made.layers], optimizer_bytes=8)
     # Rank 3 holds its own experts and the replica in slots of every layer, and gradients of one layer's slots.
     assert more.slots == (len(made.layers) + 1) * (mine + 1) * layer.expert_bytes
-    few = measure_memory(
-        made, [layer_step(made, placement)] * len(made.layers), optimizer_bytes=8, rematerialize=True
-    )
+    few = count_memory(made, [layer_step(made, placement)] * len(made.layers), optimizer_bytes=8, rematerialize=True)
     assert few.slots == 3 * (mine + 1) * layer.expert_bytes
 
 
