@@ -28,6 +28,7 @@ from hecate.report import Explanation, Stats, collect_stats
 from hecate.resharding import Resharder
 from hecate.runtime.agreement import agree
 from hecate.runtime.gradients import GradientSync
+from hecate.runtime.hidden import HiddenTime
 from hecate.runtime.layer import Layer
 from hecate.runtime.measure import measure_rates
 from hecate.runtime.placer import Placer
@@ -133,7 +134,10 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
     resharder = Resharder(experts, layers, placer, world)
-    model._compiled_call_impl = _around_forward(compiled, experts, backend, forward, placer, resharder, policy)
+    hidden = HiddenTime(placer, world) if config.rates is None else None
+    model._compiled_call_impl = _around_forward(
+        compiled, experts, backend, forward, placer, resharder, hidden, policy
+    )  # fmt: skip
     _compiled[model] = _Compiled(
         config=config, world=world, experts=tuple(experts), passed=tuple(passed), layers=tuple(layers),
         sync=sync, backend=backend, placer=placer, resharder=resharder,
@@ -341,6 +345,7 @@ def _around_forward(
     forward: Forward,
     placer: Placer,
     resharder: Resharder,
+    hidden: HiddenTime | None,
     policy: Any,
 ) -> Callable[..., Any]:
     options = _dynamo_options()
@@ -351,6 +356,8 @@ def _around_forward(
         if cast_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         resharder.before_forward()
+        if hidden is not None:
+            hidden.before_forward()
         placer.learning = torch.is_grad_enabled()
         backend.world.queue.begin_step()
         forward.running = True

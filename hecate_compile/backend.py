@@ -22,8 +22,8 @@ from hecate.passes.fingerprint import fingerprint
 from hecate.passes.nodes import same_on_all_ranks
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.agreement import agree
+from hecate.runtime.hidden import predict_hidden
 from hecate.runtime.layer import Layer
-from hecate.runtime.measure import predict_hidden
 from hecate.runtime.placer import Placer
 from hecate.runtime.world import World
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ _BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
 # Bytes per second of a link that nobody uses.
-_NO_LINK = 1e15
+NO_LINK = 1e15
 _measured: dict[tuple[torch.dtype, Topology, World], Rates] = {}
 
 
@@ -27,8 +26,8 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
 
     Measured once in a process for each dtype, topology and group. The medians of a few repeats; ranks take the
-    largest of their times, so all get the same rates. What can be hidden behind other work is 0 until the first batch
-    is known: see :func:`predict_hidden`.
+    largest of their times, so all get the same rates. What can be hidden behind other work is not known yet, see
+    :mod:`hecate.runtime.hidden`.
     """
     key = dtype, topology, world
     if key not in _measured:
@@ -59,32 +58,10 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     most = max(map(len, topology.members))
     return Rates(
         flops=2 * side**3 / compute,
-        rank_bytes=size / within if within else _NO_LINK,
-        node_bytes=size * most / between if between else _NO_LINK,
+        rank_bytes=size / within if within else NO_LINK,
+        node_bytes=size * most / between if between else NO_LINK,
         memory_bytes=2 * size / copy,
     )
-
-
-def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates, world: World) -> Rates:
-    """Add what the schedule can hide to measured rates: the dense compute between two MoE layers, both directions.
-
-    On one machine without a GPU it stays 0: gloo copies with the cores that compute, so nothing is for free.
-
-    Args:
-        tokens: in a step of this rank; the smallest of all ranks counts. All ranks call this together.
-        dense_parameters: elements of the matrices outside the experts, in all layers.
-        layers: MoE layers.
-    """
-    if world.device.type == "cpu" and rates.node_bytes >= _NO_LINK:
-        return rates
-    fewest = torch.tensor(tokens, device=world.control_device)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=world.group)
-    return replace(rates, hidden=hidden_seconds(int(fewest), dense_parameters, layers, rates.flops))
-
-
-def hidden_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:
-    """Dense compute of one layer and step: a multiply and an add for each element and token, three times."""
-    return 3 * 2 * tokens * dense_parameters / layers / flops
 
 
 def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:

@@ -21,17 +21,19 @@ from hecate.runtime.planner import (
     Placement,
     Quotas,
     Rates,
+    Recipe,
     Sizes,
     StepTime,
     Topology,
     assign_tokens,
-    balance,
     local_split,
     materialize,
+    materialize_again,
     materialize_fastest,
-    materialize_spread,
+    near_recipes,
     predict,
     shard_owners,
+    split_fastest,
     step_time,
     transfer_time,
 )
@@ -129,7 +131,7 @@ class Hecate(Policy):
     window: int = 5
     reshard_every: int = 100
     calibrates: bool = False
-    _chosen: dict[int, tuple[int, int | None]] = field(default_factory=dict, repr=False, compare=False)
+    _chosen: dict[int, tuple[int, Recipe | None]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Without slots there is nothing to gather.
@@ -146,27 +148,27 @@ class Hecate(Policy):
 
     def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
         """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
-        turn, spread = self._chosen.get(layer.id, (0, None))
+        turn, recipe = self._chosen.get(layer.id, (0, None))
         if turn % _COMPARE_EVERY == 0:
             # Everything if nothing was best, and now and then; else the neighbours.
-            spreads: tuple[int, ...] | None = None
-            if spread is not None and turn % _SEARCH_EVERY:
-                spreads = (0, spread // 2, spread, max(1, 2 * spread))
-            choice = self._fastest(layer, load, layer.owners, spreads)
-            placement, spread = choice.placement, choice.spread
-        elif spread is None:
+            near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
+            choice = self._fastest(layer, load, layer.owners, near)
+            placement, recipe = choice.placement, choice.recipe
+        elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
-            placement = materialize_spread(
+            placement = materialize_again(
                 load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates,
-                spread=spread,
+                recipe=recipe,
             )  # fmt: skip
-        self._chosen[layer.id] = (turn + 1, spread)
+        self._chosen[layer.id] = (turn + 1, recipe)
         return placement
 
-    def _fastest(self, layer: LayerView, load: Ints, owners: Owners, spreads: Sequence[int] | None = None) -> Choice:
+    def _fastest(
+        self, layer: LayerView, load: Ints, owners: Owners, recipes: Sequence[Recipe] | None = None
+    ) -> Choice:
         return materialize_fastest(
-            load, owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates, spreads=spreads
+            load, owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates, recipes=recipes
         )
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners) -> Placement:
@@ -180,7 +182,9 @@ class Hecate(Policy):
         """What a step with this load takes, dispatched as this policy does."""
         rows, topology = load.tolist(), layer.topology
         split: Sequence[Sequence[float]] = (
-            balance(rows, placement, topology) if self.objective == "time" else local_split(rows, placement, topology)
+            split_fastest(rows, placement, topology, layer.sizes, layer.rates)
+            if self.objective == "time"
+            else local_split(rows, placement, topology)
         )
         return step_time(rows, split, placement, topology, layer.sizes, layer.rates)
 
@@ -198,15 +202,9 @@ class Hecate(Policy):
         topology = layer.topology
         if self.objective == "paper":
             return assign_tokens(counts, placement, topology, rank, "nearest")
-        if topology.num_nodes == 1 or not placement.num_replicas:
+        if topology.num_nodes == 1:
             return assign_tokens(counts, placement, topology, rank, "balanced")
-        # Balance can cost more between nodes than it saves, where the load is not the expected one.
-        rows, owned = counts.sum(0).tolist(), Placement.owned(layer.owners)
-        split = balance(rows, placement, topology)
-        ours = step_time(rows, split, placement, topology, layer.sizes, layer.rates)
-        theirs = step_time(rows, [[total] for total in rows], owned, topology, layer.sizes, layer.rates)
-        if theirs.compute + theirs.rows < ours.compute + ours.rows:
-            return assign_tokens(counts, owned, topology, rank)
+        split = split_fastest(counts.sum(0).tolist(), placement, topology, layer.sizes, layer.rates)
         return assign_tokens(counts, placement, topology, rank, "balanced", split)
 
     def own(self, layers: Sequence[LayerView]) -> list[Owners]:

@@ -31,6 +31,7 @@ from hecate.runtime.owners import Owners
 from hecate.runtime.placer import LayerPlan
 from hecate.runtime.planner import Rates
 from hecate.runtime.policies import Hecate, Policy, Static
+from hecate.runtime.queue import Span
 
 Ints = NDArray[np.int64]
 # Most replicas on a rank, the same for all who reserve room for them.
@@ -74,6 +75,13 @@ class System:
 
     def begin(self) -> None:
         """Forget all steps: a new workload begins."""
+
+    def learn(self, rates: Rates) -> None:
+        """Hear how fast the machine is."""
+
+    def spans(self) -> list[Span]:
+        """The collectives of the last step, on this rank."""
+        return []
 
     def saw(self) -> dict[str, Any]:
         """What the last step did, on this rank."""
@@ -155,11 +163,16 @@ class EngineSystem(System):
         for layer in layers:
             placer.plan_ahead(layer)
 
+    def learn(self, rates: Rates) -> None:
+        self.engine.placer.rates = rates
+
+    def spans(self) -> list[Span]:
+        return list(self.engine.layers[0].world.queue.spans)
+
     def saw(self) -> dict[str, Any]:
         layers = self.engine.layers
-        spans = layers[0].world.queue.spans
         return {
-            "spans": [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in spans],
+            "spans": [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()],
             "rows": [layer.rows for layer in layers],
             "replicas": [layer.replicas for layer in layers],
             "held": [self._held(layer) for layer in layers],
@@ -269,7 +282,7 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
     """The lines of a table. All ranks together.
 
     Args:
-        rates: what every policy is told about the machine.
+        rates: what every policy is told about the machine, until it learns more.
     """
     engines: dict[Any, Engine] = {}
     entries = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hecate.runtime.planner import Placement, materialize_fastest
+from hecate.runtime.planner import Placement, Quotas, assign_tokens, materialize_fastest, split_fastest
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.policies import LayerView, Policy
 
@@ -29,3 +29,7 @@ class PostGate(Policy):
         return materialize_fastest(
             counts.sum(0), layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=exposed
         ).placement
+
+    def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
+        split = split_fastest(counts.sum(0).tolist(), placement, layer.topology, layer.sizes, layer.rates)
+        return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from hecate.config import Config
-from hecate.runtime.measure import hidden_seconds
+from hecate.runtime.hidden import hidden_seconds
 from hecate.runtime.policies import Policy
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec

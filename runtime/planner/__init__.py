@@ -10,10 +10,18 @@ No process group, no clock, no device. The inputs are the counts that every exch
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
 """
 
-from hecate.runtime.planner.balance import balance, local_split, shed_excess
-from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
+from hecate.runtime.planner.balance import balance, balance_in_nodes, local_split, shed_excess
+from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time, work_time
 from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
-from hecate.runtime.planner.fastest import Choice, materialize_fastest, materialize_spread, quota_matrix
+from hecate.runtime.planner.fastest import (
+    Choice,
+    Recipe,
+    materialize_again,
+    materialize_fastest,
+    near_recipes,
+    quota_matrix,
+    split_fastest,
+)
 from hecate.runtime.planner.forecast import predict
 from hecate.runtime.planner.paper import materialize
 from hecate.runtime.planner.placement import Budget, Placement, Topology
@@ -27,22 +35,27 @@ __all__ = [
     "Placement",
     "Quotas",
     "Rates",
+    "Recipe",
     "Sizes",
     "Stage",
     "StepTime",
     "Topology",
     "assign_tokens",
     "balance",
+    "balance_in_nodes",
     "local_split",
     "materialize",
+    "materialize_again",
     "materialize_fastest",
-    "materialize_spread",
+    "near_recipes",
     "predict",
     "quota_matrix",
     "rows_per_rank",
     "shard_owners",
     "shed_excess",
+    "split_fastest",
     "step_time",
     "transfer_time",
     "transfers",
+    "work_time",
 ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner.placement import Placement, Topology
@@ -49,40 +53,106 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
         For each expert one number per holder, in the order of ``placement.holders``. No rank has more than the
         busiest one would have if owners computed everything.
     """
-    alone = [0] * placement.owners.world_size
-    blocks = []
+    alone, blocks = [0] * placement.owners.world_size, []
+    split = [[count] for count in rows]
     for expert, ranks in enumerate(placement.holders):
         if len(ranks) == 1:
             alone[ranks[0]] += rows[expert]
         else:
-            blocks.append((rows[expert], expert, ranks, _local(rows[expert], ranks, topology)))
-    bound = max(max(alone), sum(rows) / len(alone)) * _GOOD_ENOUGH
+            split[expert] = [0] * len(ranks)
+            quota = _local(rows[expert], ranks, topology)
+            blocks.append(_Block(rows[expert], expert, range(len(ranks)), ranks, quota))
+    highest = max(_even_out(split, alone, blocks))
+    # Owners alone have at least the mean, so often there is nothing to compare with.
+    if highest * len(alone) > sum(rows) and highest > _owners_highest(rows, placement):
+        # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
+        for block in blocks:
+            owner = placement.owners.ranks[block.expert]
+            split[block.expert] = [block.rows * (rank == owner) for rank in block.ranks]
+    return split
+
+
+def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
+    """As :func:`balance`, but no row leaves a node that holds its expert: fewest rows travel between nodes.
+
+    Every rank is taken to have the same share of an expert's rows. Those of nodes without a holder are shared by the
+    nodes that have one.
+    """
+    alone, blocks = [0] * placement.owners.world_size, []
+    split = [[count] for count in rows]
+    for expert, ranks in enumerate(placement.holders):
+        total = rows[expert]
+        if len(ranks) == 1:
+            alone[ranks[0]] += total
+            continue
+        split[expert] = [0] * len(ranks)
+        held: dict[int, list[int]] = {}
+        for position, rank in enumerate(ranks):
+            held.setdefault(topology.node_of[rank], []).append(position)
+        weights = [len(topology.members[node]) for node in held]
+        for positions, count in zip(held.values(), _shares(total, weights), strict=True):
+            if len(positions) == 1:
+                alone[ranks[positions[0]]] += count
+                split[expert][positions[0]] = count
+            else:
+                here = tuple(ranks[position] for position in positions)
+                blocks.append(_Block(count, expert, positions, here, [count / len(here)] * len(here)))
+    _even_out(split, alone, blocks)
+    return split
+
+
+def _shares(total: int, weights: list[int]) -> list[int]:
+    """``total`` in whole parts that are in proportion to ``weights``."""
+    ends, sum_of = [0], sum(weights)
+    for weight in weights:
+        ends.append(ends[-1] + weight)
+    return [total * end // sum_of - total * start // sum_of for start, end in pairwise(ends)]
+
+
+class _Block(NamedTuple):
+    """Rows of one expert, and holders among which they may be shared in any way.
+
+    Attributes:
+        positions: of the holders, in ``placement.holders[expert]``.
+        quota: rows of each, changed while levels even out.
+    """
+
+    rows: int
+    expert: int
+    positions: Sequence[int]
+    ranks: tuple[int, ...]
+    quota: list[float]
+
+
+def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
+    """Share the rows of ``blocks`` so that the busiest rank has few; write whole rows into ``split``.
+
+    Args:
+        alone: rows of each rank that nobody else can take.
+
+    Returns:
+        Rows of each rank.
+    """
     level: list[float] = [*alone]
-    blocks.sort(key=lambda block: (-block[0], block[1]))
-    for _, _, ranks, quota in blocks:
+    blocks.sort(key=lambda block: (-block.rows, block.expert))
+    for _, _, _, ranks, quota in blocks:
         for rank, count in zip(ranks, quota, strict=True):
             level[rank] += count
+    bound = max(max(alone), sum(level) / len(level)) * _GOOD_ENOUGH
     previous = max(level)
     for _ in range(_SWEEPS):
         if previous <= bound:
             break
-        for total, _, ranks, quota in blocks:
+        for count, _, _, ranks, quota in blocks:
             for rank in ranks:
                 if level[rank] > bound:
-                    _pour(total, ranks, quota, level)
+                    _pour(count, ranks, quota, level)
                     break
         highest = max(level)
         if highest > previous * _STALLED:
             break
         previous = highest
-    split = [[total] for total in rows]
-    highest_whole = max(_whole(split, alone, blocks))
-    # Owners alone have at least the mean, so often there is nothing to compare with.
-    if highest_whole * len(alone) > sum(rows) and highest_whole > _owners_highest(rows, placement):
-        # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
-        for total, expert, ranks, _ in blocks:
-            split[expert] = [total * (rank == placement.owners.ranks[expert]) for rank in ranks]
-    return split
+    return _whole(split, alone, blocks)
 
 
 def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[float]) -> None:
@@ -106,30 +176,30 @@ def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[flo
         level[ranks[index]] = height + quota[index]
 
 
-def _whole(
-    split: list[list[int]], alone: list[int], blocks: list[tuple[int, int, tuple[int, ...], list[float]]]
-) -> list[int]:
+def _whole(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
     """Round the quotas of ``blocks`` into ``split`` with the same sums; what is over goes to the emptier ranks.
-
-    Args:
-        alone: rows of each rank of experts that only it holds.
 
     Returns:
         Rows of each rank.
     """
     level = alone.copy()
-    for _, expert, ranks, quota in blocks:
-        split[expert] = whole = [int(q + 1e-9) for q in quota]
-        for rank, count in zip(ranks, whole, strict=True):
-            level[rank] += count
-    for total, expert, ranks, _ in blocks:
-        missing = total - sum(split[expert])
+    over = []
+    for block in blocks:
+        missing, expert, positions, ranks, quota = block
+        line = split[expert]
+        for position, rank, count in zip(positions, ranks, quota, strict=True):
+            line[position] = whole = int(count + 1e-9)
+            level[rank] += whole
+            missing -= whole
         if missing:
-            order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
-            for turn in range(missing):
-                index = order[turn % len(order)]
-                split[expert][index] += 1
-                level[ranks[index]] += 1
+            over.append((missing, block))
+    for missing, block in over:
+        ranks, line = block.ranks, split[block.expert]
+        order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
+        for turn in range(missing):
+            index = order[turn % len(order)]
+            line[block.positions[index]] += 1
+            level[ranks[index]] += 1
     return level
 
 
@@ -141,7 +211,9 @@ def _owners_highest(rows: list[int], placement: Placement) -> int:
     return max(level)
 
 
-def shed_excess(rows: list[int], owners: Owners, replicas: list[set[int]], free: list[int]) -> list[dict[int, int]]:
+def shed_excess(
+    rows: list[int], owners: Owners, replicas: list[set[int]], free: list[int], topology: Topology | None = None
+) -> list[dict[int, int]]:
     """Add replicas until no rank has more than its even share of rows, as far as slots allow.
 
     It starts from an even split over the holders. The rank with most rows gives rows of its hottest expert to the
@@ -152,6 +224,8 @@ def shed_excess(rows: list[int], owners: Owners, replicas: list[set[int]], free:
         rows: of each expert, length E.
         replicas: the ranks beside the owner that hold each expert; added to.
         free: slots left on each rank, length W; taken from.
+        topology: if given, rows are split and given away as in :func:`balance_in_nodes`. A node with more than its
+            share then evens out what it has.
 
     Returns:
         For each rank its rows of each expert that it holds.
@@ -163,13 +237,42 @@ def shed_excess(rows: list[int], owners: Owners, replicas: list[set[int]], free:
             level[owner] += total
             have[owner][expert] = total
             continue
-        base, extra = divmod(total, len(more) + 1)
-        for index, rank in enumerate(sorted({owner, *more})):
-            level[rank] += base + (index < extra)
-            have[rank][expert] = base + (index < extra)
-    share = -(-sum(rows) // len(level))
-    donors = [(-count, rank) for rank, count in enumerate(level) if count > share]
-    takers = [(count, rank) for rank, count in enumerate(level) if count < share and free[rank]]
+        ranks = sorted({owner, *more})
+        for rank, count in zip(ranks, _split_whole(total, ranks, topology), strict=True):
+            level[rank] += count
+            have[rank][expert] = count
+    even = -(-sum(rows) // len(level))
+    for members in (range(len(level)),) if topology is None else topology.members:
+        share = max(even, -(-sum(level[rank] for rank in members) // len(members)))
+        _shed(members, share, level, have, owners, replicas, free)
+    return have
+
+
+def _split_whole(total: int, ranks: list[int], topology: Topology | None) -> list[int]:
+    """Whole rows for each holder, as even as they go; with a topology first over nodes by their size."""
+    if topology is None:
+        return _shares(total, [1] * len(ranks))
+    held: dict[int, int] = {}
+    for rank in ranks:
+        node = topology.node_of[rank]
+        held[node] = held.get(node, 0) + 1
+    most = math.lcm(*held.values())
+    sizes = topology.members
+    return _shares(total, [len(sizes[node]) * most // held[node] for node in (topology.node_of[r] for r in ranks)])
+
+
+def _shed(
+    members: Sequence[int],
+    share: int,
+    level: list[int],
+    have: list[dict[int, int]],
+    owners: Owners,
+    replicas: list[set[int]],
+    free: list[int],
+) -> None:
+    """Move rows from ``members`` with more than ``share`` to those with fewer and a free slot."""
+    donors = [(-level[rank], rank) for rank in members if level[rank] > share]
+    takers = [(level[rank], rank) for rank in members if level[rank] < share and free[rank]]
     heapq.heapify(donors)
     heapq.heapify(takers)
     while donors and takers:
@@ -188,4 +291,3 @@ def shed_excess(rows: list[int], owners: Owners, replicas: list[set[int]], free:
             heapq.heappush(donors, (-level[donor], donor))
         if level[taker] < share and free[taker]:
             heapq.heappush(takers, (level[taker], taker))
-    return have

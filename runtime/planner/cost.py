@@ -95,28 +95,55 @@ def step_time(
         rows: of each expert, length E.
         split: rows of each expert on each of its holders, in the order of ``placement.holders``.
     """
+    compute, seconds = work_time(rows, split, placement, topology, sizes, rates)
+    travel = transfer_time(placement, topology, sizes, rates)
+    return StepTime(
+        compute=compute, rows=seconds, experts=travel, exposed=max(0.0, travel - rates.hidden)
+    )  # fmt: skip
+
+
+def work_time(
+    rows: list[int],
+    split: Sequence[Sequence[float]],
+    placement: Placement,
+    topology: Topology,
+    sizes: Sizes,
+    rates: Rates,
+) -> tuple[float, float]:
+    """The part of :func:`step_time` that depends on ``split``: ``compute`` and ``rows``."""
     world_size, num_nodes = topology.world_size, topology.num_nodes
     experts, ranks = placement.pairs
     load = np.asarray(rows, dtype=np.int64)
+    total = int(load.sum())
     quota = np.fromiter(chain.from_iterable(split), dtype=np.float64, count=len(ranks))
     computed = np.bincount(ranks, quota, minlength=world_size)
     seconds = 0.0
     if num_nodes > 1:
         share = topology.node_sizes / world_size
-        visits, line = np.unique(experts * num_nodes + topology.nodes[ranks], return_inverse=True)
-        on_node: Floats = np.asarray(np.bincount(line, quota), dtype=np.float64)
-        expert, node = np.divmod(visits, num_nodes)
-        seconds = _busiest(load.sum() * share, load[expert] * share[node], on_node, node) / rates.node_bytes
+        expert, node, on_node = _visits(experts, topology.nodes[ranks], quota, topology)
+        seconds = _busiest(total * share, load[expert] * share[node], on_node, node) / rates.node_bytes
     if world_size > num_nodes:
-        own = np.full(world_size, load.sum() / world_size)
+        own = np.full(world_size, total / world_size)
         seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
-    travel = transfer_time(placement, topology, sizes, rates)
-    return StepTime(
-        compute=_COMPUTE * float(computed.max()) * sizes.row_flops / rates.flops,
-        rows=_ROWS * seconds * sizes.row_bytes,
-        experts=travel,
-        exposed=max(0.0, travel - rates.hidden),
-    )
+    return compute_time(float(computed.max()), sizes, rates), _ROWS * seconds * sizes.row_bytes
+
+
+def compute_time(rows: float, sizes: Sizes, rates: Rates) -> float:
+    """Seconds in which a rank computes so many rows, forward and backward."""
+    return _COMPUTE * rows * sizes.row_flops / rates.flops
+
+
+def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tuple[Ints, Ints, Floats]:
+    """Each expert on each node that holds it, and its rows there: three ``[n]``. Experts ascend."""
+    visits = experts * topology.num_nodes + nodes
+    if not topology.in_order:
+        order = np.argsort(visits, kind="stable")
+        experts, nodes, quota, visits = experts[order], nodes[order], quota[order], visits[order]
+    first = np.empty(len(visits), dtype=bool)
+    first[:1] = True
+    np.not_equal(visits[1:], visits[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    return experts[starts], nodes[starts], np.add.reduceat(quota, starts)
 
 
 def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner.balance import balance, shed_excess
-from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time
+from hecate.runtime.planner.balance import balance, balance_in_nodes, shed_excess
+from hecate.runtime.planner.cost import Rates, Sizes, StepTime, compute_time, step_time, transfer_time, work_time
 from hecate.runtime.planner.dealing import deal
 from hecate.runtime.planner.placement import Ints, Placement, Topology
 
 # Packing, adding up and a few microseconds of everything are not in the model; replicas must gain more than that.
 _WORTH = 0.95
+# Ranks are even if the busiest one has no more than this times its share.
+_EVEN = 1.01
+
+
+class Recipe(NamedTuple):
+    """How to make a placement.
+
+    Attributes:
+        spread: how many hot experts get a copy on every node (every rank of a single node).
+        in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
+    """
+
+    spread: int
+    in_nodes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +42,12 @@ class Choice:
     """A placement and what it is predicted to take.
 
     Attributes:
-        spread: how many of the hottest experts were put on every node; None if nothing is replicated.
+        recipe: how it was made; None if nothing is replicated.
     """
 
     placement: Placement
     time: StepTime
-    spread: int | None = None
+    recipe: Recipe | None = None
 
 
 def materialize_fastest(
@@ -41,16 +58,16 @@ def materialize_fastest(
     slots: int,
     sizes: Sizes,
     rates: Rates,
-    spreads: Sequence[int] | None = None,
+    recipes: Sequence[Recipe] | None = None,
 ) -> Choice:
     """The fastest of a few placements, by :func:`step_time`.
 
     Rows cost time where they are computed and where they travel; replicas cost time where they travel. Tried are
 
     1. nothing;
-    2. just enough replicas to even out the ranks (:func:`shed_excess`);
-    3. the 1, 2, 4, ... hottest experts on every node (every rank on a single node), so that their rows stay
-       there, and then 2. with the slots that are left.
+    2. just enough replicas to even out the ranks, inside nodes or across them (:func:`shed_excess`);
+    3. 1, 2, 4, ... hot experts on every node (every rank on a single node), so that their rows stay there, and then
+       2. with the slots that are left.
 
     Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md). Slots that are left get
     replicas while their transfer is hidden.
@@ -58,7 +75,7 @@ def materialize_fastest(
     Args:
         load: expected rows per expert, ``[E]``.
         slots: m, most replicas on a rank.
-        spreads: how many of the hottest experts to try on every node; by default all of the list above.
+        recipes: what to try; by default all of the list above.
     """
     rows = load.tolist()
     owned = Placement.owned(owners)
@@ -67,27 +84,29 @@ def materialize_fastest(
     )
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return nothing
-    hottest = _hottest(load)
-    most = min(len(hottest), slots * min(map(len, _groups(topology))))
-    tried = []
-    for spread in spread_counts(most) if spreads is None else sorted({min(spread, most) for spread in spreads}):
-        proposal = _propose(rows, hottest, owners, topology, slots, spread)
-        time = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates)
-        tried.append((time.total, spread, proposal))
-    total, spread, proposal = min(tried, key=lambda one: one[:2])
-    if total >= nothing.time.total:
-        return nothing
-    # The winner is timed again as its rows will be dispatched, and with its free slots filled.
+    most = slots * min(map(len, _groups(topology)))
+    hottest = _hottest(load, owners, topology, most)
+    tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
+    for recipe in all_recipes(len(hottest), topology) if recipes is None else recipes:
+        proposal = _propose(rows, hottest, owners, topology, slots, recipe)
+        total = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates).total
+        if recipe.in_nodes not in tried or total < tried[recipe.in_nodes][0]:
+            tried[recipe.in_nodes] = total, recipe, proposal
+    # The winners are timed again as their rows will be dispatched, and with their free slots filled.
     best = nothing
-    filled = _fill_hidden(rows, hottest, proposal, topology, slots, sizes, rates)
-    for placement in (proposal.placement,) if filled is proposal.placement else (proposal.placement, filled):
-        time = step_time(rows, balance(rows, placement, topology), placement, topology, sizes, rates)
-        if time.total <= best.time.total and time.total < _WORTH * nothing.time.total:
-            best = Choice(placement=placement, time=time, spread=spread)
+    for total, recipe, proposal in tried.values():
+        if total >= nothing.time.total:
+            continue
+        filled = _fill_hidden(load, proposal, topology, slots, sizes, rates)
+        for placement in (proposal.placement,) if filled is proposal.placement else (proposal.placement, filled):
+            split = split_fastest(rows, placement, topology, sizes, rates)
+            time = step_time(rows, split, placement, topology, sizes, rates)
+            if time.total <= best.time.total and time.total < _WORTH * nothing.time.total:
+                best = Choice(placement=placement, time=time, recipe=recipe)
     return best
 
 
-def materialize_spread(
+def materialize_again(
     load: NDArray[np.integer],
     owners: Owners,
     topology: Topology,
@@ -95,18 +114,90 @@ def materialize_spread(
     slots: int,
     sizes: Sizes,
     rates: Rates,
-    spread: int,
+    recipe: Recipe,
 ) -> Placement:
-    """The placement of :func:`materialize_fastest` when the best ``spread`` is known: nothing is compared."""
-    rows, hottest = load.tolist(), _hottest(load)
-    proposal = _propose(rows, hottest, owners, topology, slots, spread)
-    return _fill_hidden(rows, hottest, proposal, topology, slots, sizes, rates)
+    """The placement of :func:`materialize_fastest` when the best recipe is known: nothing is compared."""
+    hottest = _hottest(load, owners, topology, recipe.spread)
+    proposal = _propose(load.tolist(), hottest, owners, topology, slots, recipe)
+    return _fill_hidden(load, proposal, topology, slots, sizes, rates)
 
 
-def _hottest(load: NDArray[np.integer]) -> list[int]:
-    """Experts with rows, most first."""
+def split_fastest(
+    rows: list[int], placement: Placement, topology: Topology, sizes: Sizes, rates: Rates
+) -> list[list[int]]:
+    """Rows of each expert on each of its holders: the fastest of three ways, by :func:`work_time`.
+
+    Even ranks (:func:`balance`), fewest rows between nodes (:func:`balance_in_nodes`), or owners alone: many nodes,
+    or a load other than the expected one. On a single node the first is taken.
+
+    Args:
+        rows: of each expert, length E.
+    """
+    if topology.num_nodes == 1 or placement.num_replicas == 0:
+        return balance(rows, placement, topology)
+
+    def seconds(split: list[list[int]]) -> float:
+        return sum(work_time(rows, split, placement, topology, sizes, rates))
+
+    best = balance_in_nodes(rows, placement, topology)
+    compute, travel = work_time(rows, best, placement, topology, sizes, rates)
+    least = compute + travel
+    owners = placement.owners.ranks
+    others = [
+        [
+            [total] if len(ranks) == 1 else [total * (rank == owner) for rank in ranks]
+            for total, ranks, owner in zip(rows, placement.holders, owners, strict=True)
+        ]
+    ]
+    # Where ranks are even already, nothing is gained by rows that leave their node.
+    if compute > _EVEN * compute_time(sum(rows) / topology.world_size, sizes, rates):
+        others.append(balance(rows, placement, topology))
+    for split in others:
+        total = seconds(split)
+        if total < least:
+            best, least = split, total
+    return best
+
+
+def all_recipes(most: int, topology: Topology) -> list[Recipe]:
+    """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
+    spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
+    return [Recipe(spread, way) for spread in spreads for way in _ways(topology)]
+
+
+def near_recipes(recipe: Recipe, topology: Topology) -> list[Recipe]:
+    """``recipe``, and those with half and twice as many hot experts, or none."""
+    spreads = sorted({0, recipe.spread // 2, recipe.spread, max(1, 2 * recipe.spread)})
+    return [Recipe(spread, way) for spread in spreads for way in _ways(topology)]
+
+
+def _ways(topology: Topology) -> tuple[bool, ...]:
+    return (False,) if topology.num_nodes == 1 else (False, True)
+
+
+def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, most: int) -> list[int]:
+    """Up to ``most`` experts with rows, in the order in which they should be put on every node.
+
+    Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
+    """
     order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
-    return order
+    if topology.num_nodes == 1:
+        return order[:most]
+    rows, wanted = load.tolist(), [0] * topology.num_nodes
+    waiting: list[deque[int]] = [deque() for _ in wanted]
+    for expert in order:
+        node = topology.node_of[owners.ranks[expert]]
+        wanted[node] += rows[expert]
+        waiting[node].append(expert)
+    queue = [(-count, node) for node, count in enumerate(wanted) if count]
+    heapq.heapify(queue)
+    chosen: list[int] = []
+    while queue and len(chosen) < most:
+        count, node = heapq.heappop(queue)
+        chosen.append(waiting[node].popleft())
+        if waiting[node]:
+            heapq.heappush(queue, (count + rows[chosen[-1]], node))
+    return chosen
 
 
 def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
@@ -138,23 +229,17 @@ class _Proposal:
 
 
 def _propose(
-    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, spread: int
+    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
 ) -> _Proposal:
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * owners.world_size
-    _spread(rows, hottest[:spread], owners, _groups(topology), replicas, free)
-    have = shed_excess(rows, owners, replicas, free)
+    _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
+    have = shed_excess(rows, owners, replicas, free, topology if recipe.in_nodes else None)
     return _Proposal(rows, owners, replicas, free, have)
 
 
 def _fill_hidden(
-    rows: list[int],
-    experts: list[int],
-    proposal: _Proposal,
-    topology: Topology,
-    slots: int,
-    sizes: Sizes,
-    rates: Rates,
+    load: NDArray[np.integer], proposal: _Proposal, topology: Topology, slots: int, sizes: Sizes, rates: Rates
 ) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
     if rates.hidden == 0:
@@ -162,6 +247,7 @@ def _fill_hidden(
     # On many nodes filling takes time, and is mostly in vain.
     if topology.num_nodes > 1 and transfer_time(proposal.placement, topology, sizes, rates) >= rates.hidden:
         return proposal.placement
+    experts = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
     for kept in range(slots):
         # Every rank's first free slot comes before any rank's second.
         free = [
@@ -172,16 +258,11 @@ def _fill_hidden(
             break
         replicas = list(map(set, proposal.replicas))
         # Each slot takes the expert with most rows per holder, so colder experts have no turn.
-        deal(rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
+        deal(proposal.rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
         more = Placement.with_replicas(proposal.owners, replicas)
         if transfer_time(more, topology, sizes, rates) <= rates.hidden:
             return more
     return proposal.placement
-
-
-def spread_counts(most: int) -> list[int]:
-    """0, 1, 2, 4, ... and ``most``."""
-    return sorted({0, most, *(2**power for power in range(most.bit_length()))})
 
 
 def _spread(

@@ -124,7 +124,10 @@ def test_all_systems_computed_the_rows_of_the_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_policies_did_what_they_do_offline(name: str) -> None:
-    """Rows of every rank and replicas in the measured steps are those of the policy walked through the trace."""
+    """Rows of every rank and replicas in the measured steps are those of the policy walked through the trace.
+
+    It fails too if a policy has changed since: then what is claimed was not measured, and ``make bench`` is due.
+    """
     cell = CELLS[name]
     shape, topology = shapes.SHAPES[cell["cell"]["shape"]], Topology.even(shapes.WORLD_SIZE, shapes.RANKS_PER_NODE)
     sizes = Sizes(row_flops=6 * shape.hidden * shape.ffn, row_bytes=4 * shape.hidden, expert_bytes=shape.expert_bytes)

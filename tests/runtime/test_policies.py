@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Rates, Topology, balance, step_time, transfer_time
+from hecate.runtime.planner import Placement, Rates, Topology, split_fastest, step_time, transfer_time
 from hecate.runtime.policies import Hecate, LayerView, Objective, Static, overlap_degree
 from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
@@ -42,7 +42,12 @@ def test_calibration_adds_within_the_slots_and_only_what_pays(
         extra = transfer_time(Placement.with_replicas(case.owners, new), case.topology, SIZES, links)
         before, then = (
             step_time(
-                case.load.tolist(), balance(case.load.tolist(), p, case.topology), p, case.topology, SIZES, links
+                case.load.tolist(),
+                split_fastest(case.load.tolist(), p, case.topology, SIZES, links),
+                p,
+                case.topology,
+                SIZES,
+                links,
             )
             for p in (placement, after)
         )

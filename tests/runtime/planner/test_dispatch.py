@@ -17,12 +17,16 @@ from hecate.runtime.planner import (
     Topology,
     assign_tokens,
     balance,
+    balance_in_nodes,
     materialize,
     materialize_fastest,
+    quota_matrix,
     rows_per_rank,
     shed_excess,
+    split_fastest,
+    work_time,
 )
-from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements
+from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
 drawn_cases = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))
 
@@ -74,6 +78,53 @@ def test_balanced_keeps_what_it_can_local(drawn: tuple[Case, Placement]) -> None
 
 @FAST
 @given(drawn_cases)
+def test_in_nodes_no_row_leaves_a_node_that_holds_its_expert(drawn: tuple[Case, Placement]) -> None:
+    case, placement = drawn
+    split = balance_in_nodes(case.load.tolist(), placement, case.topology)
+    sizes = case.topology.node_sizes
+    for rows, ranks, part in zip(case.load, placement.holders, split, strict=True):
+        assert sum(part) == rows
+        assert min(part) >= 0
+        on_node = np.bincount(case.topology.nodes[list(ranks)], part, minlength=len(sizes))
+        holds = np.bincount(case.topology.nodes[list(ranks)], minlength=len(sizes)) > 0
+        # Whole rows: less than one is missing.
+        assert (on_node > rows * sizes / case.topology.world_size - 1)[holds].all()
+
+
+@FAST
+@given(drawn_cases)
+def test_in_nodes_the_busiest_of_a_single_node_has_what_balance_gives(drawn: tuple[Case, Placement]) -> None:
+    case, placement = drawn
+    together = Topology((0,) * case.topology.world_size)
+    rows = case.load.tolist()
+    levels = []
+    for split in (balance(rows, placement, together), balance_in_nodes(rows, placement, together)):
+        levels.append(quota_matrix(split, placement).sum(0).max())
+    # The guard of balance: whole rows never make it slower than owners alone.
+    assert levels[0] <= levels[1] <= levels[0] + len(rows)
+
+
+@FAST
+@given(drawn_cases, rates)
+def test_the_fastest_split_is_no_slower_than_owners_or_in_nodes(drawn: tuple[Case, Placement], links: Rates) -> None:
+    case, placement = drawn
+    rows = case.load.tolist()
+
+    def seconds(split: list[list[int]]) -> float:
+        return sum(work_time(rows, split, placement, case.topology, SIZES, links))
+
+    owned = [
+        [count * (rank == owner) for rank in ranks]
+        for count, ranks, owner in zip(rows, placement.holders, case.owners.ranks, strict=True)
+    ]
+    found = seconds(split_fastest(rows, placement, case.topology, SIZES, links))
+    if case.topology.num_nodes > 1:
+        assert found <= seconds(balance_in_nodes(rows, placement, case.topology))
+        assert found <= seconds(owned)
+
+
+@FAST
+@given(drawn_cases)
 def test_balanced_is_never_worse_than_owners_only(drawn: tuple[Case, Placement]) -> None:
     """Whatever the prediction was: replicas that are there can only help. This bounds a step whose load jumped."""
     case, placement = drawn
@@ -83,7 +134,24 @@ def test_balanced_is_never_worse_than_owners_only(drawn: tuple[Case, Placement])
 
 @FAST
 @given(cases(), st.integers(0, 4))
-def test_shedding_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
+def test_shedding_in_nodes_adds_replicas_in_the_owners_node_only(case: Case, slots: int) -> None:
+    rows, world_size = case.load.tolist(), case.topology.world_size
+    replicas: list[set[int]] = [set() for _ in rows]
+    free = [slots] * world_size
+    have = shed_excess(rows, case.owners, replicas, free, case.topology)
+    assert [sum(held.get(expert, 0) for held in have) for expert in range(len(rows))] == rows
+    for owner, more in zip(case.owners.ranks, replicas, strict=True):
+        assert {case.topology.node_of[rank] for rank in more} <= {case.topology.node_of[owner]}
+    level = np.asarray([sum(held.values()) for held in have])
+    for members in case.topology.members:
+        share = max(-(-sum(rows) // world_size), -(-int(level[list(members)].sum()) // len(members)))
+        blocked = all(level[rank] >= share or not free[rank] for rank in members)
+        assert level[list(members)].max() <= share or blocked
+
+
+@FAST
+@given(cases(), st.integers(0, 4))
+def test_shedding_evens_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
     rows, world_size = case.load.tolist(), case.topology.world_size
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * world_size

@@ -17,9 +17,11 @@ from hecate.runtime.planner import (
     Rates,
     Topology,
     balance,
+    local_split,
     materialize,
     materialize_fastest,
     predict,
+    split_fastest,
     step_time,
     transfers,
 )
@@ -58,7 +60,7 @@ def test_the_fastest_stays_in_its_budget_and_is_never_predicted_slower(case: Cas
     static = step_time(rows, balance(rows, nothing, case.topology), nothing, case.topology, SIZES, rates)
     assert choice.time.total <= static.total
     # What is predicted is what will be dispatched.
-    split = balance(rows, choice.placement, case.topology)
+    split = split_fastest(rows, choice.placement, case.topology, SIZES, rates)
     assert choice.time == step_time(rows, split, choice.placement, case.topology, SIZES, rates)
     again = materialize_fastest(case.load.copy(), case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates)
     assert (choice.placement, choice.time) == (again.placement, again.time)
@@ -143,8 +145,34 @@ def test_the_papers_regime_gains_from_experts_on_every_node() -> None:
     links = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden=2e-3)
     choice = materialize_fastest(load, owners, topology, slots=4, sizes=SIZES, rates=links)
     hottest = {topology.node_of[rank] for rank in choice.placement.holders[0]}
-    assert choice.spread
+    assert choice.recipe is not None
+    assert choice.recipe.spread
     assert hottest == {0, 1}
+
+
+@pytest.mark.parametrize("experts", [32, 64])
+@pytest.mark.parametrize("zipf", [0.0, 0.5, 1.0])
+def test_never_slower_than_the_papers_rule_where_rows_cost_most(experts: int, zipf: float) -> None:
+    """Links between nodes so slow that rows on them are most of a step, and time to hide a few experts."""
+    topology, owners = Topology.even(8, 4), Owners.contiguous(experts, 8)
+    weights = np.random.default_rng(0).permutation(1.0 / np.arange(1, experts + 1) ** zipf)
+    load = np.rint(65536 * weights / weights.sum()).astype(np.int64)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
+    choice = materialize_fastest(load, owners, topology, slots=2, sizes=SIZES, rates=links)
+    overlap = int(links.hidden * links.node_bytes / (2 * SIZES.expert_bytes))
+    paper = materialize(load, owners, topology, Budget(overlap=overlap, slots=2))
+    split = local_split(load.tolist(), paper, topology)
+    assert choice.time.total <= step_time(load.tolist(), split, paper, topology, SIZES, links).total
+
+
+def test_even_loads_are_spread_from_all_nodes_alike() -> None:
+    """A link has two directions: hot experts of one node alone would fill one of them."""
+    topology, owners = Topology.even(8, 4), Owners.contiguous(32, 8)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
+    choice = materialize_fastest(np.full(32, 2048), owners, topology, slots=2, sizes=SIZES, rates=links)
+    across, _ = transfers(choice.placement, topology)
+    sent = np.bincount(topology.nodes[across.sources], minlength=2)
+    assert sent[0] == sent[1] > 0
 
 
 @FAST
