@@ -28,7 +28,7 @@ from hecate.report import Explanation, Stats, collect_stats
 from hecate.resharding import Resharder
 from hecate.runtime.agreement import agree
 from hecate.runtime.gradients import GradientSync
-from hecate.runtime.hidden import HiddenTime
+from hecate.runtime.hidden import HiddenTime, can_measure
 from hecate.runtime.layer import Layer
 from hecate.runtime.measure import measure_rates
 from hecate.runtime.placer import Placer
@@ -134,7 +134,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     model.compile(backend=backend)
     compiled: Any = model._compiled_call_impl
     resharder = Resharder(experts, layers, placer, world)
-    hidden = HiddenTime(placer, world) if config.rates is None else None
+    hidden = HiddenTime(placer, world) if config.rates is None and can_measure(placer, world) else None
     model._compiled_call_impl = _around_forward(
         compiled, experts, backend, forward, placer, resharder, hidden, policy
     )  # fmt: skip

@@ -44,7 +44,8 @@ class Config:
             twice the largest of a layer. 0 hides nothing.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
-            fraction of a second. Give it to get the same placements in every run.
+            fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements
+            in every run.
         dump: folder for the graphs before and after every pass; ``HECATE_DUMP`` sets it too.
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
             of parameters outside the experts; an expert's gradient is a sum that its owner computes.

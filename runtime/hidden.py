@@ -21,11 +21,11 @@ from hecate.runtime.planner import Rates
 from hecate.runtime.queue import Span
 from hecate.runtime.world import World
 
-# What a layer needs at once; everything else travels between layers.
+# What a layer needs at once; everything else travels between layers. Of that, what the hidden time is for.
 EXCHANGES = ("gather_counts", "top_up", "exchange", "exchange_back")
-# Before this training step the one before is measured for the first time, and not one that compiled; before the last
-# one it gives up. The median of some counts.
-_FIRST, _LAST, _MEASURED = 3, 20, 3
+EXPERTS = ("sparse_all_gather", "sparse_reduce_scatter")
+# Measured before these training forwards, the first of which compile, until so many were whole. Their median counts.
+_FIRST, _LAST, _ENOUGH = 3, 20, 3
 
 
 def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates, world: World) -> Rates:
@@ -66,24 +66,34 @@ def measure_hidden(spans: Iterable[Span], world: World) -> float:
 
 
 def _gaps(spans: list[Span]) -> Iterator[tuple[str, float]]:
-    """The time between the layers' exchanges, less that in which the compute stood still for something else."""
+    """The time between the layers' exchanges, less that in which dense parameters or gradients have the link."""
     exchanges = [span for span in spans if span.operator in EXCHANGES]
     for before, after in pairwise(exchanges):
         if before.part == after.part and before.subject != after.subject and before.ready:
-            still = sum(
-                span.exposed
-                for span in spans
-                if span.operator not in EXCHANGES and before.ready <= span.waited and span.ready <= after.started
-            )
-            yield after.part, max(0.0, after.started - before.ready - still)
+            taken = sum(_taken(span, before.ready, after.started) for span in spans if span.operator not in EXCHANGES)
+            yield after.part, max(0.0, after.started - before.ready - taken)
+
+
+def _taken(span: Span, begin: float, end: float) -> float:
+    """Seconds between ``begin`` and ``end`` in which nothing more can travel behind compute."""
+    # For experts the compute should not have stood still; all else has the link to itself.
+    first, last = (span.waited, span.ready) if span.operator in EXPERTS else (span.begun, span.ended)
+    return max(0.0, min(last, end) - max(first, begin))
+
+
+def can_measure(placer: Placer, world: World) -> bool:
+    """Whether the host sees when compute runs, which it does not with a GPU, and there is something to hide.
+
+    On a single node nothing is hidden: see :func:`predict_hidden`.
+    """
+    return world.device.type == "cpu" and placer.topology.num_nodes > 1 and placer.policy.replicates
 
 
 @dataclass
 class HiddenTime:
     """Puts the measured time in the place of the predicted one, as the first steps go by: the median of three.
 
-    Only where the host sees when compute runs, which it does not with a GPU, and only between nodes: see
-    :func:`predict_hidden`. All ranks do it before the same forwards, so their plans stay equal.
+    All ranks do it before the same forwards, so their plans stay equal.
     """
 
     placer: Placer
@@ -91,20 +101,12 @@ class HiddenTime:
     _steps: int = 0
     _found: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if (
-            self.world.device.type != "cpu"
-            or self.placer.topology.num_nodes == 1
-            or not self.placer.policy.replicates
-        ):
-            self._steps = _LAST
-
     def before_forward(self) -> None:
         """Called by all ranks. The queue still has the spans of the forward and backward before this one."""
-        if self._steps == _LAST or len(self._found) == _MEASURED or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or len(self._found) == _ENOUGH or self._steps > _LAST:
             return
         self._steps += 1
-        if self._steps < _FIRST:
+        if not _FIRST <= self._steps <= _LAST:
             return
         queue = self.world.queue
         # What is on its way must not meet the measurement's own collective.

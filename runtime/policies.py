@@ -118,7 +118,7 @@ class Hecate(Policy):
     """Sparse materialization, heterogeneous sharding and topology-aware dispatch (paper, section 4).
 
     Attributes:
-        objective: ``"time"`` chooses replicas by predicted step time and balances rows over the holders;
+        objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
         replicas: m, most replicas on a rank.
         window: steps that the predicted load is the mean of.
@@ -131,7 +131,7 @@ class Hecate(Policy):
     window: int = 5
     reshard_every: int = 100
     calibrates: bool = False
-    _chosen: dict[int, tuple[int, Recipe | None]] = field(default_factory=dict, repr=False, compare=False)
+    _chosen: dict[int, tuple[int, Recipe | None, Rates]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Without slots there is nothing to gather.
@@ -148,7 +148,10 @@ class Hecate(Policy):
 
     def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
         """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
-        turn, recipe = self._chosen.get(layer.id, (0, None))
+        turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
+        if rates != layer.rates:
+            # What was best on another machine, or before it was measured, is no guide.
+            turn, recipe = 0, None
         if turn % _COMPARE_EVERY == 0:
             # Everything if nothing was best, and now and then; else the neighbours.
             near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
@@ -161,7 +164,7 @@ class Hecate(Policy):
                 load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates,
                 recipe=recipe,
             )  # fmt: skip
-        self._chosen[layer.id] = (turn + 1, recipe)
+        self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement
 
     def _fastest(
@@ -199,13 +202,9 @@ class Hecate(Policy):
         return merged if after.compute + after.rows + extra < before.compute + before.rows else placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        topology = layer.topology
         if self.objective == "paper":
-            return assign_tokens(counts, placement, topology, rank, "nearest")
-        if topology.num_nodes == 1:
-            return assign_tokens(counts, placement, topology, rank, "balanced")
-        split = split_fastest(counts.sum(0).tolist(), placement, topology, layer.sizes, layer.rates)
-        return assign_tokens(counts, placement, topology, rank, "balanced", split)
+            return assign_tokens(counts, placement, layer.topology, rank, "nearest")
+        return assign_fastest(layer, placement, counts, rank)
 
     def own(self, layers: Sequence[LayerView]) -> list[Owners]:
         old = [layer.owners for layer in layers]
@@ -222,6 +221,14 @@ class Hecate(Policy):
         )
         # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
         return new if after < _WORTH_MOVING * before else old
+
+
+def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
+    """Split the rows ``[W, E]`` over the holders in the way that is predicted to be fastest."""
+    split = None
+    if placement.num_replicas:
+        split = split_fastest(counts.sum(0).tolist(), placement, layer.topology, layer.sizes, layer.rates)
+    return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)
 
 
 def overlap_degree(layer: LayerView) -> int:

@@ -8,6 +8,7 @@ was fitted to the steps. Written is benchmarks/results/simulated.md, from simula
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
@@ -87,7 +88,7 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {workload: {} for workload in cell["samples"]}
     # Bytes whose update takes as long as it was measured to.
     update = cell["alone"]["update"] * cluster.memory_bytes / UPDATE_PASSES
-    for name, policy in systems.policies().items():
+    for name, policy in systems.policies(shape).items():
         if name not in cell["cell"]["systems"]:
             continue
         key = (policy.replicates, policy.calibrates)
@@ -98,9 +99,10 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks)
             steps = [sample["step"] for sample in cell["samples"][workload][name]]
+            owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
+            # A policy remembers steps, so each workload gets its own.
             walked = walk(
-                systems.policies()[name], counts, [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers,
-                topology=cluster.topology, rates=Rates(**cell["rates"]),
+                copy.deepcopy(policy), counts, owners, topology=cluster.topology, rates=Rates(**cell["rates"]),
                 sizes=made.sizes, steps=steps,
             )  # fmt: skip
             found[workload][name] = statistics.median(

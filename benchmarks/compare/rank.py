@@ -97,7 +97,7 @@ def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> f
 
 
 def hidden_time(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor, world: World) -> float:
-    """What hecate.compile would measure in its first steps, with even routing."""
+    """What hecate.compile would measure in its first steps, with even routing and before anything is replicated."""
     found = []
     for _ in range(HIDDEN_STEPS):
         runner.load(entry, counts, 0)

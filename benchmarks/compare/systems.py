@@ -38,12 +38,15 @@ Ints = NDArray[np.int64]
 REPLICAS = 2
 
 
-def policies() -> dict[str, Policy]:
+def policies(shape: shapes.Shape) -> dict[str, Policy]:
     """Systems on Hecate's engine. Only the policy differs."""
+    # LAER's layout, a rank's share of the experts and two more, lies beside what the rank owns.
+    more = REPLICAS + shape.experts // shapes.WORLD_SIZE
     return {
         "static EP": Static(),
         "hecate": Hecate(objective="time", replicas=REPLICAS),
         "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
+        "hecate (LAER's memory)": Hecate(objective="time", replicas=more),
         "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS),
         "FasterMoE": FasterMoE(),
         "SmartMoE": SmartMoE(),
@@ -291,7 +294,7 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
             entries[name] = Entry(system=System(EXTERNAL[name](shapes.build(shape)), shape))
             continue
         played, free = BOUNDS.get(name, name), name == "bound: free links"
-        policy = policies()[played]
+        policy = policies(shape)[played]
         key = Engine.key(played, policy)
         if key not in engines:
             engines[key] = Engine(shape, policy, rates)

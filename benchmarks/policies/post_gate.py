@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hecate.runtime.planner import Placement, Quotas, assign_tokens, materialize_fastest, split_fastest
+from hecate.runtime.planner import Placement, Quotas, materialize_fastest
 from hecate.runtime.planner.placement import Ints
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.policies import LayerView, Policy, assign_fastest
 
 
 @dataclass
@@ -31,5 +31,4 @@ class PostGate(Policy):
         ).placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        split = split_fastest(counts.sum(0).tolist(), placement, layer.topology, layer.sizes, layer.rates)
-        return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)
+        return assign_fastest(layer, placement, counts, rank)

@@ -73,10 +73,10 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
 
 
 def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
-    """As :func:`balance`, but no row leaves a node that holds its expert: fewest rows travel between nodes.
+    """As :func:`balance`, but no row leaves a node that holds its expert, so few travel between nodes.
 
-    Every rank is taken to have the same share of an expert's rows. Those of nodes without a holder are shared by the
-    nodes that have one.
+    That is so if every rank has the same share of an expert's rows, as is assumed; as far as nodes route differently,
+    rows travel. Those of nodes without a holder are shared by the nodes that have one.
     """
     alone, blocks = [0] * placement.owners.world_size, []
     split = [[count] for count in rows]

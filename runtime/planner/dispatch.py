@@ -39,13 +39,13 @@ def assign_tokens(
     """Split every rank's rows of every expert over the expert's holders.
 
     ``"nearest"`` is the paper's rule (section 4): a local holder takes all local rows; else the holders in the node
-    share them evenly; else all holders do. It can leave a rank overloaded. ``"balanced"`` minimizes the rows of the
-    busiest rank, given the placement; within that it keeps rows local, then in the node.
+    share them evenly; else all holders do. It can leave a rank overloaded. ``"balanced"`` meets ``split``, by default
+    with the fewest rows on the busiest rank; within that it keeps rows local, then in the node.
 
     Args:
         counts: rows that each rank has for each expert, int64 ``[W, E]``.
         rank: whose part to return.
-        split: the result of :func:`balance`, if it is known already.
+        split: rows of each expert on each of its holders; by default the result of :func:`balance`.
     """
     if placement.num_replicas == 0:
         return _to_owners(counts, placement, rank)

@@ -21,6 +21,8 @@ from hecate.runtime.planner.placement import Ints, Placement, Topology
 
 # Packing, adding up and a few microseconds of everything are not in the model; replicas must gain more than that.
 _WORTH = 0.95
+# And twice as many of them this much again.
+_MORE = 0.98
 # Ranks are even if the busiest one has no more than this times its share.
 _EVEN = 1.01
 
@@ -84,13 +86,12 @@ def materialize_fastest(
     )
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return nothing
-    most = slots * min(map(len, _groups(topology)))
-    hottest = _hottest(load, owners, topology, most)
+    hottest = _hottest(load, owners, topology, slots)
     tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
     for recipe in all_recipes(len(hottest), topology) if recipes is None else recipes:
         proposal = _propose(rows, hottest, owners, topology, slots, recipe)
         total = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates).total
-        if recipe.in_nodes not in tried or total < tried[recipe.in_nodes][0]:
+        if recipe.in_nodes not in tried or total < _MORE * tried[recipe.in_nodes][0]:
             tried[recipe.in_nodes] = total, recipe, proposal
     # The winners are timed again as their rows will be dispatched, and with their free slots filled.
     best = nothing
@@ -117,7 +118,7 @@ def materialize_again(
     recipe: Recipe,
 ) -> Placement:
     """The placement of :func:`materialize_fastest` when the best recipe is known: nothing is compared."""
-    hottest = _hottest(load, owners, topology, recipe.spread)
+    hottest = _hottest(load, owners, topology, slots)
     proposal = _propose(load.tolist(), hottest, owners, topology, slots, recipe)
     return _fill_hidden(load, proposal, topology, slots, sizes, rates)
 
@@ -166,20 +167,24 @@ def all_recipes(most: int, topology: Topology) -> list[Recipe]:
 
 
 def near_recipes(recipe: Recipe, topology: Topology) -> list[Recipe]:
-    """``recipe``, and those with half and twice as many hot experts, or none."""
-    spreads = sorted({0, recipe.spread // 2, recipe.spread, max(1, 2 * recipe.spread)})
-    return [Recipe(spread, way) for spread in spreads for way in _ways(topology)]
+    """``recipe``, with half and twice as many hot experts, and the other way to even out."""
+    spreads = sorted({recipe.spread // 2, recipe.spread, max(1, 2 * recipe.spread)})
+    near = [Recipe(spread, recipe.in_nodes) for spread in spreads]
+    return [*near, *(Recipe(recipe.spread, way) for way in _ways(topology) if way != recipe.in_nodes)]
 
 
 def _ways(topology: Topology) -> tuple[bool, ...]:
     return (False,) if topology.num_nodes == 1 else (False, True)
 
 
-def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, most: int) -> list[int]:
-    """Up to ``most`` experts with rows, in the order in which they should be put on every node.
+def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
+    """Experts with rows, in the order in which they should be put on every node; as many as slots may take.
 
     Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
     """
+    # An expert needs no copy in its own group, and all groups take turns.
+    groups = len(_groups(topology))
+    most = -(-slots * min(map(len, _groups(topology))) * groups // (groups - 1)) if groups > 1 else 0
     order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
     if topology.num_nodes == 1:
         return order[:most]

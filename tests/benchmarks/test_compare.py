@@ -69,7 +69,8 @@ def test_a_replayed_router_keeps_its_gradient() -> None:
 
 
 def test_every_name_is_built() -> None:
-    assert tuple(systems.policies()) == cells.ON_ENGINE
+    for shape in shapes.SHAPES.values():
+        assert tuple(systems.policies(shape)) == cells.ON_ENGINE
     assert tuple(systems.EXTERNAL) == cells.EXTERNAL
     assert set(cells.BOUNDS.values()) <= set(cells.ON_ENGINE)
 
@@ -136,7 +137,7 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
         counts = counts_of(workload, shape, shapes.WORLD_SIZE)
         for system in set(samples) & set(cells.ON_ENGINE):
             steps = walk(
-                systems.policies()[system], counts, owners, topology=topology, rates=Rates(**cell["rates"]),
+                systems.policies(shape)[system], counts, owners, topology=topology, rates=Rates(**cell["rates"]),
                 sizes=[sizes] * shape.layers, steps=[sample["step"] for sample in samples[system]],
             )  # fmt: skip
             for sample, (_, layers) in zip(samples[system], steps, strict=True):

@@ -48,13 +48,13 @@ def span(part: str, operator: str, subject: str, started: float, waited: float, 
 
 
 def steps(slower: float = 0.0) -> list[Span]:
-    """Two layers: 3 s between them forward, of which the compute waits 1 s for dense parameters; 5 s backward."""
+    """Two layers: 3 s between them forward, of which dense parameters have the link for 1 s; 5 s backward."""
     return [
         span("forward", "gather_counts", "first", 0, 1, 2),
         span("forward", "exchange", "first", 2, 3, 4),
         span("forward", "exchange_back", "first", 5, 5, 6),
         span("forward", "sparse_all_gather", "second", 6, 11, 12),
-        span("forward", "gather_dense", "norm and 3 more", 6, 7, 8),
+        on_link(span("forward", "gather_dense", "norm and 3 more", 5, 7, 8), begun=5.5, ended=7),
         span("forward", "gather_counts", "second", 9 + slower, 9 + slower, 10 + slower),
         span("forward", "exchange_back", "second", 13, 13, 14),
         span("backward", "exchange", "second", 20, 20, 21),
@@ -66,10 +66,31 @@ def steps(slower: float = 0.0) -> list[Span]:
     ]
 
 
+def on_link(taken: Span, begun: float, ended: float) -> Span:
+    taken.begun, taken.ended = begun, ended
+    return taken
+
+
 def test_what_lies_between_two_layers_is_measured() -> None:
     def check(world: World) -> None:
         # Ranks 1 and 2 compute longer between the layers; the least counts.
         assert measure_hidden(steps(slower=world.rank / 2), world) == 2 + 5
+
+    on_threads(check)
+
+
+def test_time_in_which_experts_are_waited_for_hides_nothing() -> None:
+    late = span("backward", "sparse_reduce_scatter", "second", 24, 25, 27)
+
+    def check(world: World) -> None:
+        assert measure_hidden([*steps(), late], world) == 2 + 5 - 2
+
+    on_threads(check)
+
+
+def test_a_rank_that_saw_no_step_leaves_it_to_the_others() -> None:
+    def check(world: World) -> None:
+        assert measure_hidden(steps() if world.rank == 1 else [], world) == 2 + 5
 
     on_threads(check)
 
@@ -91,7 +112,7 @@ def test_exchanges_are_those_of_the_operators() -> None:
 
 
 def train(policy: str, given: bool) -> list[float]:
-    """On one rank, each its own node: hidden time before every one of eight forwards, the third without gradients."""
+    """On one rank, each its own node: hidden time after every one of eight steps, the third without gradients."""
     rates = Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e8, hidden=1.0) if given else None
     config = hecate.Config(backend="aot_eager", policy=policy, rates=rates, topology=Topology((0, 1)))
     model = hecate.compile(build("qwen3_moe"), config)

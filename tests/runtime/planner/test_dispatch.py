@@ -93,7 +93,7 @@ def test_in_nodes_no_row_leaves_a_node_that_holds_its_expert(drawn: tuple[Case, 
 
 @FAST
 @given(drawn_cases)
-def test_in_nodes_the_busiest_of_a_single_node_has_what_balance_gives(drawn: tuple[Case, Placement]) -> None:
+def test_in_nodes_a_single_node_is_as_even_but_for_whole_rows(drawn: tuple[Case, Placement]) -> None:
     case, placement = drawn
     together = Topology((0,) * case.topology.world_size)
     rows = case.load.tolist()
@@ -151,7 +151,7 @@ def test_shedding_in_nodes_adds_replicas_in_the_owners_node_only(case: Case, slo
 
 @FAST
 @given(cases(), st.integers(0, 4))
-def test_shedding_evens_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
+def test_shedding_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
     rows, world_size = case.load.tolist(), case.topology.world_size
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * world_size
