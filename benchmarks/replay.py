@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Rates, Sizes, Topology, step_time, transfer_time
+from hecate.runtime.planner import CostModel, Rates, Sizes, Topology
 from hecate.runtime.policies import Hecate, Policy, Static
 from hecate.simulator import walk
 from hecate.simulator.workloads import load_trace, make
@@ -78,6 +78,7 @@ def replay(
     replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
     seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
     start = [Owners(tuple(line.tolist()), ranks) for line in owners]
+    costs = CostModel(topology=topology, sizes=sizes, rates=rates)
     same_node = topology.nodes[:, None] == topology.nodes[None, :]
     for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=[sizes] * layers):
         for layer, made in enumerate(routed):
@@ -85,13 +86,13 @@ def replay(
             # What is added after the gate hides behind nothing.
             planned, late = made.planned, 0.0
             if made.placement is not planned:
-                travel = [transfer_time(p, topology, sizes, rates) for p in (planned, made.placement)]
+                travel = [costs.transfer(p) for p in (planned, made.placement)]
                 late = max(0.0, travel[1] - travel[0])
             rows[step, layer], replicas[step, layer] = made.rows.sum(0), made.placement.num_replicas
             crossing[step, layer] = made.rows[~same_node].sum()
             split = [made.computed[e, list(held)].tolist() for e, held in enumerate(made.placement.holders)]
             total = counts[step, layer].sum(0).tolist()
-            time = step_time(total, split, made.placement, topology, sizes, rates)
+            time = costs.step(total, split, made.placement)
             exposed[step, layer] = max(0.0, time.experts - late - rates.hidden) + late
             seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
     return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import (
     Budget,
-    Choice,
+    CostModel,
     Placement,
     Quotas,
     Rates,
@@ -34,8 +35,6 @@ from hecate.runtime.planner import (
     predict,
     shard_owners,
     split_fastest,
-    step_time,
-    transfer_time,
 )
 from hecate.runtime.planner.placement import Ints
 
@@ -68,6 +67,11 @@ class LayerView:
     topology: Topology
     sizes: Sizes
     rates: Rates
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """What a step of this layer takes."""
+        return CostModel(topology=self.topology, sizes=self.sizes, rates=self.rates)
 
 
 class Policy:
@@ -155,41 +159,31 @@ class Hecate(Policy):
         if turn % _COMPARE_EVERY == 0:
             # Everything if nothing was best, and now and then; else the neighbours.
             near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
-            choice = self._fastest(layer, load, layer.owners, near)
+            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
             placement, recipe = choice.placement, choice.recipe
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
-            placement = materialize_again(
-                load, layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates,
-                recipe=recipe,
-            )  # fmt: skip
+            placement = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipe=recipe)
         self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement
-
-    def _fastest(
-        self, layer: LayerView, load: Ints, owners: Owners, recipes: Sequence[Recipe] | None = None
-    ) -> Choice:
-        return materialize_fastest(
-            load, owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=layer.rates, recipes=recipes
-        )
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners) -> Placement:
         """The placement for a known load, by this policy's objective."""
         if self.objective == "time":
-            return self._fastest(layer, load, owners).placement
+            return materialize_fastest(load, owners, layer.costs, slots=self.replicas).placement
         budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
         return materialize(load, owners, layer.topology, budget)
 
     def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
         """What a step with this load takes, dispatched as this policy does."""
-        rows, topology = load.tolist(), layer.topology
+        rows = load.tolist()
         split: Sequence[Sequence[float]] = (
-            split_fastest(rows, placement, topology, layer.sizes, layer.rates)
+            split_fastest(rows, placement, layer.costs)
             if self.objective == "time"
-            else local_split(rows, placement, topology)
+            else local_split(rows, placement, layer.topology)
         )
-        return step_time(rows, split, placement, topology, layer.sizes, layer.rates)
+        return layer.costs.step(rows, split, placement)
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         load = counts.sum(0)
@@ -197,7 +191,7 @@ class Hecate(Policy):
         if not added.num_replicas:
             return placement
         # The gate has run, so nothing hides what is added.
-        extra = transfer_time(added, layer.topology, layer.sizes, layer.rates)
+        extra = layer.costs.transfer(added)
         before, after = self._time(layer, load, placement), self._time(layer, load, merged)
         return merged if after.compute + after.rows + extra < before.compute + before.rows else placement
 
@@ -227,7 +221,7 @@ def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: i
     """Split the rows ``[W, E]`` over the holders in the way that is predicted to be fastest."""
     split = None
     if placement.num_replicas:
-        split = split_fastest(counts.sum(0).tolist(), placement, layer.topology, layer.sizes, layer.rates)
+        split = split_fastest(counts.sum(0).tolist(), placement, layer.costs)
     return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hecate.runtime.planner import Placement, Quotas, Rates, assign_tokens, local_split, step_time
+from hecate.runtime.planner import CostModel, Placement, Quotas, assign_tokens, local_split
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.policies import LayerView, Policy
 
@@ -24,23 +24,22 @@ class FasterMoE(Policy):
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         rows: list[int] = counts.sum(0).tolist()
         owners, everyone = layer.owners, set(range(layer.owners.world_size))
-        rates = replace(layer.rates, hidden=0.0)
+        exposed = replace(layer.costs, rates=replace(layer.rates, hidden=0.0))
         replicas: list[set[int]] = [set() for _ in rows]
         best = placement
-        fastest = self._seconds(layer, rows, best, rates)
+        fastest = self._seconds(exposed, rows, best)
         for expert in sorted(range(len(rows)), key=lambda e: (-rows[e], e)):
             replicas[expert] = everyone - {owners.ranks[expert]}
             shadowed = Placement.with_replicas(owners, replicas)
-            seconds = self._seconds(layer, rows, shadowed, rates)
+            seconds = self._seconds(exposed, rows, shadowed)
             if seconds >= fastest:
                 break
             best, fastest = shadowed, seconds
         return best
 
     @staticmethod
-    def _seconds(layer: LayerView, rows: list[int], placement: Placement, rates: Rates) -> float:
-        split = local_split(rows, placement, layer.topology)
-        return step_time(rows, split, placement, layer.topology, layer.sizes, rates).total
+    def _seconds(costs: CostModel, rows: list[int], placement: Placement) -> float:
+        return costs.step(rows, local_split(rows, placement, costs.topology), placement).total
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         return assign_tokens(counts, placement, layer.topology, rank, "nearest")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Quotas, Topology, assign_tokens, local_split, predict, step_time
+from hecate.runtime.planner import Placement, Quotas, Topology, assign_tokens, local_split, predict
 from hecate.runtime.planner.placement import Ints
 from hecate.runtime.policies import LayerView, Policy
 
@@ -106,6 +106,5 @@ def _relocate(rows: list[int], copies: list[int], slots: int, topology: Topology
 
 def _seconds(rows: list[int], layout: Placement, layer: LayerView) -> float:
     split = local_split(rows, layout, layer.topology)
-    time = step_time(rows, split, layout, layer.topology, layer.sizes, layer.rates)
     # In FSEP experts travel the same in every layout.
-    return time.compute + time.rows
+    return sum(layer.costs.work(rows, split, layout))

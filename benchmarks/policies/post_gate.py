@@ -25,10 +25,8 @@ class PostGate(Policy):
     replicas: int = 2
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
-        exposed = replace(layer.rates, hidden=0.0)
-        return materialize_fastest(
-            counts.sum(0), layer.owners, layer.topology, slots=self.replicas, sizes=layer.sizes, rates=exposed
-        ).placement
+        exposed = replace(layer.costs, rates=replace(layer.rates, hidden=0.0))
+        return materialize_fastest(counts.sum(0), layer.owners, exposed, slots=self.replicas).placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         return assign_fastest(layer, placement, counts, rank)

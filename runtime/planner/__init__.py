@@ -2,7 +2,7 @@
 
     load = predict(history, window)                                        rows per expert to expect
     placement = materialize(load, owners, topology, budget)                who holds what next, as in the paper
-    placement = materialize_fastest(load, owners, topology, ...)           the same by predicted time
+    placement = materialize_fastest(load, owners, costs, ...)              the same by predicted time
     quotas = assign_tokens(counts, placement, topology, rank)              who computes which rows
     owners = shard_owners(loads, owners, topology, overlap)                who owns what, every hundred steps
 
@@ -11,7 +11,7 @@ no communication. Loads are rows, int64. Ties go to the smaller id, so equal inp
 """
 
 from hecate.runtime.planner.balance import balance, balance_in_nodes, local_split, shed_excess
-from hecate.runtime.planner.cost import Rates, Sizes, StepTime, step_time, transfer_time, work_time
+from hecate.runtime.planner.cost import CostModel, Rates, Sizes, StepTime
 from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
 from hecate.runtime.planner.fastest import (
     Choice,
@@ -31,6 +31,7 @@ from hecate.runtime.planner.transfers import Stage, transfers
 __all__ = [
     "Budget",
     "Choice",
+    "CostModel",
     "Dispatch",
     "Placement",
     "Quotas",
@@ -54,8 +55,5 @@ __all__ = [
     "shard_owners",
     "shed_excess",
     "split_fastest",
-    "step_time",
-    "transfer_time",
     "transfers",
-    "work_time",
 ]

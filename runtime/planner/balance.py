@@ -66,10 +66,16 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
     # Owners alone have at least the mean, so often there is nothing to compare with.
     if highest * len(alone) > sum(rows) and highest > _owners_highest(rows, placement):
         # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
-        for block in blocks:
-            owner = placement.owners.ranks[block.expert]
-            split[block.expert] = [block.rows * (rank == owner) for rank in block.ranks]
+        return owners_only(rows, placement)
     return split
+
+
+def owners_only(rows: list[int], placement: Placement) -> list[list[int]]:
+    """Owners compute all rows of their experts, and other holders none."""
+    return [
+        [count] if len(ranks) == 1 else [count * (rank == owner) for rank in ranks]
+        for count, ranks, owner in zip(rows, placement.holders, placement.owners.ranks, strict=True)
+    ]
 
 
 def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:

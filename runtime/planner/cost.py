@@ -81,56 +81,57 @@ class StepTime:
         return self.compute + self.rows + self.exposed
 
 
-def step_time(
-    rows: list[int],
-    split: Sequence[Sequence[float]],
-    placement: Placement,
-    topology: Topology,
-    sizes: Sizes,
-    rates: Rates,
-) -> StepTime:
-    """Predict a step, with every rank routing the same share of each expert's rows.
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a step of one layer takes, with every rank routing the same share of each expert's rows.
 
-    Args:
-        rows: of each expert, length E.
-        split: rows of each expert on each of its holders, in the order of ``placement.holders``.
+    Methods take ``rows`` of each expert, length E, and ``split``: the rows of each expert on each of its holders, in
+    the order of ``placement.holders``.
     """
-    compute, seconds = work_time(rows, split, placement, topology, sizes, rates)
-    travel = transfer_time(placement, topology, sizes, rates)
-    return StepTime(
-        compute=compute, rows=seconds, experts=travel, exposed=max(0.0, travel - rates.hidden)
-    )  # fmt: skip
 
+    topology: Topology
+    sizes: Sizes
+    rates: Rates
 
-def work_time(
-    rows: list[int],
-    split: Sequence[Sequence[float]],
-    placement: Placement,
-    topology: Topology,
-    sizes: Sizes,
-    rates: Rates,
-) -> tuple[float, float]:
-    """The part of :func:`step_time` that depends on ``split``: ``compute`` and ``rows``."""
-    world_size, num_nodes = topology.world_size, topology.num_nodes
-    experts, ranks = placement.pairs
-    load = np.asarray(rows, dtype=np.int64)
-    total = int(load.sum())
-    quota = np.fromiter(chain.from_iterable(split), dtype=np.float64, count=len(ranks))
-    computed = np.bincount(ranks, quota, minlength=world_size)
-    seconds = 0.0
-    if num_nodes > 1:
-        share = topology.node_sizes / world_size
-        expert, node, on_node = _visits(experts, topology.nodes[ranks], quota, topology)
-        seconds = _busiest(total * share, load[expert] * share[node], on_node, node) / rates.node_bytes
-    if world_size > num_nodes:
-        own = np.full(world_size, total / world_size)
-        seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
-    return compute_time(float(computed.max()), sizes, rates), _ROWS * seconds * sizes.row_bytes
+    def step(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> StepTime:
+        """Predict a step."""
+        compute, seconds = self.work(rows, split, placement)
+        travel = self.transfer(placement)
+        exposed = max(0.0, travel - self.rates.hidden)
+        return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
 
+    def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
+        """The part of :meth:`step` that depends on ``split``: ``compute`` and ``rows``."""
+        topology, rates = self.topology, self.rates
+        world_size, num_nodes = topology.world_size, topology.num_nodes
+        experts, ranks = placement.pairs
+        load = np.asarray(rows, dtype=np.int64)
+        total = int(load.sum())
+        quota = np.fromiter(chain.from_iterable(split), dtype=np.float64, count=len(ranks))
+        computed = np.bincount(ranks, quota, minlength=world_size)
+        seconds = 0.0
+        if num_nodes > 1:
+            share = topology.node_sizes / world_size
+            expert, node, on_node = _visits(experts, topology.nodes[ranks], quota, topology)
+            seconds = _busiest(total * share, load[expert] * share[node], on_node, node) / rates.node_bytes
+        if world_size > num_nodes:
+            own = np.full(world_size, total / world_size)
+            seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
+        return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
 
-def compute_time(rows: float, sizes: Sizes, rates: Rates) -> float:
-    """Seconds in which a rank computes so many rows, forward and backward."""
-    return _COMPUTE * rows * sizes.row_flops / rates.flops
+    def compute(self, rows: float) -> float:
+        """Seconds in which a rank computes so many rows, forward and backward."""
+        return _COMPUTE * rows * self.sizes.row_flops / self.rates.flops
+
+    def transfer(self, placement: Placement) -> float:
+        """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
+        if placement.num_replicas == 0:
+            return 0.0
+        (_, owners, leaders), (_, sources, destinations) = hops(placement, self.topology)
+        nodes = self.topology.nodes
+        copies = _most(nodes[owners], nodes[leaders]) / self.rates.node_bytes
+        copies += _most(sources, destinations) / self.rates.rank_bytes
+        return _EXPERTS * copies * self.sizes.expert_bytes
 
 
 def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tuple[Ints, Ints, Floats]:
@@ -159,16 +160,6 @@ def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
     received = np.bincount(where, compute - stay, minlength=len(own))
     sent = own - np.bincount(where, stay, minlength=len(own))
     return float(max(received.max(), sent.max()))
-
-
-def transfer_time(placement: Placement, topology: Topology, sizes: Sizes, rates: Rates) -> float:
-    """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
-    if placement.num_replicas == 0:
-        return 0.0
-    (_, owners, leaders), (_, sources, destinations) = hops(placement, topology)
-    copies = _most(topology.nodes[owners], topology.nodes[leaders]) / rates.node_bytes
-    copies += _most(sources, destinations) / rates.rank_bytes
-    return _EXPERTS * copies * sizes.expert_bytes
 
 
 def _most(sources: Ints, destinations: Ints) -> int:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner.balance import balance, balance_in_nodes, shed_excess
-from hecate.runtime.planner.cost import Rates, Sizes, StepTime, compute_time, step_time, transfer_time, work_time
+from hecate.runtime.planner.balance import balance, balance_in_nodes, owners_only, shed_excess
+from hecate.runtime.planner.cost import CostModel, StepTime
 from hecate.runtime.planner.dealing import deal
 from hecate.runtime.planner.placement import Ints, Placement, Topology
 
@@ -55,14 +55,12 @@ class Choice:
 def materialize_fastest(
     load: NDArray[np.integer],
     owners: Owners,
-    topology: Topology,
+    costs: CostModel,
     *,
     slots: int,
-    sizes: Sizes,
-    rates: Rates,
     recipes: Sequence[Recipe] | None = None,
 ) -> Choice:
-    """The fastest of a few placements, by :func:`step_time`.
+    """The fastest of a few placements, by :meth:`CostModel.step`.
 
     Rows cost time where they are computed and where they travel; replicas cost time where they travel. Tried are
 
@@ -79,18 +77,16 @@ def materialize_fastest(
         slots: m, most replicas on a rank.
         recipes: what to try; by default all of the list above.
     """
-    rows = load.tolist()
+    rows, topology = load.tolist(), costs.topology
     owned = Placement.owned(owners)
-    nothing = Choice(
-        placement=owned, time=step_time(rows, [[count] for count in rows], owned, topology, sizes, rates)
-    )
+    nothing = Choice(placement=owned, time=costs.step(rows, [[count] for count in rows], owned))
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return nothing
     hottest = _hottest(load, owners, topology, slots)
     tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
     for recipe in all_recipes(len(hottest), topology) if recipes is None else recipes:
         proposal = _propose(rows, hottest, owners, topology, slots, recipe)
-        total = step_time(rows, proposal.split, proposal.placement, topology, sizes, rates).total
+        total = costs.step(rows, proposal.split, proposal.placement).total
         if recipe.in_nodes not in tried or total < _MORE * tried[recipe.in_nodes][0]:
             tried[recipe.in_nodes] = total, recipe, proposal
     # The winners are timed again as their rows will be dispatched, and with their free slots filled.
@@ -98,35 +94,25 @@ def materialize_fastest(
     for total, recipe, proposal in tried.values():
         if total >= nothing.time.total:
             continue
-        filled = _fill_hidden(load, proposal, topology, slots, sizes, rates)
+        filled = _fill_hidden(load, proposal, slots, costs)
         for placement in (proposal.placement,) if filled is proposal.placement else (proposal.placement, filled):
-            split = split_fastest(rows, placement, topology, sizes, rates)
-            time = step_time(rows, split, placement, topology, sizes, rates)
+            time = costs.step(rows, split_fastest(rows, placement, costs), placement)
             if time.total <= best.time.total and time.total < _WORTH * nothing.time.total:
                 best = Choice(placement=placement, time=time, recipe=recipe)
     return best
 
 
 def materialize_again(
-    load: NDArray[np.integer],
-    owners: Owners,
-    topology: Topology,
-    *,
-    slots: int,
-    sizes: Sizes,
-    rates: Rates,
-    recipe: Recipe,
+    load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipe: Recipe
 ) -> Placement:
     """The placement of :func:`materialize_fastest` when the best recipe is known: nothing is compared."""
-    hottest = _hottest(load, owners, topology, slots)
-    proposal = _propose(load.tolist(), hottest, owners, topology, slots, recipe)
-    return _fill_hidden(load, proposal, topology, slots, sizes, rates)
+    hottest = _hottest(load, owners, costs.topology, slots)
+    proposal = _propose(load.tolist(), hottest, owners, costs.topology, slots, recipe)
+    return _fill_hidden(load, proposal, slots, costs)
 
 
-def split_fastest(
-    rows: list[int], placement: Placement, topology: Topology, sizes: Sizes, rates: Rates
-) -> list[list[int]]:
-    """Rows of each expert on each of its holders: the fastest of three ways, by :func:`work_time`.
+def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
+    """Rows of each expert on each of its holders: the fastest of three ways, by :meth:`CostModel.work`.
 
     Even ranks (:func:`balance`), fewest rows between nodes (:func:`balance_in_nodes`), or owners alone: many nodes,
     or a load other than the expected one. On a single node the first is taken.
@@ -134,29 +120,19 @@ def split_fastest(
     Args:
         rows: of each expert, length E.
     """
+    topology = costs.topology
     if topology.num_nodes == 1 or placement.num_replicas == 0:
         return balance(rows, placement, topology)
-
-    def seconds(split: list[list[int]]) -> float:
-        return sum(work_time(rows, split, placement, topology, sizes, rates))
-
     best = balance_in_nodes(rows, placement, topology)
-    compute, travel = work_time(rows, best, placement, topology, sizes, rates)
-    least = compute + travel
-    owners = placement.owners.ranks
-    others = [
-        [
-            [total] if len(ranks) == 1 else [total * (rank == owner) for rank in ranks]
-            for total, ranks, owner in zip(rows, placement.holders, owners, strict=True)
-        ]
-    ]
+    compute, travel = costs.work(rows, best, placement)
+    least, others = compute + travel, [owners_only(rows, placement)]
     # Where ranks are even already, nothing is gained by rows that leave their node.
-    if compute > _EVEN * compute_time(sum(rows) / topology.world_size, sizes, rates):
+    if compute > _EVEN * costs.compute(sum(rows) / topology.world_size):
         others.append(balance(rows, placement, topology))
     for split in others:
-        total = seconds(split)
-        if total < least:
-            best, least = split, total
+        seconds = sum(costs.work(rows, split, placement))
+        if seconds < least:
+            best, least = split, seconds
     return best
 
 
@@ -183,8 +159,8 @@ def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, slot
     Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
     """
     # An expert needs no copy in its own group, and all groups take turns.
-    groups = len(_groups(topology))
-    most = -(-slots * min(map(len, _groups(topology))) * groups // (groups - 1)) if groups > 1 else 0
+    groups = _groups(topology)
+    most = -(-slots * min(map(len, groups)) * len(groups) // (len(groups) - 1))
     order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
     if topology.num_nodes == 1:
         return order[:most]
@@ -243,14 +219,13 @@ def _propose(
     return _Proposal(rows, owners, replicas, free, have)
 
 
-def _fill_hidden(
-    load: NDArray[np.integer], proposal: _Proposal, topology: Topology, slots: int, sizes: Sizes, rates: Rates
-) -> Placement:
+def _fill_hidden(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
-    if rates.hidden == 0:
+    hidden, topology = costs.rates.hidden, costs.topology
+    if hidden == 0:
         return proposal.placement
     # On many nodes filling takes time, and is mostly in vain.
-    if topology.num_nodes > 1 and transfer_time(proposal.placement, topology, sizes, rates) >= rates.hidden:
+    if topology.num_nodes > 1 and costs.transfer(proposal.placement) >= hidden:
         return proposal.placement
     experts = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
     for kept in range(slots):
@@ -265,7 +240,7 @@ def _fill_hidden(
         # Each slot takes the expert with most rows per holder, so colder experts have no turn.
         deal(proposal.rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
         more = Placement.with_replicas(proposal.owners, replicas)
-        if transfer_time(more, topology, sizes, rates) <= rates.hidden:
+        if costs.transfer(more) <= hidden:
             return more
     return proposal.placement
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Rates, Topology, split_fastest, step_time, transfer_time
+from hecate.runtime.planner import Placement, Rates, Topology, split_fastest
 from hecate.runtime.policies import Hecate, LayerView, Objective, Static, overlap_degree
 from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
@@ -39,18 +39,9 @@ def test_calibration_adds_within_the_slots_and_only_what_pays(
     assert ((after.matrix == 1).sum(0) <= held).all()
     if after != placement and objective == "time":
         new = [set(more) - set(ranks) for ranks, more in zip(placement.holders, after.holders, strict=True)]
-        extra = transfer_time(Placement.with_replicas(case.owners, new), case.topology, SIZES, links)
-        before, then = (
-            step_time(
-                case.load.tolist(),
-                split_fastest(case.load.tolist(), p, case.topology, SIZES, links),
-                p,
-                case.topology,
-                SIZES,
-                links,
-            )
-            for p in (placement, after)
-        )
+        extra = seen.costs.transfer(Placement.with_replicas(case.owners, new))
+        rows = case.load.tolist()
+        before, then = (seen.costs.step(rows, split_fastest(rows, p, seen.costs), p) for p in (placement, after))
         assert then.compute + then.rows + extra < before.compute + before.rows
 
 
@@ -63,9 +54,9 @@ def test_a_wrong_prediction_costs_no_more_than_its_transfer(drawn: tuple[Case, P
     ranks = range(case.topology.world_size)
     sends = sum(Hecate().assign(seen, placement, case.counts, rank).sends for rank in ranks)
     split = [sends[expert, list(held)].tolist() for expert, held in enumerate(placement.holders)]
-    ours = step_time(case.load.tolist(), split, placement, case.topology, SIZES, links)
+    ours = seen.costs.step(case.load.tolist(), split, placement)
     owned = Placement.owned(case.owners)
-    theirs = step_time(case.load.tolist(), [[r] for r in case.load.tolist()], owned, case.topology, SIZES, links)
+    theirs = seen.costs.step(case.load.tolist(), [[r] for r in case.load.tolist()], owned)
     if case.topology.num_nodes > 1:
         assert ours.compute + ours.rows <= (theirs.compute + theirs.rows) * (1 + 1e-9)
     else:

@@ -9,11 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Rates, Sizes, Topology
+from hecate.runtime.planner import CostModel, Placement, Rates, Sizes, Topology
 from hecate.runtime.planner.placement import Ints
 
 FAST = settings(max_examples=150, deadline=None)
 SIZES = Sizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e6)
+
+
+def costs_of(topology: Topology, rates: Rates) -> CostModel:
+    """Of a layer of :data:`SIZES`."""
+    return CostModel(topology=topology, sizes=SIZES, rates=rates)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from hecate.runtime.planner import (
     rows_per_rank,
     shed_excess,
     split_fastest,
-    work_time,
 )
-from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
+from hecate.runtime.planner.placement import Ints
+from tests.runtime.planner.cases import FAST, Case, cases, costs_of, placements, rates
 
 drawn_cases = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))
 
@@ -108,16 +108,16 @@ def test_in_nodes_a_single_node_is_as_even_but_for_whole_rows(drawn: tuple[Case,
 @given(drawn_cases, rates)
 def test_the_fastest_split_is_no_slower_than_owners_or_in_nodes(drawn: tuple[Case, Placement], links: Rates) -> None:
     case, placement = drawn
-    rows = case.load.tolist()
+    rows, costs = case.load.tolist(), costs_of(case.topology, links)
 
     def seconds(split: list[list[int]]) -> float:
-        return sum(work_time(rows, split, placement, case.topology, SIZES, links))
+        return sum(costs.work(rows, split, placement))
 
     owned = [
         [count * (rank == owner) for rank in ranks]
         for count, ranks, owner in zip(rows, placement.holders, case.owners.ranks, strict=True)
     ]
-    found = seconds(split_fastest(rows, placement, case.topology, SIZES, links))
+    found = seconds(split_fastest(rows, placement, costs))
     if case.topology.num_nodes > 1:
         assert found <= seconds(balance_in_nodes(rows, placement, case.topology))
         assert found <= seconds(owned)
@@ -132,38 +132,39 @@ def test_balanced_is_never_worse_than_owners_only(drawn: tuple[Case, Placement])
     assert rows_per_rank(case.counts, placement, case.topology).max() <= owned.max()
 
 
-@FAST
-@given(cases(), st.integers(0, 4))
-def test_shedding_in_nodes_adds_replicas_in_the_owners_node_only(case: Case, slots: int) -> None:
-    rows, world_size = case.load.tolist(), case.topology.world_size
+def shed(case: Case, slots: int, topology: Topology | None = None) -> tuple[Placement, list[int], Ints]:
+    """The placement that shedding makes, the slots that are left on each rank, and its rows."""
+    rows = case.load.tolist()
     replicas: list[set[int]] = [set() for _ in rows]
-    free = [slots] * world_size
-    have = shed_excess(rows, case.owners, replicas, free, case.topology)
+    free = [slots] * case.topology.world_size
+    have = shed_excess(rows, case.owners, replicas, free, topology)
+    placement = Placement.with_replicas(case.owners, replicas)
     assert [sum(held.get(expert, 0) for held in have) for expert in range(len(rows))] == rows
-    for owner, more in zip(case.owners.ranks, replicas, strict=True):
-        assert {case.topology.node_of[rank] for rank in more} <= {case.topology.node_of[owner]}
-    level = np.asarray([sum(held.values()) for held in have])
-    for members in case.topology.members:
-        share = max(-(-sum(rows) // world_size), -(-int(level[list(members)].sum()) // len(members)))
-        blocked = all(level[rank] >= share or not free[rank] for rank in members)
-        assert level[list(members)].max() <= share or blocked
+    assert all(placement.matrix[expert, rank] for rank, held in enumerate(have) for expert in held)
+    assert (placement.matrix == 1).sum(0).max() <= slots
+    return placement, free, np.asarray([sum(held.values()) for held in have])
 
 
 @FAST
 @given(cases(), st.integers(0, 4))
 def test_shedding_evens_out_as_far_as_slots_allow(case: Case, slots: int) -> None:
-    rows, world_size = case.load.tolist(), case.topology.world_size
-    replicas: list[set[int]] = [set() for _ in rows]
-    free = [slots] * world_size
-    have = shed_excess(rows, case.owners, replicas, free)
-    placement = Placement.with_replicas(case.owners, replicas)
-    assert [sum(held.get(expert, 0) for held in have) for expert in range(len(rows))] == rows
-    assert all(placement.matrix[expert, rank] for rank, held in enumerate(have) for expert in held)
-    level = np.asarray([sum(held.values()) for held in have])
-    share = -(-sum(rows) // world_size)
+    _, free, level = shed(case, slots)
+    share = -(-int(level.sum()) // len(level))
     blocked = all(count >= share or not free[rank] for rank, count in enumerate(level))
     assert level.max() <= share or blocked
-    assert (placement.matrix == 1).sum(0).max() <= slots
+
+
+@FAST
+@given(cases(), st.integers(0, 4))
+def test_shedding_in_nodes_adds_replicas_in_the_owners_node_only(case: Case, slots: int) -> None:
+    placement, free, level = shed(case, slots, case.topology)
+    node_of = case.topology.node_of
+    for owner, ranks in zip(case.owners.ranks, placement.holders, strict=True):
+        assert {node_of[rank] for rank in ranks} == {node_of[owner]}
+    for members in case.topology.members:
+        share = max(-(-int(level.sum()) // len(level)), -(-int(level[list(members)].sum()) // len(members)))
+        blocked = all(level[rank] >= share or not free[rank] for rank in members)
+        assert level[list(members)].max() <= share or blocked
 
 
 def optimum(load: np.ndarray, placement: Placement) -> float:
@@ -189,7 +190,7 @@ def random_placement(rng: np.random.Generator, load: np.ndarray, owners: Owners,
     if kind == 1:
         links = Rates(flops=1e12, rank_bytes=1e11, node_bytes=1e10, hidden=1e-2)
         slots = int(rng.integers(1, 4))
-        return materialize_fastest(load, owners, topology, slots=slots, sizes=SIZES, rates=links).placement
+        return materialize_fastest(load, owners, costs_of(topology, links), slots=slots).placement
     ranks = [set(rng.integers(0, owners.world_size, int(rng.integers(0, 3))).tolist()) for _ in range(experts)]
     return Placement.with_replicas(owners, ranks)
 

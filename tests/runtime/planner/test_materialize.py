@@ -23,10 +23,9 @@ from hecate.runtime.planner import (
     materialize_fastest,
     predict,
     split_fastest,
-    step_time,
     transfers,
 )
-from tests.runtime.planner.cases import FAST, SIZES, Case, cases, placements, rates
+from tests.runtime.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 
 budgets = st.builds(Budget, overlap=st.integers(0, 14), slots=st.integers(0, 5))
 
@@ -55,21 +54,20 @@ def test_the_papers_rule_stays_in_its_budget(case: Case, budget: Budget) -> None
 @FAST
 @given(cases(), st.integers(0, 5), rates)
 def test_the_fastest_stays_in_its_budget_and_is_never_predicted_slower(case: Case, slots: int, rates: Rates) -> None:
-    choice = materialize_fastest(case.load, case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates)
+    costs = costs_of(case.topology, rates)
+    choice = materialize_fastest(case.load, case.owners, costs, slots=slots)
     check_placement(choice.placement, case, slots)
     rows, nothing = case.load.tolist(), Placement.owned(case.owners)
-    static = step_time(rows, balance(rows, nothing, case.topology), nothing, case.topology, SIZES, rates)
+    static = costs.step(rows, balance(rows, nothing, case.topology), nothing)
     assert choice.time.total <= static.total
     # What is predicted is what will be dispatched.
-    split = split_fastest(rows, choice.placement, case.topology, SIZES, rates)
-    assert choice.time == step_time(rows, split, choice.placement, case.topology, SIZES, rates)
+    split = split_fastest(rows, choice.placement, costs)
+    assert choice.time == costs.step(rows, split, choice.placement)
     if choice.recipe is not None:
         # What is made in the steps between two comparisons is what was compared, but perhaps for free slots.
-        kept = materialize_again(
-            case.load, case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates, recipe=choice.recipe
-        )
+        kept = materialize_again(case.load, case.owners, costs, slots=slots, recipe=choice.recipe)
         assert kept.includes(choice.placement)
-    again = materialize_fastest(case.load.copy(), case.owners, case.topology, slots=slots, sizes=SIZES, rates=rates)
+    again = materialize_fastest(case.load.copy(), case.owners, costs, slots=slots)
     assert (choice.placement, choice.time) == (again.placement, again.time)
 
 
@@ -108,7 +106,7 @@ def test_only_the_sum_over_ranks_matters(case: Case, random: Random, dtype: type
     first, second = (
         [
             materialize(load, case.owners, case.topology, Budget(overlap=5, slots=2)),
-            materialize_fastest(load, case.owners, case.topology, slots=2, sizes=SIZES, rates=links).placement,
+            materialize_fastest(load, case.owners, costs_of(case.topology, links), slots=2).placement,
         ]
         for load in (case.load, other)
     )
@@ -132,7 +130,7 @@ def test_a_balanced_load_gets_no_replica_that_must_be_paid() -> None:
     owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
     links = Rates(flops=1e13, rank_bytes=1e10, node_bytes=1e10)
     even = np.full(8, 1000)
-    assert materialize_fastest(even, owners, topology, slots=2, sizes=SIZES, rates=links).placement.num_replicas == 0
+    assert materialize_fastest(even, owners, costs_of(topology, links), slots=2).placement.num_replicas == 0
 
 
 def test_transfers_that_cannot_be_hidden_are_not_worth_a_small_gain() -> None:
@@ -141,7 +139,7 @@ def test_transfers_that_cannot_be_hidden_are_not_worth_a_small_gain() -> None:
     slow = Rates(flops=1e13, rank_bytes=1e8, node_bytes=1e8)
     hidden = Rates(flops=1e13, rank_bytes=1e8, node_bytes=1e8, hidden=10.0)
     for links, replicas in ((slow, False), (hidden, True)):
-        choice = materialize_fastest(load, owners, topology, slots=2, sizes=SIZES, rates=links)
+        choice = materialize_fastest(load, owners, costs_of(topology, links), slots=2)
         assert (choice.placement.num_replicas > 0) == replicas
 
 
@@ -150,7 +148,7 @@ def test_the_papers_regime_gains_from_experts_on_every_node() -> None:
     owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
     load = np.rint(8 * 8192 * 2 / np.arange(1, 33) ** 0.8 / 7).astype(np.int64)
     links = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden=2e-3)
-    choice = materialize_fastest(load, owners, topology, slots=4, sizes=SIZES, rates=links)
+    choice = materialize_fastest(load, owners, costs_of(topology, links), slots=4)
     hottest = {topology.node_of[rank] for rank in choice.placement.holders[0]}
     assert choice.recipe is not None
     assert choice.recipe.spread
@@ -165,18 +163,18 @@ def test_never_slower_than_the_papers_rule_where_rows_cost_most(experts: int, zi
     weights = np.random.default_rng(0).permutation(1.0 / np.arange(1, experts + 1) ** zipf)
     load = np.rint(65536 * weights / weights.sum()).astype(np.int64)
     links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
-    choice = materialize_fastest(load, owners, topology, slots=2, sizes=SIZES, rates=links)
+    choice = materialize_fastest(load, owners, costs_of(topology, links), slots=2)
     overlap = int(links.hidden * links.node_bytes / (2 * SIZES.expert_bytes))
     paper = materialize(load, owners, topology, Budget(overlap=overlap, slots=2))
     split = local_split(load.tolist(), paper, topology)
-    assert choice.time.total <= step_time(load.tolist(), split, paper, topology, SIZES, links).total
+    assert choice.time.total <= costs_of(topology, links).step(load.tolist(), split, paper).total
 
 
 def test_even_loads_are_spread_from_all_nodes_alike() -> None:
     """A link has two directions: hot experts of one node alone would fill one of them."""
     topology, owners = Topology.even(8, 4), Owners.contiguous(32, 8)
     links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
-    choice = materialize_fastest(np.full(32, 2048), owners, topology, slots=2, sizes=SIZES, rates=links)
+    choice = materialize_fastest(np.full(32, 2048), owners, costs_of(topology, links), slots=2)
     across, _ = transfers(choice.placement, topology)
     sent = np.bincount(topology.nodes[across.sources], minlength=2)
     assert sent[0] == sent[1] > 0
