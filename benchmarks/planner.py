@@ -9,6 +9,7 @@ counts of the step.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -62,6 +63,7 @@ def measure(world_size: int, experts: int, steps: int, zipf: float, objective: O
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     table = Table("objective", "ranks", "experts", "zipf", "place ms", "assign ms", "together ms", "allowed ms")
     results = []
     for objective in ("time", "paper"):

@@ -1,12 +1,13 @@
 """The paper's clusters, and 64 to 1,024 H100s: ``hecate simulate`` for all of them.
 
-    python -m benchmarks.simulate_clusters        some minutes
+    python -m benchmarks.simulate_clusters        half an hour
 
 Written are benchmarks/results/simulated_clusters.json and .md, with the commands.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -73,6 +74,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
