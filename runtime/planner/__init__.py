@@ -10,7 +10,7 @@ No process group, no clock, no device. The inputs are the counts that every exch
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
 """
 
-from hecate.runtime.planner.balance import balance, balance_in_nodes, local_split, shed_excess
+from hecate.runtime.planner.balance import balance, balance_in_nodes, local_split, owners_only, shed_excess
 from hecate.runtime.planner.cost import CostModel, Rates, Sizes, StepTime
 from hecate.runtime.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
 from hecate.runtime.planner.fastest import (
@@ -49,6 +49,7 @@ __all__ = [
     "materialize_again",
     "materialize_fastest",
     "near_recipes",
+    "owners_only",
     "predict",
     "quota_matrix",
     "rows_per_rank",

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from hecate.runtime.owners import Owners
 from hecate.runtime.planner.placement import Ints, Placement, Topology
 from hecate.runtime.planner.transfers import hops
 
@@ -118,6 +119,24 @@ class CostModel:
             own = np.full(world_size, total / world_size)
             seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
         return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
+
+    def owners_work(self, rows: list[int], owners: Owners) -> float:
+        """:meth:`work`, added up, if owners compute all rows of their experts."""
+        topology, rates = self.topology, self.rates
+        world_size, total = topology.world_size, sum(rows)
+        level = [0] * world_size
+        for owner, count in zip(owners.ranks, rows, strict=True):
+            level[owner] += count
+        seconds = 0.0
+        if topology.num_nodes > 1:
+            for ranks in topology.members:
+                share, owned = len(ranks) / world_size, sum([level[rank] for rank in ranks])
+                seconds = max(seconds, owned * (1 - share), (total - owned) * share)
+            seconds /= rates.node_bytes
+        if world_size > topology.num_nodes:
+            most = max(max(level) * (world_size - 1), total - min(level)) / world_size
+            seconds = max(seconds, most / rates.rank_bytes)
+        return self.compute(max(level)) + _ROWS * seconds * self.sizes.row_bytes
 
     def compute(self, rows: float) -> float:
         """Seconds in which a rank computes so many rows, forward and backward."""

@@ -131,26 +131,20 @@ def _balanced(
     """
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
-    quotas = _to_owners(counts, placement, rank)
-    shared = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
-    experts = np.repeat(shared, [len(split[expert]) for expert in shared])
-    ranks = np.fromiter(chain.from_iterable([placement.holders[expert] for expert in shared]), dtype=np.int64)
-    quota = np.fromiter(chain.from_iterable([split[expert] for expert in shared]), dtype=np.int64)
+    experts, ranks = placement.pairs
+    quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(ranks))
     if not topology.in_order:
         # By node first, so that a node's ranks stand side by side.
         order = np.lexsort((topology.position[ranks], experts))
         experts, ranks, quota = experts[order], ranks[order], quota[order]
-    quotas.sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
-    quotas.receives[:, shared] = 0
+    sends = np.zeros(counts.T.shape, dtype=np.int64)
+    sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
+    receives = np.zeros(counts.shape, dtype=np.int64)
+    demand = np.zeros(counts.T.shape, dtype=np.int64)
+    demand[experts, ranks] = quota
     held = experts[ranks == rank]
-    if len(held):
-        lines = np.full(len(split), -1)
-        lines[held] = np.arange(len(held))
-        here = lines[experts] >= 0
-        demand = np.zeros((len(held), topology.world_size), dtype=np.int64)
-        demand[lines[experts[here]], ranks[here]] = quota[here]
-        quotas.receives[:, held] = _received(counts.T[held], demand, topology, rank).T
-    return quotas
+    receives[:, held] = _received(counts.T[held], demand[held], topology, rank).T
+    return Quotas(sends, receives)
 
 
 def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Ints:
@@ -180,8 +174,8 @@ def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topol
         )
         start, end = np.minimum(before, amount[here]), np.minimum(before + left, amount[here])
         most = amount[node, experts]
-        ends = np.minimum(_running(want, place), most)
-        starts = np.minimum(_running(want, place) - want, most)
+        running = _running(want, place)
+        starts, ends = np.minimum(running - want, most), np.minimum(running, most)
         sent += np.where(node == here, _common(starts, ends, start[experts], end[experts]), 0)
         want = want - (ends - starts)
         left -= end - start

@@ -64,6 +64,10 @@ class Topology:
         return np.bincount(self.nodes)
 
     @cached_property
+    def _node_starts(self) -> Ints:
+        return np.cumsum(self.node_sizes) - self.node_sizes
+
+    @cached_property
     def node_lines(self) -> Ints:
         """:attr:`members` as lines of equal length, int64 ``[N, most]``, filled up with the number W."""
         most = max(map(len, self.members))
@@ -85,7 +89,7 @@ class Topology:
     def sum_nodes(self, values: Ints) -> Ints:
         """Add up the lines of each node's ranks: ``[W, n] -> [N, n]``."""
         ordered = values if self.in_order else values[np.argsort(self.position)]
-        return np.add.reduceat(ordered, np.cumsum(self.node_sizes) - self.node_sizes, axis=0)
+        return np.add.reduceat(ordered, self._node_starts, axis=0)
 
     def split_by_node(self, values: Ints) -> Ints:
         """Give the ranks of each node a line of their own: ``[..., W] -> [..., N, most]``, zero where none is."""

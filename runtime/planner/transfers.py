@@ -49,7 +49,7 @@ def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
     nodes = topology.nodes
     # The first holder of each expert on each node; on the owner's node the owner.
     visits = experts * topology.num_nodes + nodes[ranks]
-    _, first, line = np.unique(visits, return_index=True, return_inverse=True)
+    first, line = _runs(visits) if topology.in_order else _firsts(visits)
     leaders = np.where(nodes[ranks[first]] == nodes[owners[first]], owners[first], ranks[first])[line]
     leads = ranks == leaders
     across, inside = np.flatnonzero(leads & (ranks != owners)), np.flatnonzero(~leads)
@@ -57,6 +57,20 @@ def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
         (experts[across], owners[across], ranks[across]),
         (experts[inside], leaders[inside], ranks[inside]),
     )
+
+
+def _runs(values: Ints) -> tuple[Ints, Ints]:
+    """Where each value of an ascending array begins, and the number of its run for every element."""
+    begins = np.empty(len(values), dtype=bool)
+    begins[:1] = True
+    np.not_equal(values[1:], values[:-1], out=begins[1:])
+    return np.flatnonzero(begins), np.cumsum(begins) - 1
+
+
+def _firsts(values: Ints) -> tuple[Ints, Ints]:
+    """As :func:`_runs`, for values in any order."""
+    _, first, line = np.unique(values, return_index=True, return_inverse=True)
+    return first, line
 
 
 def _stage(placement: Placement, experts: Ints, sources: Ints, destinations: Ints) -> Stage:

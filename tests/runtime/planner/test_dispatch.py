@@ -20,6 +20,7 @@ from hecate.runtime.planner import (
     balance_in_nodes,
     materialize,
     materialize_fastest,
+    owners_only,
     quota_matrix,
     rows_per_rank,
     shed_excess,
@@ -113,14 +114,19 @@ def test_the_fastest_split_is_no_slower_than_owners_or_in_nodes(drawn: tuple[Cas
     def seconds(split: list[list[int]]) -> float:
         return sum(costs.work(rows, split, placement))
 
-    owned = [
-        [count * (rank == owner) for rank in ranks]
-        for count, ranks, owner in zip(rows, placement.holders, case.owners.ranks, strict=True)
-    ]
     found = seconds(split_fastest(rows, placement, costs))
     if case.topology.num_nodes > 1:
         assert found <= seconds(balance_in_nodes(rows, placement, case.topology))
-        assert found <= seconds(owned)
+        assert found <= seconds(owners_only(rows, placement)) * (1 + 1e-9)
+
+
+@FAST
+@given(drawn_cases, rates)
+def test_the_work_of_owners_alone_has_a_short_cut(drawn: tuple[Case, Placement], links: Rates) -> None:
+    case, placement = drawn
+    rows, costs = case.load.tolist(), costs_of(case.topology, links)
+    expected = sum(costs.work(rows, owners_only(rows, placement), placement))
+    assert costs.owners_work(rows, case.owners) == pytest.approx(expected, rel=1e-9)
 
 
 @FAST
