@@ -124,8 +124,8 @@ def materialize_again(
 def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
     """Rows of each expert on each of its holders: the fastest of three ways, by :meth:`CostModel.work`.
 
-    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), if that may save 3 %; or owners
-    alone: many nodes, or a load other than the expected one. On a single node ranks are made even.
+    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), if that may save 3 %; or
+    owners alone: many nodes, or a load other than the expected one. On a single node ranks are made even.
 
     Args:
         rows: of each expert, length E.
