@@ -11,7 +11,9 @@ from typing import Any
 from benchmarks.compare import shapes
 from benchmarks.compare.cells import BOUNDS
 
-BASE = "static EP"
+BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
+# Hecate in other settings, beside the systems that it is compared with.
+OWN = (OURS, "hecate (calibrate)", "hecate (LAER's memory)")
 Samples = Sequence[dict[str, Any]]
 
 
@@ -86,14 +88,38 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
         ]  # fmt: skip
         for line in rows_of(cell, workload):
-            low, middle, high = line["seconds"]
-            s_low, speedup, s_high = line["speed-up"]
             balance = f"{line['imbalance']:.2f}" if "imbalance" in line else "-"
             lines.append(
-                f"| {line['system']} | {middle:.2f} ({low:.2f} - {high:.2f}) | {speedup:.2f} "
-                f"({s_low:.2f} - {s_high:.2f}) | {balance} | {line['sent'] / 1e6:.1f} | {line['bytes'] / 1e6:.1f} |"
+                f"| {line['system']} | {_spread(line['seconds'])} | {_spread(line['speed-up'])} "
+                f"| {balance} | {line['sent'] / 1e6:.1f} | {line['bytes'] / 1e6:.1f} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def summary(cells: dict[str, Any]) -> str:
+    """One line for every cell and workload: how many times as long as Hecate others take in the same round."""
+    lines = ["| cell | workload | static EP | paper's rule | the fastest other |", "|---|---|---|---|---|"]
+    for name, cell in cells.items():
+        for workload, samples in cell["samples"].items():
+            if OURS not in samples:
+                continue
+            ours = [sample["seconds"] for sample in samples[OURS]]
+            takes = {
+                system: quartiles([s["seconds"] / mine for s, mine in zip(found, ours, strict=True)])
+                for system, found in samples.items()
+                if system not in BOUNDS and system not in OWN
+            }
+            nearest = min(takes, key=lambda system: takes[system][1])
+            paper = _spread(takes[PAPER]) if PAPER in takes else "-"
+            lines.append(
+                f"| {name} | {workload} | {_spread(takes[BASE])} | {paper} | {nearest}: {_spread(takes[nearest])} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _spread(found: tuple[float, float, float]) -> str:
+    low, middle, high = found
+    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
 
 
 def write(folder: Path) -> None:
@@ -113,6 +139,11 @@ def write(folder: Path) -> None:
         "states, and the slots that experts are gathered into, on the rank with most. Bounds are no systems: the",
         "first trains on even routing; in the second nothing but the counts of rows takes time on links.",
         "",
+        "## In short",
+        "",
+        "How many times as long as Hecate others take in the same round: median, and quartiles in brackets.",
+        "",
+        summary(cells),
     ]
     text += [markdown(name, cell) for name, cell in cells.items()]
     (folder / "compare.md").write_text("\n".join(text))

@@ -89,8 +89,19 @@ def test_unknown_systems_and_cells_are_refused() -> None:
 def test_the_committed_tables_are_those_of_the_raw_samples() -> None:
     assert "gpt-moe-s.a" in CELLS, "without samples the tests below would check nothing"
     text = (RESULTS / "compare.md").read_text()
+    assert report.summary(CELLS) in text
     for name, cell in CELLS.items():
         assert report.markdown(name, cell) in text
+
+
+def test_the_summary_compares_steps_of_the_same_round() -> None:
+    def steps(*seconds: float) -> list[dict[str, float]]:
+        return [{"seconds": value} for value in seconds]
+
+    samples = {"static EP": steps(2, 6, 4), "hecate": steps(1, 2, 2), "LAER": steps(3, 2.2, 2)}
+    samples |= {"hecate (calibrate)": steps(0.1, 0.1, 0.1), "bound: free links": steps(0.1, 0.1, 0.1)}
+    (line,) = report.summary({"one": {"samples": {"zipf": samples}}, "two": {"samples": {}}}).splitlines()[2:]
+    assert line == "| one | zipf | 2.00 (2.00 - 2.50) | - | LAER: 1.10 (1.05 - 2.05) |"
 
 
 @pytest.mark.parametrize("name", CELLS)
