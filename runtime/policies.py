@@ -168,10 +168,10 @@ class Hecate(Policy):
         self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement
 
-    def _planned(self, layer: LayerView, load: Ints, owners: Owners) -> Placement:
+    def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
         """The placement for a known load, by this policy's objective."""
         if self.objective == "time":
-            return materialize_fastest(load, owners, layer.costs, slots=self.replicas).placement
+            return materialize_fastest(load, owners, layer.costs, slots=self.replicas, fills=fills).placement
         budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
         return materialize(load, owners, layer.topology, budget)
 
@@ -187,7 +187,9 @@ class Hecate(Policy):
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         load = counts.sum(0)
-        merged, added = _merge(placement, self._planned(layer, load, layer.owners), load, self.replicas)
+        # The load is known, so no slots need be filled in case that it is another.
+        planned = self._planned(layer, load, layer.owners, fills=False)
+        merged, added = _merge(placement, planned, load, self.replicas)
         if not added.num_replicas:
             return placement
         # The gate has run, so nothing hides what is added.

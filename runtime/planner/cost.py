@@ -86,8 +86,8 @@ class StepTime:
 class CostModel:
     """What a step of one layer takes, with every rank routing the same share of each expert's rows.
 
-    Methods take ``rows`` of each expert, length E, and ``split``: the rows of each expert on each of its holders, in
-    the order of ``placement.holders``.
+    ``rows`` are of each expert, length E, and ``split`` the rows of each expert on each of its holders, in the order
+    of ``placement.holders``.
     """
 
     topology: Topology
@@ -139,7 +139,7 @@ class CostModel:
         return self.compute(max(level)) + _ROWS * seconds * self.sizes.row_bytes
 
     def compute(self, rows: float) -> float:
-        """Seconds in which a rank computes so many rows, forward and backward."""
+        """Seconds in which one rank computes so many rows, forward and backward."""
         return _COMPUTE * rows * self.sizes.row_flops / self.rates.flops
 
     def transfer(self, placement: Placement) -> float:

@@ -36,7 +36,8 @@ class Recipe(NamedTuple):
         spread: how many hot experts get a copy on every node (every rank of a single node).
         in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
         fills: slots that are left get replicas whose transfer is hidden. They make a wrong prediction cheaper, but
-            with more holders rows are not always dispatched better. None if both are to be tried.
+            with more holders rows are not always dispatched better. None if both are to be tried; what was better
+            is kept until both are tried again.
     """
 
     spread: int
@@ -64,6 +65,7 @@ def materialize_fastest(
     *,
     slots: int,
     recipes: Sequence[Recipe] | None = None,
+    fills: bool | None = None,
 ) -> Choice:
     """The fastest of a few placements, by :meth:`CostModel.step`.
 
@@ -75,12 +77,13 @@ def materialize_fastest(
        2. with the slots that are left.
 
     Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md). Slots that are left get
-    replicas while their transfer is hidden.
+    replicas while their transfer is hidden, unless that is predicted to cost more than 5 %.
 
     Args:
         load: expected rows per expert, ``[E]``.
         slots: m, most replicas on a rank.
         recipes: what to try; by default all of the list above.
+        fills: of those recipes. With False nothing but the prediction counts.
     """
     rows, topology = load.tolist(), costs.topology
     owned = Placement.owned(owners)
@@ -89,7 +92,7 @@ def materialize_fastest(
         return nothing
     hottest = _hottest(load, owners, topology, slots)
     tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
-    for recipe in all_recipes(len(hottest), topology) if recipes is None else recipes:
+    for recipe in all_recipes(len(hottest), topology, fills) if recipes is None else recipes:
         proposal = _propose(rows, hottest, owners, topology, slots, recipe)
         total = costs.step(rows, proposal.split, proposal.placement).total
         if recipe.in_nodes not in tried or total < _MORE * tried[recipe.in_nodes][0]:
@@ -99,16 +102,16 @@ def materialize_fastest(
     for total, recipe, proposal in tried.values():
         if total >= nothing.time.total:
             continue
-        for fills in (False, True) if recipe.fills is None else (recipe.fills,):
-            placement = _fill_hidden(load, proposal, slots, costs) if fills else proposal.placement
-            if recipe.fills is None and fills and placement is proposal.placement:
+        for fill in (False, True) if recipe.fills is None else (recipe.fills,):
+            placement = _fill_hidden(load, proposal, slots, costs) if fill else proposal.placement
+            if recipe.fills is None and fill and placement is proposal.placement:
                 # Nothing to fill, so it has just been timed.
                 continue
             time = costs.step(rows, split_fastest(rows, placement, costs), placement)
-            counted = time.total / _INSURED if fills else time.total
-            if counted <= least and time.total < _WORTH * nothing.time.total:
-                least = counted
-                best = Choice(placement=placement, time=time, recipe=recipe._replace(fills=fills))
+            insured = time.total / _INSURED if fill else time.total
+            if insured <= least and time.total < _WORTH * nothing.time.total:
+                least = insured
+                best = Choice(placement=placement, time=time, recipe=recipe._replace(fills=fill))
     return best
 
 
@@ -116,6 +119,8 @@ def materialize_again(
     load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipe: Recipe
 ) -> Placement:
     """The placement of :func:`materialize_fastest` when the best recipe is known: nothing is compared."""
+    if slots == 0 or owners.world_size == 1:
+        return Placement.owned(owners)
     hottest = _hottest(load, owners, costs.topology, slots)
     proposal = _propose(load.tolist(), hottest, owners, costs.topology, slots, recipe)
     return _fill_hidden(load, proposal, slots, costs) if recipe.fills else proposal.placement
@@ -136,23 +141,27 @@ def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> li
     best = balance_in_nodes(rows, placement, topology)
     compute, travel = costs.work(rows, best, placement)
     least = compute + travel
-    # Rows that leave their node can make ranks even, and no more.
-    if compute - costs.compute(sum(rows) / topology.world_size) > _MAY_GAIN * least:
+    # On two nodes no row crosses that need not, so others can make ranks even, and no more. With a third one, rows of
+    # a node without a holder may go to the node with less to receive.
+    may_gain = compute - costs.compute(sum(rows) / topology.world_size)
+    if topology.num_nodes > 2 or may_gain > _MAY_GAIN * least:
         split = balance(rows, placement, topology)
         seconds = sum(costs.work(rows, split, placement))
         if seconds < least:
             best, least = split, seconds
-    return owners_only(rows, placement) if costs.owners_work(rows, placement.owners) < least else best
+    # Both are the same sum in another order where owners compute all rows already.
+    faster = costs.owners_work(rows, placement.owners) < least * (1 - 1e-9)
+    return owners_only(rows, placement) if faster else best
 
 
-def all_recipes(most: int, topology: Topology) -> list[Recipe]:
+def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> list[Recipe]:
     """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
     spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
-    return [Recipe(spread, way) for spread in spreads for way in _ways(topology)]
+    return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
 
 
 def near_recipes(recipe: Recipe, topology: Topology) -> list[Recipe]:
-    """``recipe``, with half and twice as many hot experts, and the other way to even out."""
+    """``recipe``, half and twice as many hot experts, and the other way to even out; all fill slots as it does."""
     spreads = sorted({recipe.spread // 2, recipe.spread, max(1, 2 * recipe.spread)})
     near = [recipe._replace(spread=spread) for spread in spreads]
     return [*near, *(recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes)]

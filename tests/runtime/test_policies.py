@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,6 +77,18 @@ def test_the_search_recovers_after_balanced_steps() -> None:
     assert set(counts[:9]) == {0}
     assert min(counts[13:18]) > 0
     assert counts[-1] == 0
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1e-3, 1.0])
+def test_steps_between_comparisons_repeat_what_was_best(hidden: float) -> None:
+    owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
+    load = np.rint(65536 / np.arange(1, 33)).astype(np.int64)
+    policy = Hecate()
+    seen = view(load, owners, topology, replace(LINKS, hidden=hidden))
+    placements = [policy.place(seen) for _ in range(9)]
+    assert placements[0].num_replicas
+    assert placements[0] == placements[1] == placements[2] == placements[3]
+    assert placements[4] == placements[5] == placements[6] == placements[7]
 
 
 def test_nothing_is_known_in_the_first_step() -> None:

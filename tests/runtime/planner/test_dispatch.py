@@ -120,6 +120,29 @@ def test_the_fastest_split_is_no_slower_than_owners_or_in_nodes(drawn: tuple[Cas
         assert found <= seconds(owners_only(rows, placement)) * (1 + 1e-9)
 
 
+def test_rows_leave_their_node_where_compute_is_slow_and_links_are_fast() -> None:
+    topology = Topology((0, 1))
+    placement = Placement.with_replicas(Owners((0, 0), 2), [{1}, set()])
+    for flops, speed, expected in ((1e9, 1e12, [[0, 300], [300]]), (1e12, 1e6, [[150, 150], [300]])):
+        costs = costs_of(topology, Rates(flops=flops, rank_bytes=speed, node_bytes=speed))
+        assert split_fastest([300, 300], placement, costs) == expected
+
+
+def test_with_three_nodes_other_rows_than_those_that_must_may_fill_a_link() -> None:
+    topology = Topology((0, 1, 2))
+    placement = Placement.with_replicas(Owners((0, 0), 3), [{1}, set()])
+    # Compute takes no time. Node 2 holds neither expert; node 0 has to receive rows of the second one anyway.
+    costs = costs_of(topology, Rates(flops=1e18, rank_bytes=1e6, node_bytes=1e6))
+    found, in_nodes = (
+        sum(costs.work([300, 300], split, placement))
+        for split in (
+            split_fastest([300, 300], placement, costs),
+            balance_in_nodes([300, 300], placement, topology),
+        )
+    )
+    assert found < 0.85 * in_nodes
+
+
 @FAST
 @given(drawn_cases, rates)
 def test_the_work_of_owners_alone_has_a_short_cut(drawn: tuple[Case, Placement], links: Rates) -> None:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hecate.runtime.owners import Owners
 from hecate.runtime.planner import (
     Budget,
+    CostModel,
     Placement,
     Rates,
+    Sizes,
     Topology,
     balance,
     local_split,
@@ -123,6 +125,25 @@ def test_replicas_spread_over_nodes_first() -> None:
     load = np.array([80, 1, 1, 1, 1, 1, 1, 1])
     placement = materialize(load, owners, topology, Budget(overlap=2, slots=1))
     assert {topology.node_of[rank] for rank in placement.holders[0]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("ranks", "filled"), [(8, True), (32, False)])
+def test_free_slots_are_filled_unless_that_costs_more_than_five_percent(ranks: int, filled: bool) -> None:
+    owners, topology = Owners.contiguous(32, ranks), Topology.even(ranks, 8)
+    sizes = Sizes(row_flops=6 * 96 * 128, row_bytes=4 * 96, expert_bytes=3 * 4 * 96 * 128)
+    links = Rates(flops=8e9, rank_bytes=2e8, node_bytes=2e8, hidden=0.2)
+    costs = CostModel(topology=topology, sizes=sizes, rates=links)
+    load = np.full(32, 64 * ranks)
+    load[0] *= 20
+    choice, plain, always = (
+        materialize_fastest(load, owners, costs, slots=2, fills=fills) for fills in (None, False, True)
+    )
+    # One is slower by one per cent, the other by thirteen.
+    assert plain.time.total < always.time.total
+    assert (always.time.total <= 1.05 * plain.time.total) == filled
+    assert choice.placement == (always if filled else plain).placement
+    assert choice.recipe is not None
+    assert choice.recipe.fills == filled
 
 
 def test_a_balanced_load_gets_no_replica_that_must_be_paid() -> None:
