@@ -1,6 +1,6 @@
 """The paper's clusters, and 64 to 1,024 H100s: ``hecate simulate`` for all of them.
 
-    python -m benchmarks.simulate_clusters        half an hour
+    python -m benchmarks.simulate_clusters        25 minutes
 
 Written are benchmarks/results/simulated_clusters.json and .md, with the commands.
 """

@@ -46,6 +46,13 @@ class Owners:
         """The experts of ``rank``, in slot order."""
         return [expert for expert, owner in enumerate(self.ranks) if owner == rank]
 
+    def rows(self, rows: Sequence[int]) -> list[int]:
+        """Rows of each rank, length W, if owners compute all rows of their experts; ``rows`` are those of experts."""
+        level = [0] * self.world_size
+        for owner, count in zip(self.ranks, rows, strict=True):
+            level[owner] += count
+        return level
+
     @cached_property
     def array(self) -> Ints:
         """:attr:`ranks` as int64 ``[E]``."""

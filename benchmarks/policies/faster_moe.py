@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hecate.runtime.planner import CostModel, Placement, Quotas, assign_tokens, local_split
 from hecate.runtime.planner.placement import Ints
@@ -23,15 +23,14 @@ class FasterMoE(Policy):
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
         rows: list[int] = counts.sum(0).tolist()
-        owners, everyone = layer.owners, set(range(layer.owners.world_size))
-        exposed = replace(layer.costs, rates=replace(layer.rates, hidden=0.0))
+        owners, everyone, costs = layer.owners, set(range(layer.owners.world_size)), layer.costs.exposed
         replicas: list[set[int]] = [set() for _ in rows]
         best = placement
-        fastest = self._seconds(exposed, rows, best)
+        fastest = self._seconds(costs, rows, best)
         for expert in sorted(range(len(rows)), key=lambda e: (-rows[e], e)):
             replicas[expert] = everyone - {owners.ranks[expert]}
             shadowed = Placement.with_replicas(owners, replicas)
-            seconds = self._seconds(exposed, rows, shadowed)
+            seconds = self._seconds(costs, rows, shadowed)
             if seconds >= fastest:
                 break
             best, fastest = shadowed, seconds

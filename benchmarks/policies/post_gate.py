@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hecate.runtime.planner import Placement, Quotas, materialize_fastest
 from hecate.runtime.planner.placement import Ints
@@ -25,8 +25,7 @@ class PostGate(Policy):
     replicas: int = 2
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
-        exposed = replace(layer.costs, rates=replace(layer.rates, hidden=0.0))
-        return materialize_fastest(counts.sum(0), layer.owners, exposed, slots=self.replicas).placement
+        return materialize_fastest(counts.sum(0), layer.owners, layer.costs.exposed, slots=self.replicas).placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         return assign_fastest(layer, placement, counts, rank)

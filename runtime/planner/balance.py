@@ -64,7 +64,7 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
             blocks.append(_Block(rows[expert], expert, range(len(ranks)), ranks, quota))
     highest = max(_even_out(split, alone, blocks))
     # Owners alone have at least the mean, so often there is nothing to compare with.
-    if highest * len(alone) > sum(rows) and highest > _owners_highest(rows, placement):
+    if highest * len(alone) > sum(rows) and highest > max(placement.owners.rows(rows)):
         # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
         return owners_only(rows, placement)
     return split
@@ -207,14 +207,6 @@ def _whole(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> li
             line[block.positions[index]] += 1
             level[ranks[index]] += 1
     return level
-
-
-def _owners_highest(rows: list[int], placement: Placement) -> int:
-    """Rows of the busiest rank if owners computed everything."""
-    level = [0] * placement.owners.world_size
-    for owner, count in zip(placement.owners.ranks, rows, strict=True):
-        level[owner] += count
-    return max(level)
 
 
 def shed_excess(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.owners import Owners
-from hecate.runtime.planner.placement import Ints, Placement, Topology
+from hecate.runtime.planner.placement import Ints, Placement, Topology, changes
 from hecate.runtime.planner.transfers import hops
 
 Floats = NDArray[np.float64]
@@ -120,13 +120,10 @@ class CostModel:
             seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
         return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
 
-    def owners_work(self, rows: list[int], owners: Owners) -> float:
-        """:meth:`work`, added up, if owners compute all rows of their experts."""
+    def owners_work(self, rows: list[int], owners: Owners) -> tuple[float, float]:
+        """:meth:`work` if owners compute all rows of their experts."""
         topology, rates = self.topology, self.rates
-        world_size, total = topology.world_size, sum(rows)
-        level = [0] * world_size
-        for owner, count in zip(owners.ranks, rows, strict=True):
-            level[owner] += count
+        world_size, total, level = topology.world_size, sum(rows), owners.rows(rows)
         seconds = 0.0
         if topology.num_nodes > 1:
             for ranks in topology.members:
@@ -136,11 +133,16 @@ class CostModel:
         if world_size > topology.num_nodes:
             most = max(max(level) * (world_size - 1), total - min(level)) / world_size
             seconds = max(seconds, most / rates.rank_bytes)
-        return self.compute(max(level)) + _ROWS * seconds * self.sizes.row_bytes
+        return self.compute(max(level)), _ROWS * seconds * self.sizes.row_bytes
 
     def compute(self, rows: float) -> float:
         """Seconds in which one rank computes so many rows, forward and backward."""
         return _COMPUTE * rows * self.sizes.row_flops / self.rates.flops
+
+    @property
+    def exposed(self) -> CostModel:
+        """The same where nothing hides a transfer."""
+        return replace(self, rates=replace(self.rates, hidden=0.0))
 
     def transfer(self, placement: Placement) -> float:
         """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
@@ -159,10 +161,7 @@ def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tu
     if not topology.in_order:
         order = np.argsort(visits, kind="stable")
         experts, nodes, quota, visits = experts[order], nodes[order], quota[order], visits[order]
-    first = np.empty(len(visits), dtype=bool)
-    first[:1] = True
-    np.not_equal(visits[1:], visits[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
+    starts = np.flatnonzero(changes(visits))
     return experts[starts], nodes[starts], np.add.reduceat(quota, starts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hecate.runtime.planner.balance import balance
 from hecate.runtime.planner.fastest import quota_matrix
-from hecate.runtime.planner.placement import Bools, Ints, Placement, Topology
+from hecate.runtime.planner.placement import Bools, Ints, Placement, Topology, changes
 
 Dispatch = Literal["nearest", "balanced"]
 
@@ -218,11 +218,8 @@ def _sums(place: Ints, values: Ints, size: int) -> Ints:
 def _running(values: Ints, place: Ints) -> Ints:
     """Running sums that start anew at each new place; equal places stand together."""
     total = np.cumsum(values)
-    begins = np.empty(len(place), dtype=bool)
-    begins[:1] = True
-    np.not_equal(place[1:], place[:-1], out=begins[1:])
     # Sums before a place never fall, so the last of them is the largest so far.
-    return total - np.maximum.accumulate(np.where(begins, total - values, 0))
+    return total - np.maximum.accumulate(np.where(changes(place), total - values, 0))
 
 
 def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:

@@ -83,7 +83,7 @@ def materialize_fastest(
         load: expected rows per expert, ``[E]``.
         slots: m, most replicas on a rank.
         recipes: what to try; by default all of the list above.
-        fills: of those recipes. With False nothing but the prediction counts.
+        fills: of the recipes in the list above. With False nothing but the prediction counts.
     """
     rows, topology = load.tolist(), costs.topology
     owned = Placement.owned(owners)
@@ -129,8 +129,8 @@ def materialize_again(
 def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
     """Rows of each expert on each of its holders: the fastest of three ways, by :meth:`CostModel.work`.
 
-    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), if that may save 3 %; or
-    owners alone: many nodes, or a load other than the expected one. On a single node ranks are made even.
+    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), on two nodes only if that may
+    save 3 %; or owners alone: many nodes, or a load other than the expected one. A single node's ranks are made even.
 
     Args:
         rows: of each expert, length E.
@@ -149,8 +149,8 @@ def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> li
         seconds = sum(costs.work(rows, split, placement))
         if seconds < least:
             best, least = split, seconds
-    # Both are the same sum in another order where owners compute all rows already.
-    faster = costs.owners_work(rows, placement.owners) < least * (1 - 1e-9)
+    # Where owners compute all rows already, both are the same but for rounding.
+    faster = sum(costs.owners_work(rows, placement.owners)) < least * (1 - 1e-9)
     return owners_only(rows, placement) if faster else best
 
 
@@ -274,9 +274,7 @@ def _spread(
     """One copy of each expert in every group, on the rank with fewest expected rows that has a free slot."""
     if not experts:
         return
-    expected = [0.0] * owners.world_size
-    for expert, owner in enumerate(owners.ranks):
-        expected[owner] += rows[expert]
+    expected: list[float] = [*owners.rows(rows)]
     for expert in experts:
         owner = owners.ranks[expert]
         share = rows[expert] / len(groups)

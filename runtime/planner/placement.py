@@ -192,3 +192,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.overlap < 0 or self.slots < 0:
             raise ValueError(f"Budget: overlap and slots must not be negative, got {self}")
+
+
+def changes(values: Ints) -> Bools:
+    """Whether each of ``values`` ``[n]`` differs from the one before; the first one does."""
+    changed = np.empty(len(values), dtype=bool)
+    changed[:1] = True
+    np.not_equal(values[1:], values[:-1], out=changed[1:])
+    return changed

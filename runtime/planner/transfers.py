@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hecate.runtime.planner.placement import Ints, Placement, Topology
+from hecate.runtime.planner.placement import Ints, Placement, Topology, changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,7 @@ def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
 
 def _runs(values: Ints) -> tuple[Ints, Ints]:
     """Where each value of an ascending array begins, and the number of its run for every element."""
-    begins = np.empty(len(values), dtype=bool)
-    begins[:1] = True
-    np.not_equal(values[1:], values[:-1], out=begins[1:])
+    begins = changes(values)
     return np.flatnonzero(begins), np.cumsum(begins) - 1
 
 

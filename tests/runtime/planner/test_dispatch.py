@@ -148,7 +148,7 @@ def test_with_three_nodes_other_rows_than_those_that_must_may_fill_a_link() -> N
 def test_the_work_of_owners_alone_has_a_short_cut(drawn: tuple[Case, Placement], links: Rates) -> None:
     case, placement = drawn
     rows, costs = case.load.tolist(), costs_of(case.topology, links)
-    expected = sum(costs.work(rows, owners_only(rows, placement), placement))
+    expected = costs.work(rows, owners_only(rows, placement), placement)
     assert costs.owners_work(rows, case.owners) == pytest.approx(expected, rel=1e-9)
 
 
