@@ -15,32 +15,45 @@ from hecate.runtime.world import World
 
 # Long enough that a rank is stopped and let go many times (quota periods are 7 ms).
 SECONDS, REPEATS = 2.0, 5
+# How often, and how many exchanges make a chain: as many as the backward of two layers has.
+LATENCIES, CHAINS, EXCHANGES = 50, 5, 4
 
 
 def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
-    """The fields of a :class:`hecate.simulator.ClusterSpec`, means over ranks. All ranks together.
+    """The fields of a :class:`hecate.simulator.ClusterSpec`. All ranks together.
 
-    Matmuls, element-wise operations and exchanges have the sizes of ``shape``.
+    Matmuls, element-wise operations and exchanges have the sizes of ``shape``. Rates of compute are means over ranks.
+    Collectives are timed until the last rank is done.
     """
     rows, weights = torch.ones(shape.tokens, shape.hidden), torch.ones(shape.hidden, 4 * shape.hidden)
-    one = torch.ones(1)
+    one, few = torch.ones(1), torch.ones(world.size)
     per_matmul, per_copy, per_operator = (
         _mean(_rate(work)) for work in (lambda: rows @ weights, lambda: torch.mul(rows, 2.0), lambda: one + one)
     )
     size = shape.rows * shape.hidden * 4
     nodes = [rank // shapes.RANKS_PER_NODE for rank in range(world.size)]
-    # Inside a node the size of an exchange is no matter of bytes.
+    # A rank comes to a collective from computing.
+    latency, gather = (
+        statistics.median(_together(work, world, before=lambda: rows @ weights) for _ in range(LATENCIES))
+        for work in (
+            lambda: transport.all_to_all(few, [1] * world.size, [1] * world.size, world),
+            lambda: transport.all_gather_even(one, world),
+        )
+    )
+    # A small exchange inside a node takes its latency, whatever its size.
     large = 8 * size
     inside = _exchange([[a == b and r != q for q, b in enumerate(nodes)] for r, a in enumerate(nodes)], large, world)
-    across = _exchange([[a != b for b in nodes] for a in nodes], size, world)
-    latency = _median(lambda: transport.all_gather_even(one, world))
+    # Of what a rank sends to all, this leaves its node.
+    leaving = size * (1 - shapes.RANKS_PER_NODE / world.size)
+    across = _exchange([[True] * world.size] * world.size, size, world)
     return {
         "flops": 2 * rows.numel() * 4 * shape.hidden / (per_matmul - per_operator),
         "memory_bytes": 2 * rows.numel() * 4 / (per_copy - per_operator),
         "operator": per_operator,
         "latency": latency,
-        "rank_bytes": large / inside,
-        "node_bytes": shapes.RANKS_PER_NODE * size / across,
+        "ring": max(0.0, gather - latency),
+        "rank_bytes": large / (inside - latency),
+        "node_bytes": shapes.RANKS_PER_NODE * leaving / (across - latency),
     }
 
 
@@ -68,22 +81,32 @@ def _rate(work: Callable[[], object]) -> float:
 
 
 def _exchange(peers: list[list[bool]], size: int, world: World) -> float:
-    """Seconds in which every rank sends ``size`` bytes to its peers."""
+    """Seconds in which every rank sends ``size`` bytes to its peers.
+
+    One exchange follows the other, as in a step: flows share a link unevenly, ranks drift apart, and the flows of two
+    exchanges meet. A single one, after a barrier, finds a faster link than a step does (docs/decisions.md).
+    """
     share = size // sum(peers[0])
     send = [share * wanted for wanted in peers[world.rank]]
     receive = [share * line[world.rank] for line in peers]
     data = torch.zeros(sum(send), dtype=torch.uint8)
-    return _median(lambda: transport.all_to_all(data, send, receive, world))
+
+    def chain() -> None:
+        for _ in range(EXCHANGES):
+            transport.all_to_all(data, send, receive, world)
+
+    return statistics.mean(_together(chain, world) for _ in range(CHAINS)) / EXCHANGES
 
 
-def _median(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return _mean(statistics.median(times))
+def _together(work: Callable[[], object], world: World, before: Callable[[], object] = lambda: None) -> float:
+    """Seconds from when the last rank begins to when the last is done; all are on one machine and share a clock."""
+    dist.barrier()
+    before()
+    begun = time.perf_counter()
+    work()
+    times = transport.all_gather_even(torch.tensor([begun, time.perf_counter()], dtype=torch.float64), world)
+    begun, done = times.amax(0).tolist()
+    return float(done - begun)
 
 
 def _mean(value: float) -> float:

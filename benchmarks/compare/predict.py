@@ -3,7 +3,8 @@
     python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json; a minute for each
 
 The simulated cluster has the rates that the ranks measured with their quota before the first step, and no number that
-was fitted to the steps. Written is benchmarks/results/simulated.md, from simulated.json and the samples.
+was fitted to the steps. Planning is timed when this is run. Written is benchmarks/results/simulated.md, from
+simulated.json and the samples.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import copy
 import json
 import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from hecate.runtime.planner import Rates
 from hecate.runtime.policies import Policy, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, capture, walk
 from hecate.simulator.program import Start
-from hecate.simulator.step import UPDATE_PASSES
+from hecate.simulator.step import UPDATE_PASSES, Span
 from hecate.simulator.workloads import make
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -41,6 +44,7 @@ def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     By how much, a model of the same shape says that exchanges nothing, once with the rows of a rank and once with
     four times as many. What static EP's step takes beyond that, with even routing and on links that take no time, is
     what collectives cost their ranks; less what a rank gets for nothing each time it waited, a quota of CPU time.
+    Every collective is taken to be waited for.
     """
     measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, **cell["machine"])
     alone = cell["alone"]
@@ -51,11 +55,16 @@ def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     parts = Simulator(_capture(shape, measured, Static()), measured).parts
     starts = sum(isinstance(item, Start) for _, items in parts for item in items)
     # Counts travel in these steps too, once a layer.
-    beyond = alone["free"] - alone["step"] - alone["update"] - shape.layers * measured.latency
-    for_nothing = QUOTA_US / 1e6 * (1 / shapes.CORES - 1)
+    beyond = alone["free"] - alone["step"] - alone["update"] - shape.layers * (measured.latency + measured.ring)
+    # A rank that waited has a whole quota. Periods begin at different times, so the slowest of all ranks gains less.
+    ranks = measured.ranks
+    lost = QUOTA_US / 1e6 / shapes.CORES / 2 * (ranks - 1) / (ranks + 1)
+    for_nothing = QUOTA_US / 1e6 * (1 / shapes.CORES - 1) - lost
+    # In the steps on free links ranks wait for counts only.
+    start = (beyond - (starts - shape.layers) * for_nothing) / starts
     return replace(
         measured, flops=measured.flops / slower, memory_bytes=measured.memory_bytes / slower,
-        operator=measured.operator * slower, routed=per_row / slower, start=max(0.0, beyond / starts - for_nothing),
+        operator=measured.operator * slower, routed=per_row / slower, start=max(0.0, start),
     )  # fmt: skip
 
 
@@ -101,14 +110,63 @@ def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
             steps = [sample["step"] for sample in cell["samples"][workload][name]]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
             # A policy remembers steps, so each workload gets its own.
+            clocked = Clocked(copy.deepcopy(policy), shape.layers)
             walked = walk(
-                copy.deepcopy(policy), counts, owners, topology=cluster.topology, rates=Rates(**cell["rates"]),
+                clocked.policy, counts, owners, topology=cluster.topology, rates=Rates(**cell["rates"]),
                 sizes=made.sizes, steps=steps,
             )  # fmt: skip
+            # All of it, because a step plans the next one.
+            done = [(step, simulator.step(layers, update=update)) for step, layers in walked]
             found[workload][name] = statistics.median(
-                simulator.step(layers, update=update).seconds for _, layers in walked
+                one.seconds + clocked.exposed(index, step, one.spans) for index, (step, one) in enumerate(done)
             )
     return found
+
+
+class Clocked:
+    """A policy whose calls are timed, in CPU seconds of this machine, of a core of which a rank has only a share.
+
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, policy: Policy, layers: int) -> None:
+        self.policy, self.layers = policy, layers
+        self.spent: dict[str, list[float]] = {"place": [], "calibrate": [], "assign": []}
+        for name, calls in self.spent.items():
+            setattr(policy, name, self._timed(getattr(policy, name), calls))
+
+    @staticmethod
+    def _timed(method: Callable[..., Any], calls: list[float]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begun = time.thread_time()
+            result = method(*args)
+            calls.append(time.thread_time() - begun)
+            return result
+
+        return timed
+
+    def exposed(self, index: int, step: int, spans: Sequence[Span]) -> float:
+        """Seconds by which planning makes one step longer on a rank. After the whole trace was walked.
+
+        The next step is planned while a layer's rows come back; only what takes longer counts. The rest of planning
+        is in the way of the exchange.
+
+        Args:
+            index: which of the steps that were asked for.
+            step: its number in the trace, where every step is placed.
+        """
+        back = [s.ended - s.begun for s in spans if (s.part, s.operator) == ("forward", "exchange_back")]
+        assert len(back) == self.layers
+        layers, spent = self.layers, self.spent
+        # The last step of a trace plans none.
+        placed = spent["place"][(step + 1) * layers :][:layers] or [0.0] * layers
+        # The walk assigns for every rank. Only the first call counts: later ones find caches filled.
+        calls = layers * shapes.WORLD_SIZE
+        assigned = spent["assign"][index * calls : (index + 1) * calls : shapes.WORLD_SIZE]
+        calibrated = spent["calibrate"][index * layers :][:layers]
+        late = sum(max(0.0, a / shapes.CORES - b) for a, b in zip(placed, back, strict=True))
+        return late + (sum(assigned) + sum(calibrated)) / shapes.CORES
 
 
 def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:

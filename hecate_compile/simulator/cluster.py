@@ -10,7 +10,7 @@ from typing import Any
 
 from hecate.runtime.planner import Rates, Topology
 
-_OPTIONAL = ("latency", "operator", "start", "routed")
+_OPTIONAL = ("latency", "ring", "operator", "start", "routed")
 
 
 class ClusterError(ValueError):
@@ -29,6 +29,7 @@ class ClusterSpec:
         rank_bytes: bytes per second of a rank's link inside its node, in each direction.
         node_bytes: bytes per second of a node's link, in each direction.
         latency: seconds that a collective takes with nothing to carry.
+        ring: further seconds of one that passes around all ranks (all-gather, all-reduce), with nothing to carry.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
         start: seconds of compute that starting a collective takes, and working out what goes where.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
@@ -46,6 +47,7 @@ class ClusterSpec:
     rank_bytes: float
     node_bytes: float
     latency: float = 20e-6
+    ring: float = 0.0
     operator: float = 0.0
     start: float = 0.0
     routed: float = 1.0
@@ -56,7 +58,7 @@ class ClusterSpec:
             if field.name == "name":
                 continue
             kind = int if field.name in ("nodes", "gpus") else (int, float)
-            free = field.name in ("latency", "operator", "start")
+            free = field.name in ("latency", "ring", "operator", "start")
             number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and not free):
                 raise ClusterError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hecate.runtime.planner import Placement, Topology, transfers
 from hecate.simulator.capture import Capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.program import WHOLE, Compute, Item, Sizes, Start, Wait, What, program_of
+from hecate.simulator.program import RINGS, WHOLE, Compute, Item, Sizes, Start, Wait, What, program_of
 from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
@@ -138,7 +138,8 @@ class _Links:
         if start.operator in WHOLE:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
-        ended, leaving = begun + self.cluster.latency, np.zeros(self.cluster.nodes)
+        around = self.cluster.ring if start.operator in RINGS else 0.0
+        ended, leaving = begun + self.cluster.latency + around, np.zeros(self.cluster.nodes)
         for matrix in self._matrices(start):
             ended, sent = self._send(matrix * start.unit, ended)
             leaving += sent

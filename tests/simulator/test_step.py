@@ -100,6 +100,13 @@ def test_an_all_reduce_is_a_ring(made: Capture) -> None:
     assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(2 * 3 / 4)
 
 
+def test_what_goes_from_rank_to_rank_takes_longer_to_begin(made: Capture) -> None:
+    slow, step = replace(SPEC, ring=2.0, latency=1.0), layer_step(made, owned(made))
+    for operator, layer, expected in (("average_gradients", None, 3.0), ("exchange", made.layers[0].id, 1.0)):
+        start = Start(token=0, operator=operator, layer=layer, unit=0.0)
+        assert by_hand(made, [start, Wait(0)], slow, step) == pytest.approx(expected)
+
+
 def test_a_captured_model_has_its_collectives_in_the_order_of_training(made: Capture) -> None:
     symbols: dict[Any, Any] = {}
     forward, backward = (program_of(graph, symbols) for graph in made.graphs)

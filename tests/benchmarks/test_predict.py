@@ -1,0 +1,74 @@
+"""Simulated beside measured steps: how far they are apart, and what planning takes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compare import predict, report, shapes
+from hecate.runtime.policies import Static
+from hecate.simulator.step import Span
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def measured(**seconds: list[float]) -> dict[str, Any]:
+    return {"cell": {"samples": {"zipf": {name: [{"seconds": s} for s in times] for name, times in seconds.items()}}}}
+
+
+def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> None:
+    cells = measured(slow=[2.0, 2.0, 2.0], fast=[1.0, 1.0, 1.0], also=[0.9, 1.0, 1.1])
+    right = {"cell": {"zipf": {"slow": 1.8, "fast": 1.1, "also": 1.0}}}
+    assert predict.errors(cells, right) == {"median": pytest.approx(0.1), "worst": pytest.approx(0.1), "order": 1.0}
+    wrong = {"cell": {"zipf": {"slow": 1.05, "fast": 1.1, "also": 1.0}}}
+    # Of two pairs that can be told apart, slow after fast is wrong and slow after also is right.
+    assert predict.errors(cells, wrong)["order"] == 0.5
+
+
+def test_the_table_of_errors_is_made_from_samples() -> None:
+    cells = report.load(RESULTS)
+    predicted = json.loads((RESULTS / "simulated.json").read_text())
+    assert set(predicted) == set(cells), "a cell was added: run python -m benchmarks.compare.predict"
+    again = "measured again since: run python -m benchmarks.compare.predict"
+    assert (RESULTS / "simulated.md").read_text() == predict.markdown(cells, predicted), again
+
+
+def test_planning_is_what_one_rank_plans_and_what_does_not_hide() -> None:
+    class Slow(Static):
+        def place(self, layer: Any) -> Any:
+            return self._busy(0.01 if layer == "late" else 0.0)
+
+        def calibrate(self, layer: Any, placement: Any, counts: Any) -> Any:
+            return self._busy(0.004)
+
+        def assign(self, layer: Any, placement: Any, counts: Any, rank: int) -> Any:
+            return self._busy(0.006 if rank == 0 else 0.003)
+
+        def _busy(self, seconds: float) -> None:
+            begun = time.thread_time()
+            while time.thread_time() - begun < seconds:
+                pass
+
+    clocked = predict.Clocked(Slow(), layers=2)
+    policy: Any = clocked.policy
+    for step in range(5):
+        for _layer in range(2):
+            # Step 1 plans step 2, which takes long.
+            policy.place("late" if step == 2 else "soon")
+            if step in (1, 2):
+                policy.calibrate(None, None, None)
+                for rank in range(8):
+                    policy.assign(None, None, None, rank)
+    hidden = Span(part="forward", operator="exchange_back", begun=0.0, ended=1.0)
+    shown = Span(part="forward", operator="exchange_back", begun=0.0, ended=0.0)
+    other = Span(part="backward", operator="exchange_back", begun=0.0, ended=5.0)
+    always = 2 * (0.006 + 0.004) / shapes.CORES
+    longer = 0.01 / shapes.CORES
+    assert clocked.exposed(0, 1, [hidden, hidden, other]) == pytest.approx(always, rel=0.2)
+    assert clocked.exposed(0, 1, [hidden, shown, other]) == pytest.approx(always + longer, rel=0.2)
+    assert clocked.exposed(1, 2, [shown, shown]) == pytest.approx(always, rel=0.2)
+    assert clocked.exposed(1, 4, [shown, shown]) == pytest.approx(always, rel=0.2)
