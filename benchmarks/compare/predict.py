@@ -35,18 +35,23 @@ from hecate.simulator.step import UPDATE_PASSES, Span
 from hecate.simulator.workloads import make
 
 RESULTS = Path(__file__).parents[1] / "results"
+# Of a packet of 1,514 bytes, headers of Ethernet, IP and TCP leave this part.
+PAYLOAD = 1448 / 1514
 
 
 def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     """The emulated cluster as its ranks measured it before the first step.
 
-    Rates of links are used as they are. Rates of compute are those of single operators; a whole graph takes longer.
+    Experts cross a node's link at the rate that it was given, less what headers take. Exchanges of rows reach less of
+    it, as measured. Rates of compute are those of single operators; a whole graph takes longer.
     By how much, a model of the same shape says that exchanges nothing, once with the rows of a rank and once with
     four times as many. What static EP's step takes beyond that, with even routing and on links that take no time, is
     what collectives cost their ranks; less what a rank gets for nothing each time it waited, a quota of CPU time.
     Every collective is taken to be waited for.
     """
-    measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, **cell["machine"])
+    rates, link = cell["machine"], PAYLOAD * cell["link"]
+    rates = rates | {"node_bytes": link, "crowded": min(1.0, rates["node_bytes"] / link)}
+    measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, **rates)
     alone = cell["alone"]
     few, many = (_seconds_alone(shape, times, measured) for times in (1, MANY))
     rows = (many - few) / (MANY - 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hecate.runtime.planner import Rates, Topology
 
-_OPTIONAL = ("latency", "ring", "operator", "start", "routed")
+_OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded")
 
 
 class ClusterError(ValueError):
@@ -34,6 +34,8 @@ class ClusterSpec:
         start: seconds of compute that starting a collective takes, and working out what goes where.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
             matmuls of changing sizes are slower than one.
+        crowded: part of a node's rate that an exchange of rows reaches, in which all ranks send to all; less than 1
+            where flows share a link unevenly.
 
     Raises:
         ClusterError: a number that is not positive.
@@ -51,6 +53,7 @@ class ClusterSpec:
     operator: float = 0.0
     start: float = 0.0
     routed: float = 1.0
+    crowded: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

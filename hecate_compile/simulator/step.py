@@ -140,8 +140,9 @@ class _Links:
             begun = np.full_like(begun, begun.max())
         around = self.cluster.ring if start.operator in RINGS else 0.0
         ended, leaving = begun + self.cluster.latency + around, np.zeros(self.cluster.nodes)
+        crowded = self.cluster.crowded if start.operator in ("exchange", "exchange_back") else 1.0
         for matrix in self._matrices(start):
-            ended, sent = self._send(matrix * start.unit, ended)
+            ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
             leaving += sent
         return ended, leaving
 
@@ -188,13 +189,14 @@ class _Links:
         everyone = np.tile(np.asarray(traffic.owned)[:, None], (1, size))
         return [everyone if start.operator == "gather_experts" else everyone.T]
 
-    def _send(self, sent: Floats, begun: Floats) -> tuple[Floats, Floats]:
+    def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
         """When each rank has sent and received everything, and bytes that leave each node.
 
         Two ranks exchange as soon as both have begun. A link serves what is ready in the order in which it became so.
 
         Args:
             sent: bytes from each rank to each, ``[W, W]``.
+            node_bytes: bytes per second of a node's link.
         """
         topology = self.topology
         sources, destinations = np.nonzero(sent)
@@ -204,8 +206,8 @@ class _Links:
         away = sources != destinations
         done = ready.copy()
         for places, chosen, rate, busy in (
-            (nodes[sources], ~inside, self.cluster.node_bytes, self.busy[0]),
-            (nodes[destinations], ~inside, self.cluster.node_bytes, self.busy[1]),
+            (nodes[sources], ~inside, node_bytes, self.busy[0]),
+            (nodes[destinations], ~inside, node_bytes, self.busy[1]),
             (sources, inside & away, self.cluster.rank_bytes, self.busy[2]),
             (destinations, inside & away, self.cluster.rank_bytes, self.busy[3]),
         ):

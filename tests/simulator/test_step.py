@@ -59,6 +59,8 @@ def test_an_exchange_takes_the_busiest_link(made: Capture) -> None:
     assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(8 * 100 / 1e5)
     fast = replace(SPEC, node_bytes=1e12)
     assert by_hand(made, [start, Wait(0)], fast, layer_step(made, owned(made))) == pytest.approx(4 * 100 / 1e6)
+    crowded = replace(SPEC, crowded=0.5)
+    assert by_hand(made, [start, Wait(0)], crowded, layer_step(made, owned(made))) == pytest.approx(16 * 100 / 1e5)
     late = replace(SPEC, latency=3.0)
     assert by_hand(made, [start, Wait(0)], late, layer_step(made, owned(made))) == pytest.approx(3.008)
 
@@ -90,8 +92,9 @@ def test_experts_travel_to_their_replicas_and_gradients_back(made: Capture) -> N
     step = layer_step(made, placement)
     for operator in ("sparse_all_gather", "sparse_reduce_scatter"):
         start = Start(token=0, operator=operator, layer=id, unit=1e5)
-        # One expert crosses from rank 0's node to rank 3's.
-        assert by_hand(made, [start, Wait(0)], SPEC, step) == pytest.approx(1.0)
+        # One expert crosses from rank 0's node to rank 3's; only exchanges crowd a link.
+        for spec in (SPEC, replace(SPEC, crowded=0.5)):
+            assert by_hand(made, [start, Wait(0)], spec, step) == pytest.approx(1.0)
         assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(0, abs=1e-6)
 
 
