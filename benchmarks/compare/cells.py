@@ -27,6 +27,7 @@ class Cell:
 
     Attributes:
         rounds: timed steps of each system in each workload.
+        seconds: that its ranks may take, if it matters; on a slow machine there are fewer rounds, but three at least.
     """
 
     shape: str
@@ -34,6 +35,7 @@ class Cell:
     systems: tuple[str, ...]
     workloads: tuple[str, ...]
     rounds: int
+    seconds: float | None = None
     first: int = FIRST
 
     @property
@@ -79,7 +81,12 @@ def short() -> list[Cell]:
     """One shape and link, at most 15 minutes with the self-test."""
     left_out = ("hecate (calibrate)", "hecate (LAER's memory)")
     systems = tuple(name for name in ON_ENGINE if name not in left_out) + EXTERNAL + tuple(BOUNDS)
-    return [Cell(shape="gpt-moe-s", link="a", systems=systems, workloads=("natural", "zipf", "balanced"), rounds=5)]
+    return [
+        Cell(
+            shape="gpt-moe-s", link="a", systems=systems, workloads=("natural", "zipf", "balanced"), rounds=5,
+            seconds=750,
+        )
+    ]  # fmt: skip
 
 
 def full() -> list[Cell]:

@@ -20,7 +20,9 @@ LATENCIES, CHAINS, EXCHANGES = 50, 5, 4
 
 
 def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
-    """The fields of a :class:`hecate.simulator.ClusterSpec`. All ranks together.
+    """Fields of a :class:`hecate.simulator.ClusterSpec`, with the rate that exchanges reach as ``node_bytes``.
+
+    All ranks together.
 
     Matmuls, element-wise operations and exchanges have the sizes of ``shape``. Rates of compute are means over ranks.
     Collectives are timed until the last rank is done.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json; a minute for each
 
-The simulated cluster has the rates that the ranks measured with their quota before the first step, and no number that
-was fitted to the steps. Planning is timed when this is run. Written is benchmarks/results/simulated.md, from
-simulated.json and the samples.
+The simulated cluster has the links that the emulated one was given, the rates that its ranks measured with their
+quota outside of training, and no number that was fitted to the steps. Planning is timed when this is run, on this
+machine. Written is benchmarks/results/simulated.md, from simulated.json and the samples. Another folder can be named.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ PAYLOAD = 1448 / 1514
 
 
 def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
-    """The emulated cluster as its ranks measured it before the first step.
+    """The emulated cluster, as its ranks measured it outside of training.
 
     Experts cross a node's link at the rate that it was given, less what headers take. Exchanges of rows reach less of
-    it, as measured. Rates of compute are those of single operators; a whole graph takes longer.
+    it, as measured; where a chain of them came out faster than its link, part of their latency was hidden, and the
+    link's rate is taken. Rates of compute are those of single operators; a whole graph takes longer.
     By how much, a model of the same shape says that exchanges nothing, once with the rows of a rank and once with
     four times as many. What static EP's step takes beyond that, with even routing and on links that take no time, is
     what collectives cost their ranks; less what a rank gets for nothing each time it waited, a quota of CPU time.
-    Every collective is taken to be waited for.
+    Every collective is taken to be waited for. Half a millisecond in which static EP plans is in there and in
+    :class:`Clocked`.
     """
     rates, link = cell["machine"], PAYLOAD * cell["link"]
     rates = rates | {"node_bytes": link, "crowded": min(1.0, rates["node_bytes"] / link)}
@@ -197,7 +199,7 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
         "# Simulated steps beside measured ones",
         "",
         "Made by `python -m benchmarks.compare.predict`. Median seconds over the same steps of the traces. Nothing",
-        "was fitted to these steps: rates are what the ranks measured before the first one.",
+        "was fitted to these steps: rates are what the ranks measured outside of them, and planning was timed.",
         "",
         f"Median error {found['median']:.1%}, worst {found['worst']:.1%}; {found['order']:.0%} of all pairs of",
         "systems whose measured quartiles do not overlap come in the measured order.",
@@ -218,6 +220,8 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     cells = report.load(folder)
+    if not cells:
+        raise SystemExit(f"compare: no compare.*.json in {folder}; python -m benchmarks.compare measures them")
     predicted = {name: predict(cell) for name, cell in cells.items()}
     (folder / "simulated.json").write_text(json.dumps(predicted, indent=1) + "\n")
     (folder / "simulated.md").write_text(markdown(cells, predicted))

@@ -6,6 +6,7 @@ rank.py CELL.json OUT.json         started by ``python -m benchmarks.compare`` t
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -29,6 +30,8 @@ from hecate.runtime.measure import measure_rates
 from hecate.runtime.world import World, find_topology, find_world
 
 FREE_STEPS, HIDDEN_STEPS = 5, 3
+# However slow the machine is.
+LEAST_ROUNDS = 3
 # A busy rank has this many times its share of rows.
 MANY = 4
 
@@ -106,8 +109,19 @@ def hidden_time(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor, wo
     return median(found)
 
 
+def time_is_up(last: float, until: float) -> bool:
+    """Whether a round that takes as long as the one that began at ``last`` would end too late. All ranks together."""
+    now = time.perf_counter()
+    late = torch.tensor([now + (now - last) > until])
+    # Clocks are read at different times, but either all go on or none.
+    dist.broadcast(late, 0)
+    return bool(late)
+
+
 def main() -> None:
+    began = time.perf_counter()
     cell = json.loads(Path(sys.argv[1]).read_text())
+    ends = began + (cell["seconds"] or math.inf)
     shape = shapes.SHAPES[cell["shape"]]
     torch.set_num_threads(1)
     # All systems share the code of one model, and Dynamo counts each as a recompile.
@@ -147,18 +161,23 @@ def main() -> None:
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
-            for workload, counts in traces.items():
+            for number, (workload, counts) in enumerate(traces.items()):
+                now = time.perf_counter()
+                until = now + (ends - now) / (len(traces) - number)
                 for entry in entries.values():
                     entry.system.begin()
                 steps = timed_steps(cell["first"], len(counts), cell["rounds"])
                 samples: dict[str, list[Any]] = {name: [] for name in entries}
-                for step in steps:
+                for done, step in enumerate(steps, 1):
+                    began = time.perf_counter()
                     for name, entry in entries.items():
                         runner.load(entry, even if entry.balanced else counts, step)
                         samples[name].append(runner.time(entry, ids) | {"step": step})
-                        if step == steps[-1] and runner.spans:
+                        if runner.spans:
                             found["timelines"].setdefault(workload, {})[name] = runner.spans
                             runner.spans = []
+                    if done >= LEAST_ROUNDS and time_is_up(began, until):
+                        break
                 found["samples"][workload] = samples
                 if rank == 0:
                     medians = {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()}

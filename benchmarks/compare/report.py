@@ -80,7 +80,8 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
         + "."
     )
     said = "; ".join(f"{key}: {value}" for key, value in cell["environment"].items())
-    lines += ["", f"{said}; {cell['cell']['rounds']} rounds."]
+    rounds = sorted({len(samples[BASE]) for samples in cell["samples"].values()})
+    lines += ["", f"{said}; {' or '.join(map(str, rounds))} rounds."]
     for workload in cell["samples"]:
         lines += [
             "", f"### {workload}", "",

@@ -31,14 +31,14 @@ class ClusterSpec:
         latency: seconds that a collective takes with nothing to carry.
         ring: further seconds of one that passes around all ranks (all-gather, all-reduce), with nothing to carry.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
-        start: seconds of compute that starting a collective takes, and working out what goes where.
+        start: seconds of compute that starting a collective takes.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
             matmuls of changing sizes are slower than one.
         crowded: part of a node's rate that an exchange of rows reaches, in which all ranks send to all; less than 1
             where flows share a link unevenly.
 
     Raises:
-        ClusterError: a number that is not positive.
+        ClusterError: a name that is no text, a number that is not positive, a part that is more than the whole.
     """
 
     name: str
@@ -59,15 +59,17 @@ class ClusterSpec:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "name":
+                if not isinstance(value, str):
+                    raise ClusterError(f"hecate: a cluster: name = {value!r}, expected a text in quotes")
                 continue
             kind = int if field.name in ("nodes", "gpus") else (int, float)
             free = field.name in ("latency", "ring", "operator", "start")
             number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and not free):
-                raise ClusterError(
-                    f"hecate: cluster {self.name}: {field.name} = {value!r}, expected a positive "
-                    f"{'whole number' if kind is int else 'number'}"
-                )
+            part = field.name == "crowded"
+            if not number or value < 0 or (value == 0 and not free) or (part and value > 1):
+                wanted = "a whole number" if kind is int else "a number"
+                wanted += ", 0 or more" if free else " above 0, at most 1" if part else " above 0"
+                raise ClusterError(f"hecate: cluster {self.name}: {field.name} = {value!r}, expected {wanted}")
 
     @property
     def ranks(self) -> int:
@@ -80,8 +82,10 @@ class ClusterSpec:
     @property
     def rates(self) -> Rates:
         """What the planner is told; nothing about what is hidden, which depends on the model."""
+        # Measured with exchanges, as in training, they would come out so.
+        node_bytes = self.node_bytes * self.crowded
         return Rates(
-            flops=self.flops, rank_bytes=self.rank_bytes, node_bytes=self.node_bytes, memory_bytes=self.memory_bytes
+            flops=self.flops, rank_bytes=self.rank_bytes, node_bytes=node_bytes, memory_bytes=self.memory_bytes
         )
 
     @classmethod

@@ -70,8 +70,9 @@ class Wait:
 Item = Compute | Start | Wait
 # Collectives whose bytes depend neither on rows nor on experts.
 WHOLE = ("average_gradients", "gather_dense", "reduce_scatter_dense", "gather_counts")
-# What passes from rank to rank around all of them; all others send straight to where it belongs.
-RINGS = ("average_gradients", "gather_dense", "gather_counts", "gather_experts")
+# What passes from rank to rank, and how often around all of them: an all-reduce sums, then shares. All others send
+# straight to where it belongs.
+RINGS = {"average_gradients": 2, "gather_dense": 1, "gather_counts": 1, "gather_experts": 1}
 
 
 def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]) -> list[Item]:

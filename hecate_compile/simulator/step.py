@@ -135,11 +135,11 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        if start.operator in WHOLE:
+        rounds = RINGS.get(start.operator, 0)
+        if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
-        around = self.cluster.ring if start.operator in RINGS else 0.0
-        ended, leaving = begun + self.cluster.latency + around, np.zeros(self.cluster.nodes)
+        ended, leaving = begun + self.cluster.latency + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
         crowded = self.cluster.crowded if start.operator in ("exchange", "exchange_back") else 1.0
         for matrix in self._matrices(start):
             ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
@@ -164,17 +164,18 @@ class _Links:
     def _matrices(self, start: Start) -> list[Floats]:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
         size = self.cluster.ranks
-        if start.operator in WHOLE:
-            # A ring: every rank passes its part on, size - 1 times, and twice that to sum and to share.
-            # A gather carries as many as there are others, a sum only its parts.
-            share = size - 1 if start.operator.startswith("gather") else (size - 1) / size
+        if start.operator == "reduce_scatter_dense":
+            return [np.full((size, size), 1 / size)]
+        traffic = self.layers[start.layer] if start.layer is not None else None
+        if start.operator in RINGS:
+            # In each round every rank passes on all parts but one. A sum is cut into a part for each rank; gathered
+            # experts are padded to the rank that owns most.
+            part = 1.0 if start.operator.startswith("gather") else 1 / size
+            part *= max(traffic.owned) if traffic is not None else 1
             ring = np.zeros((size, size))
-            ring[np.arange(size), (np.arange(size) + 1) % size] = share * (
-                1 + (start.operator == "average_gradients")
-            )
+            ring[np.arange(size), (np.arange(size) + 1) % size] = RINGS[start.operator] * (size - 1) * part
             return [ring]
-        assert start.layer is not None
-        traffic = self.layers[start.layer]
+        assert traffic is not None
         if start.operator == "exchange":
             return [traffic.rows]
         if start.operator == "exchange_back":
@@ -186,8 +187,8 @@ class _Links:
         if start.operator == "sparse_reduce_scatter":
             # First inside nodes, then between them.
             return [stage.T for stage in reversed(traffic.all)]
-        everyone = np.tile(np.asarray(traffic.owned)[:, None], (1, size))
-        return [everyone if start.operator == "gather_experts" else everyone.T]
+        # Gradients of all experts go to their owners.
+        return [np.tile(np.asarray(traffic.owned, dtype=np.float64), (size, 1))]
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
         """When each rank has sent and received everything, and bytes that leave each node.

@@ -19,6 +19,9 @@ def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
     assert spec.name == "mine" and spec.ranks == 8
     assert spec.topology.node_of == (0, 0, 0, 0, 1, 1, 1, 1)
     assert spec.rates.node_bytes == 1e9 and spec.rates.hidden == 0
+    # The planner is told what exchanges reach.
+    path.write_text(GOOD + "crowded = 0.8\nring = 0\nlatency = 0\n")
+    assert ClusterSpec.load(path).rates.node_bytes == 0.8e9
 
 
 @pytest.mark.parametrize(
@@ -26,12 +29,17 @@ def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
     [
         (GOOD.replace("nodes = 2\n", ""), "missing nodes"),
         (GOOD + "speed = 3\n", "unknown speed"),
-        (GOOD.replace("nodes = 2", "nodes = 0"), "nodes = 0, expected a positive whole number"),
+        (GOOD.replace("nodes = 2", "nodes = 0"), "nodes = 0, expected a whole number above 0"),
         (GOOD.replace("gpus = 4", "gpus = 4.5"), "gpus = 4.5"),
         (GOOD.replace("flops = 1e12", "flops = -1e12"), "flops"),
         (GOOD.replace("flops = 1e12", "flops = true"), "flops = True"),
         (GOOD.replace("flops = 1e12", "flops = nan"), "flops = nan"),
         (GOOD + "routed = 0.0\n", "routed = 0.0"),
+        (GOOD + "latency = -1\n", "latency = -1, expected a number, 0 or more"),
+        (GOOD + "ring = inf\n", "ring = inf"),
+        (GOOD + "crowded = 1.5\n", "crowded = 1.5, expected a number above 0, at most 1"),
+        (GOOD + "crowded = 0\n", "crowded = 0"),
+        (GOOD + "name = 3\n", "name = 3, expected a text"),
         ("nodes 2", "is not a cluster file"),
     ],
 )

@@ -61,6 +61,8 @@ def test_an_exchange_takes_the_busiest_link(made: Capture) -> None:
     assert by_hand(made, [start, Wait(0)], fast, layer_step(made, owned(made))) == pytest.approx(4 * 100 / 1e6)
     crowded = replace(SPEC, crowded=0.5)
     assert by_hand(made, [start, Wait(0)], crowded, layer_step(made, owned(made))) == pytest.approx(16 * 100 / 1e5)
+    back = replace(start, operator="exchange_back")
+    assert by_hand(made, [back, Wait(0)], crowded, layer_step(made, owned(made))) == pytest.approx(16 * 100 / 1e5)
     late = replace(SPEC, latency=3.0)
     assert by_hand(made, [start, Wait(0)], late, layer_step(made, owned(made))) == pytest.approx(3.008)
 
@@ -105,9 +107,34 @@ def test_an_all_reduce_is_a_ring(made: Capture) -> None:
 
 def test_what_goes_from_rank_to_rank_takes_longer_to_begin(made: Capture) -> None:
     slow, step = replace(SPEC, ring=2.0, latency=1.0), layer_step(made, owned(made))
-    for operator, layer, expected in (("average_gradients", None, 3.0), ("exchange", made.layers[0].id, 1.0)):
+    id = made.layers[0].id
+    for operator, layer, expected in (
+        # Once around to sum, once to share.
+        ("average_gradients", None, 5.0),
+        ("gather_dense", None, 3.0),
+        ("gather_counts", None, 3.0),
+        ("gather_experts", id, 3.0),
+        ("reduce_scatter_dense", None, 1.0),
+        ("exchange", id, 1.0),
+    ):
         start = Start(token=0, operator=operator, layer=layer, unit=0.0)
-        assert by_hand(made, [start, Wait(0)], slow, step) == pytest.approx(expected)
+        assert by_hand(made, [start, Wait(0)], slow, step) == pytest.approx(expected), operator
+
+
+def test_what_all_ranks_gather_and_scatter(made: Capture) -> None:
+    """Around a ring one rank sends out of each node; straight, two ranks send to two."""
+    id, experts = made.layers[0].id, made.layers[0].num_experts
+    uneven = Owners((*[0] * (experts - 3), 1, 2, 3), 4)
+    for operator, layer, units in (
+        ("gather_dense", None, 3.0),
+        ("reduce_scatter_dense", None, 2 * 2 / 4),
+        ("gather_experts", id, 3.0 * (experts - 3)),
+        # Into the first node: both other ranks send it the gradients of what it owns.
+        ("reduce_scatter_experts", id, 2.0 * (experts - 2)),
+    ):
+        start = Start(token=0, operator=operator, layer=layer, unit=1e5)
+        step = layer_step(made, Placement.owned(uneven))
+        assert by_hand(made, [start, Wait(0)], SPEC, step) == pytest.approx(units), operator
 
 
 def test_a_captured_model_has_its_collectives_in_the_order_of_training(made: Capture) -> None:
