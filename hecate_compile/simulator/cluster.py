@@ -62,14 +62,14 @@ class ClusterSpec:
                 if not isinstance(value, str):
                     raise ClusterError(f"hecate: a cluster: name = {value!r}, expected a text in quotes")
                 continue
-            kind = int if field.name in ("nodes", "gpus") else (int, float)
-            free = field.name in ("latency", "ring", "operator", "start")
-            number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-            part = field.name == "crowded"
-            if not number or value < 0 or (value == 0 and not free) or (part and value > 1):
-                wanted = "a whole number" if kind is int else "a number"
-                wanted += ", 0 or more" if free else " above 0, at most 1" if part else " above 0"
-                raise ClusterError(f"hecate: cluster {self.name}: {field.name} = {value!r}, expected {wanted}")
+            whole, free = field.name in ("nodes", "gpus"), field.name in ("latency", "ring", "operator", "start")
+            most = 1 if field.name == "crowded" else math.inf
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not 0 <= value <= most or (value == 0 and not free):
+                raise ClusterError(
+                    f"hecate: cluster {self.name}: {field.name} = {value!r}, expected a {'whole ' * whole}number"
+                    f"{', 0 or more' if free else ' above 0'}{', at most 1' if most == 1 else ''}"
+                )
 
     @property
     def ranks(self) -> int:

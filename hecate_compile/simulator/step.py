@@ -172,9 +172,7 @@ class _Links:
             # experts are padded to the rank that owns most.
             part = 1.0 if start.operator.startswith("gather") else 1 / size
             part *= max(traffic.owned) if traffic is not None else 1
-            ring = np.zeros((size, size))
-            ring[np.arange(size), (np.arange(size) + 1) % size] = RINGS[start.operator] * (size - 1) * part
-            return [ring]
+            return [RINGS[start.operator] * (size - 1) * part * np.roll(np.eye(size), 1, axis=1)]
         assert traffic is not None
         if start.operator == "exchange":
             return [traffic.rows]

@@ -113,7 +113,10 @@ def test_medians_are_worked_out_from_the_samples(name: str) -> None:
             seconds = [s["seconds"] for s in samples[line["system"]]]
             assert line["seconds"][1] == statistics.median(seconds)
             assert line["speed-up"][1] == statistics.median(b / s for b, s in zip(base, seconds, strict=True))
-            assert len(seconds) == len(base) and 3 <= len(seconds) <= cell["cell"]["rounds"]
+            # Only a cell whose time is limited may have fewer.
+            rounds = cell["cell"]["rounds"]
+            assert len(base) == len(seconds) <= rounds
+            assert len(seconds) == rounds or (cell["cell"].get("seconds") and len(seconds) >= 3)
 
 
 @pytest.mark.parametrize("name", CELLS)
