@@ -107,8 +107,8 @@ def build_model(layers: int) -> torch.nn.Module:
 def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
     """Peak bytes of one system, over a step that is not the first."""
     import hecate
-    from hecate import lowering
-    from hecate.sharding import shard_of
+    from hecate.graph import lowering
+    from hecate.wrap.expert_shards import shard_of
 
     tracker = Tracker()
     original = lowering.boxed_nop

@@ -49,10 +49,10 @@ class Link:
     rate: float | None = None
 
     def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int], world: Any) -> torch.Tensor:
-        from hecate.runtime import transport
+        from hecate.runtime.comm import collectives
 
         start = time.perf_counter()
-        out = transport.all_to_all(rows, send, receive, world)
+        out = collectives.all_to_all(rows, send, receive, world)
         if self.rate is not None:
             others = max(sum(send) - send[world.rank], sum(receive) - receive[world.rank])
             seconds = others * rows[:1].numel() * rows.element_size() / self.rate
@@ -76,14 +76,14 @@ def build_model(layers: int) -> torch.nn.Module:
 
 def run_rank(args: argparse.Namespace) -> None:
     import hecate
-    from hecate.runtime import sparse_collectives
+    from hecate.runtime.ops import sparse_collectives
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     link = Link()
     # Only what this module sends goes over the link; the exchange of tokens has its own.
-    mock.patch.object(sparse_collectives, "transport", SimpleNamespace(all_to_all=link.all_to_all)).start()
+    mock.patch.object(sparse_collectives, "collectives", SimpleNamespace(all_to_all=link.all_to_all)).start()
     systems: dict[str, Any] = {}
     for name, disabled in {"overlap": (), "no overlap": ("schedule",)}.items():
         config = hecate.Config(backend=args.backend, policy=Neighbours(REPLICAS), disable_passes=disabled)

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
-from hecate.runtime.owners import Owners
-from hecate.runtime.planner import CostModel, Rates, Sizes, Topology
-from hecate.runtime.policies import Hecate, Policy, Static
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import CostModel, Rates, Sizes, Topology
+from hecate.runtime.placement.policy import Hecate, Policy, Static
 from hecate.simulator import walk
 from hecate.simulator.workloads import load_trace, make
 

@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         for study in STUDIES:
-            command = [sys.executable, "-m", "hecate.command_line", *command_of(study), "--json", str(out)]
+            command = [sys.executable, "-m", "hecate.cli", *command_of(study), "--json", str(out)]
             subprocess.run(command, cwd=ROOT, check=True)
             results[study] = json.loads(out.read_text())
     (RESULTS / "simulated_clusters.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -5,14 +5,14 @@ model = hecate.compile(model)
 
 from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.config import Config
-from hecate.finder import NoExpertsError
-from hecate.gradient_norm import clip_grad_norm_
-from hecate.reads import UntracedReadError
-from hecate.recording import record
-from hecate.report import Explanation, LayerStats, Stats
-from hecate.runtime.agreement import DisagreementError
-from hecate.runtime.planner import Rates, Topology
-from hecate.runtime.policies import Policy
+from hecate.reports.explanation import Explanation, LayerStats, Stats
+from hecate.reports.record_routing import record
+from hecate.runtime.comm.agreement import DisagreementError
+from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.policy import Policy
+from hecate.training.clip_grad_norm import clip_grad_norm_
+from hecate.wrap.find_experts import NoExpertsError
+from hecate.wrap.parameter_reads import UntracedReadError
 
 __version__ = "0.1.0"
 

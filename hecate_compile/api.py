@@ -17,24 +17,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hecate import transformers_models
-from hecate.backend import Backend
 from hecate.config import Config
-from hecate.dense_sharding import DenseSharding, Places, dense_shard_of
-from hecate.finder import ExpertsModule, Passed, find_experts
+from hecate.graph.backend import Backend
+from hecate.integrations import transformers_models
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
-from hecate.reads import Forward, install_reads
-from hecate.report import Explanation, Stats, collect_stats
-from hecate.resharding import Resharder
-from hecate.runtime.agreement import agree
-from hecate.runtime.gradients import GradientSync
-from hecate.runtime.hidden import HiddenTime, can_measure
-from hecate.runtime.layer import Layer
-from hecate.runtime.measure import measure_rates
-from hecate.runtime.placer import Placer
-from hecate.runtime.world import World, find_topology, find_world
-from hecate.sharding import copy_from_rank0, has_meta, materialize, shard_experts, shard_of, size_up
-from hecate.timeline import write_timeline
+from hecate.reports.explanation import Explanation, Stats, collect_stats
+from hecate.reports.timeline import write_timeline
+from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.measure_rates import measure_rates
+from hecate.runtime.comm.world import World, find_topology, find_world
+from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.overlap_window import HiddenTime, can_measure
+from hecate.runtime.state.placer import Placer
+from hecate.training.move_owners import Resharder
+from hecate.wrap.dense_shards import DenseSharding, Places, dense_shard_of
+from hecate.wrap.expert_shards import copy_from_rank0, has_meta, materialize, shard_experts, shard_of, size_up
+from hecate.wrap.find_experts import ExpertsModule, Passed, find_experts
+from hecate.wrap.parameter_reads import Forward, install_reads
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hecate.runtime.planner import Rates, Topology
-from hecate.runtime.policies import Hecate, Objective, Policy, Static
+from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.policy import Hecate, Objective, Policy, Static
 
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather"]

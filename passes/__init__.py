@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import sys
 
-from hecate.passes.bucket_gathers import bucket_gathers
-from hecate.passes.bucket_gradients import bucket_gradients
-from hecate.passes.contract import Outcome, Pass, PassContext, Skip
-from hecate.passes.exchange_rows import exchange_rows
-from hecate.passes.functionalize_rows import functionalize_rows
-from hecate.passes.group_expert_loops import group_expert_loops
-from hecate.passes.normalize_matmuls import normalize_matmuls
-from hecate.passes.order_collectives import order_collectives
-from hecate.passes.rematerialize import rematerialize
-from hecate.passes.schedule import schedule
-from hecate.passes.share_gathers import share_gathers
-from hecate.passes.split_collectives import split_collectives
+from hecate.passes.base import Outcome, Pass, PassContext, Skip
+from hecate.passes.captured.bucket_gathers import bucket_gathers
+from hecate.passes.captured.bucket_gradients import bucket_gradients
+from hecate.passes.captured.exchange_rows import exchange_rows
+from hecate.passes.captured.functionalize_rows import functionalize_rows
+from hecate.passes.captured.group_expert_loops import group_expert_loops
+from hecate.passes.captured.normalize_matmuls import normalize_matmuls
+from hecate.passes.captured.share_gathers import share_gathers
+from hecate.passes.final.order_collectives import order_collectives
+from hecate.passes.final.schedule import schedule
+from hecate.passes.final.split_collectives import split_collectives
+from hecate.passes.joint.rematerialize import rematerialize
 
 PASSES: tuple[Pass, ...] = (
     share_gathers,        # read every expert parameter once

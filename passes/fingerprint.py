@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.nodes import arg, operands, value_of
+from hecate.passes.fx import arg, operands, value_of
 
 
 def fingerprint(gm: GraphModule) -> list[str]:

@@ -16,7 +16,7 @@ from torch._logging import trace_structured
 from torch.fx import GraphModule
 
 from hecate.passes import PASSES, Outcome, Pass, PassContext, Skip
-from hecate.passes.verify import verify
+from hecate.passes.invariants import verify
 
 log = logging.getLogger("hecate")
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.compare import shapes
-from hecate.runtime import transport
-from hecate.runtime.world import World
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
 
 # Long enough that a rank is stopped and let go many times (quota periods are 7 ms).
 SECONDS, REPEATS = 2.0, 5
@@ -38,8 +38,8 @@ def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
     latency, gather = (
         statistics.median(_together(work, world, before=lambda: rows @ weights) for _ in range(LATENCIES))
         for work in (
-            lambda: transport.all_to_all(few, [1] * world.size, [1] * world.size, world),
-            lambda: transport.all_gather_even(one, world),
+            lambda: collectives.all_to_all(few, [1] * world.size, [1] * world.size, world),
+            lambda: collectives.all_gather_even(one, world),
         )
     )
     # A small exchange inside a node takes its latency, whatever its size.
@@ -95,7 +95,7 @@ def _exchange(peers: list[list[bool]], size: int, world: World) -> float:
 
     def chain() -> None:
         for _ in range(EXCHANGES):
-            transport.all_to_all(data, send, receive, world)
+            collectives.all_to_all(data, send, receive, world)
 
     return statistics.mean(_together(chain, world) for _ in range(CHAINS)) / EXCHANGES
 
@@ -106,7 +106,7 @@ def _together(work: Callable[[], object], world: World, before: Callable[[], obj
     before()
     begun = time.perf_counter()
     work()
-    times = transport.all_gather_even(torch.tensor([begun, time.perf_counter()], dtype=torch.float64), world)
+    times = collectives.all_gather_even(torch.tensor([begun, time.perf_counter()], dtype=torch.float64), world)
     begun, done = times.amax(0).tolist()
     return float(done - begun)
 

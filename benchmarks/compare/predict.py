@@ -26,9 +26,9 @@ from benchmarks.cluster.quota import QUOTA_US
 from benchmarks.compare import report, routing, shapes, systems
 from benchmarks.compare.rank import MANY
 from benchmarks.compare.workloads import counts_of
-from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Rates
-from hecate.runtime.policies import Policy, Static
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.policy import Policy, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, capture, walk
 from hecate.simulator.program import Start
 from hecate.simulator.step import UPDATE_PASSES, Span

@@ -25,9 +25,9 @@ from benchmarks.compare import routing, shapes
 from benchmarks.compare.machine import measure, measure_alone
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of
-from hecate.runtime.hidden import measure_hidden
-from hecate.runtime.measure import measure_rates
-from hecate.runtime.world import World, find_topology, find_world
+from hecate.runtime.comm.measure_rates import measure_rates
+from hecate.runtime.comm.world import World, find_topology, find_world
+from hecate.runtime.state.overlap_window import measure_hidden
 
 FREE_STEPS, HIDDEN_STEPS = 5, 3
 # However slow the machine is.

@@ -26,12 +26,13 @@ from benchmarks.compare import routing, shapes
 from benchmarks.compare.cells import BOUNDS
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.api import _state_of
-from hecate.runtime import gradients, transport
-from hecate.runtime.owners import Owners
-from hecate.runtime.placer import LayerPlan
-from hecate.runtime.planner import Rates
-from hecate.runtime.policies import Hecate, Policy, Static
-from hecate.runtime.queue import Span
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Span
+from hecate.runtime.ops import gradients
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.policy import Hecate, Policy, Static
+from hecate.runtime.state.placer import LayerPlan
 
 Ints = NDArray[np.int64]
 # Most replicas on a rank, the same for all who reserve room for them.
@@ -263,7 +264,7 @@ def free_links() -> Iterator[None]:
         return rows.new_zeros((sum(receive), *rows.shape[1:]))
 
     nothing = SimpleNamespace(all_reduce=lambda *args, **options: None)
-    with mock.patch.object(transport, "all_to_all", all_to_all), mock.patch.object(gradients, "dist", nothing):
+    with mock.patch.object(collectives, "all_to_all", all_to_all), mock.patch.object(gradients, "dist", nothing):
         yield
 
 

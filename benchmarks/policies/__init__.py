@@ -2,7 +2,7 @@
 
 | policy | idea | when | source |
 |---|---|---|---|
-| ``hecate.runtime.policies.Static`` | owners compute their experts | never changes | GShard, Megatron |
+| ``hecate.runtime.placement.policy.Static`` | owners compute their experts | never changes | GShard, Megatron |
 | :class:`FasterMoE` | hot experts are broadcast to all ranks | after the gate | PPoPP 2022 |
 | :class:`SmartMoE` | owners are permuted | every few steps | ATC 2023 |
 | :class:`FlexMoE` | replicas that stay, one changed at a time | before the gate | SIGMOD 2023 |

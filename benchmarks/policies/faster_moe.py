@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.planner import CostModel, Placement, Quotas, assign_tokens, local_split
-from hecate.runtime.planner.placement import Ints
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.planner import CostModel, Placement, Quotas, assign_tokens, local_split
+from hecate.runtime.placement.policy import LayerView, Policy
 
 
 @dataclass

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Quotas, Topology, assign_tokens, local_split, predict
-from hecate.runtime.planner.placement import Ints
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.planner import Placement, Quotas, Topology, assign_tokens, local_split, predict
+from hecate.runtime.placement.policy import LayerView, Policy
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.planner import Placement
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.placement.planner import Placement
+from hecate.runtime.placement.policy import LayerView, Policy
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.planner import Placement, Quotas, materialize_fastest
-from hecate.runtime.planner.placement import Ints
-from hecate.runtime.policies import LayerView, Policy, assign_fastest
+from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.planner import Placement, Quotas, materialize_fastest
+from hecate.runtime.placement.policy import LayerView, Policy, assign_fastest
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hecate.runtime.owners import Owners
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.policy import LayerView, Policy
 
 
 @dataclass

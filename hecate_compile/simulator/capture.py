@@ -13,12 +13,12 @@ from torch import nn
 
 from hecate.api import _state_of, compile
 from hecate.config import Config
-from hecate.lowering import Captured, NotRun, capturing
-from hecate.passes.nodes import arguments_of
-from hecate.runtime.layer import Layer
-from hecate.runtime.planner import Sizes
-from hecate.sharding import shard_of
+from hecate.graph.lowering import Captured, NotRun, capturing
+from hecate.passes.fx import arguments_of
+from hecate.runtime.placement.planner import Sizes
+from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
+from hecate.wrap.expert_shards import shard_of
 
 
 class CaptureError(RuntimeError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hecate.runtime.planner import Rates, Topology
+from hecate.runtime.placement.planner import Rates, Topology
 
 _OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded")
 

@@ -1,7 +1,7 @@
 """A compiled graph as a list of what takes time: compute, and collectives that start and are waited for.
 
-Operations and bytes come from ``hecate.passes.cost``; sizes that depend on routing stay symbols, which stand for a
-layer's rows, slots and shards.
+Operations and bytes come from ``hecate.passes.final.node_cost``; sizes that depend on routing stay symbols, which
+stand for a layer's rows, slots and shards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from hecate.lowering import Captured
-from hecate.passes.cost import Clock, bytes_of, flops, payload_of, traffic
-from hecate.passes.nodes import arguments_of, calls, is_getitem, operator_name
-from hecate.runtime.define import STARTS, WAITS
+from hecate.graph.lowering import Captured
+from hecate.passes.final.node_cost import Clock, bytes_of, flops, payload_of, traffic
+from hecate.passes.fx import arguments_of, calls, is_getitem, operator_name
+from hecate.runtime.ops.registration import STARTS, WAITS
 
 Floats = NDArray[np.float64]
 What = Literal["rows", "slots", "owned"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Rates, Sizes, Topology
-from hecate.runtime.policies import LayerView, Policy
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Placement, Rates, Sizes, Topology
+from hecate.runtime.placement.policy import LayerView, Policy
 
 Ints = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from hecate.config import Config
-from hecate.runtime.hidden import hidden_seconds
-from hecate.runtime.policies import Policy
+from hecate.runtime.placement.policy import Policy
+from hecate.runtime.state.overlap_window import hidden_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
 from hecate.simulator.memory import count_memory

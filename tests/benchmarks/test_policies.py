@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from benchmarks.policies.laer import _by_load, _evenly
-from hecate.runtime.owners import Owners
-from hecate.runtime.planner import Placement, Rates, Sizes, Topology, rows_per_rank
-from hecate.runtime.policies import LayerView
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Placement, Rates, Sizes, Topology, rows_per_rank
+from hecate.runtime.placement.policy import LayerView
 
 W, E = 4, 8
 OWNERS = Owners.contiguous(E, W)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import predict, report, shapes
-from hecate.runtime.policies import Static
+from hecate.runtime.placement.policy import Static
 from hecate.simulator.step import Span
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.replay import CLUSTERS, replay
-from hecate.runtime.planner import Rates, Topology
-from hecate.runtime.policies import Hecate, Static
+from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.policy import Hecate, Static
 from hecate.simulator.workloads import load_trace
 
 ROOT = Path(__file__).parents[2]

@@ -15,15 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import hecate
 from hecate.api import _state_of
-from hecate.dense_sharding import dense_shard_of
-from hecate.runtime import define
-from hecate.runtime.planner import Rates
-from hecate.sharding import shard_of
+from hecate.runtime.ops import registration
+from hecate.runtime.placement.planner import Rates
+from hecate.wrap.dense_shards import dense_shard_of
+from hecate.wrap.expert_shards import shard_of
 from tests.hecate_compile.test_parity import REPLICAS, measure
-from tests.models import VOCABULARY, PlainLanguageModel, batch, build, transformers_config
-from tests.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
-from tests.policies import Moving
-from tests.ranks import message_of, run_ranks
+from tests.support.adversaries import Moving
+from tests.support.models import VOCABULARY, PlainLanguageModel, batch, build, transformers_config
+from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
+from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_dense_shard"
 FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
@@ -39,7 +39,7 @@ def _compiled(model: nn.Module, **options: Any) -> nn.Module:
 def _gathers() -> Iterator[list[torch.dtype]]:
     """The dtype of every all-gather of dense parameters inside the block."""
     seen: list[torch.dtype] = []
-    original = define.begin
+    original = registration.begin
 
     def begin(prepare: Any, args: Any, note: str) -> int:
         if note.split()[1] == "gather_dense":
@@ -47,11 +47,11 @@ def _gathers() -> Iterator[list[torch.dtype]]:
             seen.append(dtype or shards[0].dtype)
         return original(prepare, args, note)
 
-    define.begin = begin
+    registration.begin = begin
     try:
         yield seen
     finally:
-        define.begin = original
+        registration.begin = original
 
 
 # --- parity ---
@@ -345,16 +345,16 @@ def meta_device() -> dict[str, Any]:
     """Ranks other than 0 never allocate a whole dense parameter, and rank 0 one module's at a time."""
     from transformers import AutoModelForCausalLM
 
-    from hecate import sharding
+    from hecate.wrap import expert_shards
 
     allocated: list[int] = []
-    original = sharding._unwritten
+    original = expert_shards._unwritten
 
     def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
         allocated.append(_alive() if isinstance(like, nn.Parameter) else 0)
         return original(like, device)
 
-    sharding._unwritten = unwritten
+    expert_shards._unwritten = unwritten
     config = transformers_config("qwen3_moe", tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

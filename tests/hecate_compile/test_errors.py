@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import hecate
-from tests.models import PlainLanguageModel, PlainMoE, batch, build
-from tests.parity import rank_and_size
-from tests.ranks import message_of, run_ranks
+from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
+from tests.support.parity import rank_and_size
+from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_errors"
 EAGER = hecate.Config(backend="aot_eager")

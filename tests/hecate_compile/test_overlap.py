@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hostile_transport import hostile
-from tests.models import batch, build
-from tests.parity import run_step, step_and_compare
-from tests.policies import Anything
-from tests.ranks import run_ranks
+from tests.support.adversaries import Anything
+from tests.support.hostile_transport import hostile
+from tests.support.models import batch, build
+from tests.support.parity import run_step, step_and_compare
+from tests.support.ranks import run_ranks
 
 _HERE = "tests.hecate_compile.test_overlap"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import FAMILIES, batch, build
-from tests.parity import step_and_compare
-from tests.policies import Anything
-from tests.ranks import RanksFailed, run_ranks
+from tests.support.adversaries import Anything
+from tests.support.models import FAMILIES, batch, build
+from tests.support.parity import step_and_compare
+from tests.support.ranks import RanksFailed, run_ranks
 
 PASS_NAMES = (
     "share_gathers",

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime import transport
-from hecate.runtime.planner import Placement, Rates, Topology
-from hecate.runtime.policies import LayerView
-from hecate.sharding import shard_of
-from tests.models import batch, build
-from tests.parity import rank_and_size, run_step, step_and_compare
-from tests.policies import Anything, Moving
-from tests.ranks import run_ranks
+from hecate.runtime.comm import collectives
+from hecate.runtime.placement.planner import Placement, Rates, Topology
+from hecate.runtime.placement.policy import LayerView
+from hecate.wrap.expert_shards import shard_of
+from tests.support.adversaries import Anything, Moving
+from tests.support.models import batch, build
+from tests.support.parity import rank_and_size, run_step, step_and_compare
+from tests.support.ranks import run_ranks
 
 _HERE = "tests.hecate_compile.test_placement"
 FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
@@ -148,7 +148,7 @@ def _full_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer])
         shard = shard_of(parameter)
         for key, value in values.items():
             if shard is not None and value.ndim:
-                value = transport.gather_shards(value, shard.layer.owners, shard.layer.world)
+                value = collectives.gather_shards(value, shard.layer.owners, shard.layer.world)
             full[f"{name} {key}"] = value
     return full
 
@@ -207,8 +207,10 @@ def _log_collectives() -> list[str]:
 
     for name in ("all_to_all_single", "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor"):
         logged(name)
-    original = transport._all_gather
-    transport._all_gather = lambda *args, **kwargs: (calls.append("all_gather_single"), original(*args, **kwargs))[1]
+    original = collectives._all_gather
+    collectives._all_gather = lambda *args, **kwargs: (calls.append("all_gather_single"), original(*args, **kwargs))[
+        1
+    ]
     return calls
 
 

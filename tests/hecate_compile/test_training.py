@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hecate.runtime.planner import Rates
-from hecate.sharding import shard_of
-from tests.models import batch, build
-from tests.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
-from tests.ranks import run_ranks
+from hecate.runtime.placement.planner import Rates
+from hecate.wrap.expert_shards import shard_of
+from tests.support.models import batch, build
+from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
+from tests.support.ranks import run_ranks
 
 # Links so fast, beside slow matmuls, that every step has replicas.
 FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
@@ -221,7 +221,7 @@ def meta_device() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     import hecate
-    from tests.models import transformers_config
+    from tests.support.models import transformers_config
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(transformers_config("qwen3_moe"))

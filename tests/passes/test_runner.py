@@ -9,12 +9,12 @@ import torch
 from torch.fx import GraphModule
 
 from hecate.passes import PASSES, Outcome, PassContext, summary_of
+from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.fingerprint import fingerprint
+from hecate.passes.invariants import InvalidGraphError
 from hecate.passes.runner import GraphDump, run_passes
-from hecate.passes.share_gathers import share_gathers
-from hecate.passes.verify import InvalidGraphError
-from tests.passes.graphs import GraphUnderTest, H, targets
-from tests.passes.test_exchange_rows import region
+from tests.passes.captured.test_exchange_rows import region
+from tests.support.graphs import GraphUnderTest, H, targets
 
 CONTEXT = PassContext(world_size=2)
 

@@ -1,0 +1,170 @@
+"""The command line: ``hecate simulate``."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from hecate.runtime.placement.policy import Hecate, Policy, Static
+from hecate.simulator import Capture, ClusterError, ClusterSpec
+from hecate.simulator.capture import CaptureError
+from hecate.simulator.study import STEPS, Build, Options, Result, study
+from hecate.simulator.workloads import WORKLOADS, Counts, fit, load_trace, make
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Train Mixture-of-Experts models without stragglers."""
+
+
+@app.command()
+def simulate(
+    model: Annotated[
+        str, typer.Argument(help="file.py:function that returns a model and a batch of one rank, a dict")
+    ],
+    cluster: Annotated[list[Path], typer.Option(help="a TOML file; may be given several times")],
+    policy: Annotated[
+        list[str], typer.Option(help="static, hecate, paper, or module:Class of your own; several times")
+    ] = ["static", "hecate"],  # noqa: B006  typer copies it
+    trace: Annotated[Path | None, typer.Option(help="routing that hecate.record wrote")] = None,
+    workload: Annotated[str, typer.Option(help=f"made-up routing instead: {', '.join(WORKLOADS)}")] = "zipf",
+    skew: Annotated[float, typer.Option(help="exponent of zipf and drift")] = 1.5,
+    replicas: Annotated[int, typer.Option(min=0, help="most replicas on a rank")] = 2,
+    rematerialize: Annotated[bool, typer.Option(help="gather replicas again for the backward")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="steps to simulate, spread over the trace")] = 3,
+    optimizer_bytes: Annotated[float, typer.Option(help="per parameter, beside itself and its gradient")] = 8.0,
+    out: Annotated[Path | None, typer.Option("--json", help="write the results to this file too")] = None,
+) -> None:
+    """Predict a training step of MODEL on clusters that are not there, for each policy.
+
+    Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
+    """
+    if out is not None and not out.resolve().parent.is_dir():
+        raise typer.BadParameter(f"--json: there is no folder {out.resolve().parent}")
+    # Of transformers' code, and nothing that a user could do about.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    options = Options(
+        replicas=replicas, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
+    )  # fmt: skip
+    try:
+        clusters = [ClusterSpec.load(path) for path in cluster]
+        names = [spec.name for spec in clusters]
+        if len(set(names)) < len(names):
+            raise typer.BadParameter(f"two clusters have the same name: {', '.join(names)}. A file can set its name.")
+        makers = {name: _policy(name, replicas) for name in policy}
+        build = _function(model)
+        routing = _routing(trace, workload, skew)
+        results = []
+        for spec in clusters:
+            # A policy remembers steps, so each cluster gets its own.
+            results += study(build, spec, copy.deepcopy(makers), partial(routing, spec), options)
+    except (ClusterError, CaptureError, ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    Console(width=150).print(_table(results))
+    if out is not None:
+        out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[ClusterSpec, Capture], Counts]:
+    """Rows ``[step, layer, rank, expert]`` for a model on a cluster."""
+    recorded = load_trace(trace)[0] if trace is not None else None
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
+
+    def routing(spec: ClusterSpec, made: Capture) -> Counts:
+        layers, experts = len(made.layers), made.layers[0].num_experts
+        if recorded is None:
+            shape = {"layers": layers, "ranks": spec.ranks, "experts": experts, "rows": made.rows}
+            return make(workload, steps=STEPS, skew=skew, **shape)
+        if recorded.shape[3] != experts:
+            raise ValueError(f"{trace} has {recorded.shape[3]} experts, the model has {experts}")
+        return fit(recorded, layers=layers, ranks=spec.ranks, rows=made.rows)
+
+    return routing
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(
+        "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
+        "GB leaving a node", "GB of states", "GB of slots",
+        caption="times as fast as the first policy on the same cluster; memory of the rank with most",
+    )  # fmt: skip
+    first: dict[str, float] = {}
+    for r in results:
+        base = first.setdefault(r.cluster, r.seconds)
+        table.add_row(
+            r.cluster, r.policy, f"{r.seconds * 1e3:.1f}", f"{base / r.seconds:.2f}", f"{r.imbalance:.2f}",
+            f"{r.replicas:.1f}", f"{r.waited * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
+            f"{r.slot_bytes / 1e9:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def _policy(name: str, replicas: int) -> Policy:
+    known = {
+        "static": Static, "hecate": lambda: Hecate(objective="time", replicas=replicas),
+        "paper": lambda: Hecate(objective="paper", replicas=replicas),
+    }  # fmt: skip
+    if name in known:
+        return known[name]()
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise typer.BadParameter(f"no policy {name!r}; there are {', '.join(known)}, and module:Class")
+    sys.path.insert(0, os.getcwd())
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"policy {name!r}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    policy = kind() if isinstance(kind, type) and issubclass(kind, Policy) else None
+    if policy is None:
+        raise typer.BadParameter(f"policy {name!r} is no hecate.Policy")
+    if hasattr(policy, "replicas"):
+        policy.replicas = replicas
+    return policy
+
+
+def _function(name: str) -> Build:
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise typer.BadParameter(f"model {name!r}: expected file.py:function")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"model {name!r}: {path} is not a Python file")
+    # Dataclasses look their module up.
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    sys.path[:0] = [os.getcwd(), str(path.parent)]
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise typer.BadParameter(f"model {name!r}: {path} has no {attribute}")
+
+    def build() -> tuple[nn.Module, Mapping[str, Any]]:
+        made = getattr(module, attribute)()
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
+            raise typer.BadParameter(f"{name} must return a model and a batch: (nn.Module, dict of tensors)")
+        return made
+
+    return build
+
+
+if __name__ == "__main__":
+    app()

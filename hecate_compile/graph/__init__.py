@@ -1,0 +1,1 @@
+"""From the graph that Dynamo captured to a compiled one."""

@@ -1,0 +1,162 @@
+"""The torch.compile backend: rewrite the captured graph, compare it across ranks, hand it on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.config import Config
+from hecate.graph.activation_checkpointing import keep_plans
+from hecate.graph.lowering import lower
+from hecate.passes import PASSES, PassContext
+from hecate.passes.fingerprint import fingerprint
+from hecate.passes.fx import same_on_all_ranks
+from hecate.passes.runner import GraphDump, PassRecord, run_passes
+from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.world import World
+from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.overlap_window import predict_hidden
+from hecate.runtime.state.placer import Placer
+
+log = logging.getLogger("hecate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphRecord:
+    """One compiled graph.
+
+    Attributes:
+        nodes: number of operators after the passes.
+        passes: what each pass did, in order.
+    """
+
+    nodes: int
+    passes: tuple[PassRecord, ...]
+
+
+@dataclass
+class Backend:
+    """Called by Dynamo with every graph of the model.
+
+    Attributes:
+        dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
+        graphs: what has been compiled so far.
+        comparing: compare graphs across ranks. On during the first forward in each grad mode, because all ranks
+            compile then; off otherwise, because a later recompile may happen on one rank alone.
+    """
+
+    config: Config
+    world: World
+    placer: Placer
+    layers: Sequence[Layer]
+    dense_parameters: int = 0
+    graphs: list[GraphRecord] = field(default_factory=list)
+    comparing: bool = True
+    _warned: set[str] = field(default_factory=set)
+
+    @property
+    def disabled(self) -> tuple[str, ...]:
+        if self.config.policy == "gather":
+            return (*self.config.disable_passes, "group_expert_loops", "exchange_rows")
+        return tuple(self.config.disable_passes)
+
+    @property
+    def dump_folder(self) -> Path | None:
+        """This rank's folder for graph dumps, or None."""
+        folder = self.config.dump or os.environ.get("HECATE_DUMP")
+        return Path(folder) / f"rank{self.world.rank}" if folder else None
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        number = len(self.graphs)
+        if number == 0 and self.comparing and self.config.rates is None and self.world.size > 1:
+            self.placer.rates = predict_hidden(
+                _tokens(gm), self.dense_parameters, len(self.layers), self.placer.rates, self.world
+            )
+        folder = self.dump_folder
+        context = self._context()
+        records = run_passes(
+            gm,
+            context,
+            passes=PASSES,
+            disabled=self.disabled,
+            dump=GraphDump(folder, number) if folder else None,
+        )
+        keep_plans(gm, self.config.rematerialize)
+        calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
+        self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
+        self._warn_fallbacks(records)
+        if self.comparing:
+            agree(
+                fingerprint(gm),
+                f"graph {number}",
+                "Every rank must run the same model code: look for branches on the rank or on local data. "
+                "HECATE_DUMP=<folder> writes each rank's graph.",
+                self.world,
+            )
+        return lower(
+            gm, example_inputs,
+            backend=self.config.backend, context=context, disabled=self.disabled, folder=folder, number=number,
+        )  # fmt: skip
+
+    def _context(self) -> PassContext:
+        size, topology = self.world.size, self.placer.topology
+        return PassContext(
+            world_size=size,
+            replicates=self.placer.policy.replicates,
+            calibrates=self.placer.policy.calibrates,
+            layer_names={layer.id: layer.name for layer in self.layers},
+            rematerialize=self.config.rematerialize,
+            prefetch_bytes=self.config.prefetch_bytes,
+            owned=-(-max(layer.num_experts for layer in self.layers) // size),
+            slots=self.config.replicas if self.placer.policy.replicates else 0,
+            nodes=topology.num_nodes,
+            ranks_per_node=max(map(len, topology.members)),
+            rates=self.placer.rates,
+        )
+
+    def _warn_fallbacks(self, records: list[PassRecord]) -> None:
+        """Once per module, with the first reason, on rank 0 only: all ranks rewrite alike."""
+        for record in records:
+            for skip in record.skipped:
+                if not skip.fallback or skip.where in self._warned:
+                    continue
+                self._warned.add(skip.where)
+                if self.world.rank == 0:
+                    warnings.warn(
+                        f"hecate: {skip.where} was not rewritten by {record.name} and gathers all its experts "
+                        f"on every rank instead (right, but slow): {skip.reason}",
+                        stacklevel=2,
+                    )
+
+
+def _tokens(gm: GraphModule) -> int:
+    """Rows of the batch: the two leading sizes of the largest input of ids, or of what else is no parameter."""
+    ids, others = [0], [0]
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node):
+            count = math.prod(_hint(size) for size in value.shape[:2])
+            (others if value.is_floating_point() else ids).append(count)
+    return max(ids) or max(others)
+
+
+def _of_model(node: Node) -> bool:
+    """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
+    source = getattr(node, "_dynamo_source", None)
+    return same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size, or what it was in the first batch."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1

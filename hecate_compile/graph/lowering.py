@@ -1,0 +1,176 @@
+"""From the rewritten graph to a compiled one: autograd, the passes on its forward and backward, Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
+
+import hecate.passes
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes.final.collective_notes import describe, starts_of
+from hecate.passes.runner import GraphDump, run_passes
+
+Compiled = Callable[..., Any]
+
+
+class NotRun(Exception):
+    """A graph was compiled inside :func:`capturing`, which runs none."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph as it would run: after all passes, its nodes in the order of execution."""
+
+    graph: GraphModule
+    context: PassContext
+
+
+_capture: ContextVar[list[Captured] | None] = ContextVar("_capture", default=None)
+
+
+@contextmanager
+def capturing() -> Iterator[list[Captured]]:
+    """Inside the block graphs are compiled and kept, forward before backward; calling one raises :class:`NotRun`."""
+    kept: list[Captured] = []
+    token = _capture.set(kept)
+    try:
+        # A backward is otherwise compiled when it is first called.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            yield kept
+    finally:
+        _capture.reset(token)
+
+
+_NO_RATES = PassContext(world_size=1).rates
+
+
+def lower(
+    gm: GraphModule,
+    inputs: list[Any],
+    *,
+    backend: str,
+    context: PassContext,
+    disabled: Sequence[str],
+    folder: Path | None,
+    number: int,
+) -> Compiled:
+    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
+
+    Args:
+        backend: "inductor", or "aot_eager".
+        disabled: names of passes to leave out.
+        folder: for dumps, or None.
+    """
+
+    def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
+        if context.world_size > 1:
+            dump = GraphDump(folder, number, part) if folder else None
+            here = replace(context, part=part)
+            run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=_lint)
+            if dump and part != "joint":
+                dump.write_text("schedule", describe(starts_of(gm.graph.nodes), measured=False))
+
+    kept = _capture.get()
+    if kept is not None:
+        return _aot_eager(gm, inputs, run, lambda gm, part: _keep(gm, replace(context, part=part), kept))
+    if backend == "aot_eager":
+        return _aot_eager(gm, inputs, run)
+    return _inductor(gm, inputs, run, context, disabled, dumping=folder is not None)
+
+
+Run = Callable[[GraphModule, Sequence[Pass], str], None]
+
+
+def _lint(gm: GraphModule) -> None:
+    gm.graph.lint()
+
+
+def _keep(gm: GraphModule, context: PassContext, kept: list[Captured]) -> Compiled:
+    kept.append(Captured(gm, context))
+
+    def refuse(*args: Any) -> Any:
+        raise NotRun
+
+    return refuse
+
+
+def _aot_eager(
+    gm: GraphModule, inputs: list[Any], run: Run, finish: Callable[[GraphModule, str], Compiled] | None = None
+) -> Compiled:
+    def compiler(part: str) -> Compiled:
+        def compile(gm: GraphModule, inputs: list[Any]) -> Any:
+            run(gm, FINAL_PASSES, part)
+            return boxed_nop(gm, inputs) if finish is None else finish(gm, part)
+
+        return compile
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+        run(joint, JOINT_PASSES, "joint")
+        parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+        return parts
+
+    compiled: Compiled = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("forward"),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
+
+
+def _inductor(
+    gm: GraphModule, inputs: list[Any], run: Run, context: PassContext, disabled: Sequence[str], *, dumping: bool
+) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx
+
+    if context.world_size == 1:
+        alone: Any = compile_fx(gm, inputs)
+        return cast(Compiled, alone)
+    # Rates are left out: they are measured anew in every run, and no rank's order depends on them.
+    identity = repr(replace(context, rates=_NO_RATES, guesses={})) + repr(disabled)
+    patches: dict[str, Any] = {
+        # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
+        "reorder_for_peak_memory": False,
+        "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
+        "post_grad_custom_post_pass": _Hook(lambda graph: run(graph, FINAL_PASSES, _part(graph)), identity),
+    }
+    # A graph from a cache went through the passes in another process, and would not be dumped.
+    fresh: Any = nullcontext()
+    if dumping:
+        patches["fx_graph_cache"] = False
+        fresh = torch._functorch.config.patch(enable_autograd_cache=False)
+    with fresh:
+        compiled: Any = compile_fx(gm, inputs, config_patches=patches)
+    return cast(Compiled, compiled)
+
+
+def _part(gm: GraphModule) -> str:
+    tangents = any(node.op == "placeholder" and node.name.startswith("tangents") for node in gm.graph.nodes)
+    return "backward" if tangents else "forward"
+
+
+class _Hook(CustomGraphPass):
+    """Inductor's form of a pass. Its identity is part of the key of Inductor's cache."""
+
+    def __init__(self, work: Callable[[GraphModule], None], identity: str) -> None:
+        self._work, self._identity = work, identity
+
+    def __call__(self, graph: Graph) -> None:
+        assert graph.owning_module is not None
+        self._work(graph.owning_module)
+
+    def uuid(self) -> Any:
+        folder = Path(hecate.passes.__file__).parent
+        return get_hash_for_files(tuple(str(path) for path in sorted(folder.rglob("*.py"))), self._identity)

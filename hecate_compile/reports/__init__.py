@@ -1,0 +1,1 @@
+"""What Hecate found, did and saw, for people."""

@@ -1,0 +1,80 @@
+"""Routing traces: which rank sent how many rows to which expert, step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hecate.api import _state_of
+from hecate.runtime.comm import collectives
+
+
+@contextmanager
+def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record the routing of every training forward inside the ``with`` block; rank 0 writes it at the end.
+
+        with hecate.record(model, "trace.npz"):
+            train(model)
+
+    All ranks enter and leave together; every rank knows all counts, so recording communicates nothing. The trace
+    stays in rank 0's memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, what was
+    recorded so far is written. Forwards without gradients are left out.
+
+    The file is a compressed numpy archive (``numpy.load``):
+
+    ========== ==================================== ==========================================================
+    ``counts`` uint32 ``[step, layer, rank, expert]`` rows that the rank routed to the expert in its own batch
+    ``layers`` str ``[layer]``                       names of the experts modules
+    ``owners`` int32 ``[layer, expert]``             who owned what at the first step
+    ========== ==================================== ==========================================================
+
+    Raises:
+        ValueError: the model was not compiled; it is recorded already; its layers have different numbers of experts.
+        FileNotFoundError: the folder of ``path`` does not exist on rank 0.
+        RuntimeError: in the first forward, if a layer gathers its experts, so that nobody counts its rows.
+    """
+    state = _state_of(model, "record")
+    target = Path(path)
+    found = torch.tensor([target.parent.is_dir()], dtype=torch.uint8, device=state.world.control_device)
+    collectives.broadcast(found, state.world)
+    if not bool(found):
+        raise FileNotFoundError(f"hecate.record: {target.parent} is not a folder")
+    experts = {layer.num_experts for layer in state.layers}
+    if len(experts) != 1:
+        raise ValueError(f"hecate.record: layers have different numbers of experts: {sorted(experts)}")
+    if state.forward.after is not None:
+        raise ValueError("hecate.record: this model is being recorded already")
+    steps: list[np.ndarray[Any, Any]] = []
+    owners = np.asarray([layer.owners.ranks for layer in state.layers], dtype=np.int32)
+
+    def after() -> None:
+        if not torch.is_grad_enabled():
+            return
+        counts = []
+        for layer in state.layers:
+            if layer.counts is None:
+                raise RuntimeError(f"hecate.record: {layer.name} gathers its experts, so its rows are not counted")
+            counts.append(layer.counts.cpu().numpy())
+        if state.world.rank == 0:
+            steps.append(np.stack(counts).astype(np.uint32))
+
+    state.forward.after = after
+    try:
+        yield
+    finally:
+        state.forward.after = None
+        if state.world.rank == 0:
+            shape = (0, len(state.layers), state.world.size, experts.pop())
+            np.savez_compressed(
+                target,
+                counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
+                layers=np.asarray([layer.name for layer in state.layers]),
+                owners=owners,
+            )

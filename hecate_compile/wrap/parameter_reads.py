@@ -1,0 +1,183 @@
+"""What model code gets when it reads a parameter attribute.
+
+The class of each module with parameters becomes a subclass of itself, under the same name, whose
+parameter attributes are properties. Traced code then reads
+
+    expert parameter  ->  gather_experts(shard)      [E_r, ...] -> [E, ...]
+    dense parameter   ->  replicate(parameter)       identity, backward averages the gradient
+    or, sharded       ->  gather_dense([shard])[0]   [c, ...] -> [d, ...]
+
+so the program is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import skip_code
+
+from hecate.runtime.ops.dense import take_reduced
+from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate, take_averaged
+from hecate.runtime.state.layer import Layer
+from hecate.wrap.dense_shards import dense_shard_of
+from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.find_experts import ExpertsModule
+
+
+class UntracedReadError(RuntimeError):
+    """Code that was not traced read a sharded expert parameter, or trained a dense one unaveraged."""
+
+
+@dataclass
+class Forward:
+    """The compiled model's forward.
+
+    Attributes:
+        running: whether it is running, for reads by frames that Dynamo left to Python.
+        after: called at its end; see :func:`hecate.record`.
+    """
+
+    running: bool = False
+    after: Callable[[], None] | None = None
+
+
+def install_reads(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    layers: Sequence[Layer],
+    sync: GradientSync,
+    forward: Forward,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Swap the classes. Dense parameters of a single process without mixed precision are left alone."""
+    experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
+    replicas: dict[int, int] = {}
+    checked: set[int] = set()
+    for name, module in model.named_modules():
+        readers: dict[str, Callable[[nn.Module], Any]] = {}
+        own, layer = experts.get(id(module), (None, None))
+        for key, parameter in module._parameters.items():
+            if own is not None and layer is not None and key in own.parameters:
+                readers[key] = _read_experts(key, layer, forward, param_dtype)
+            elif (record := dense_shard_of(parameter)) is not None and parameter is not None:
+                if parameter.requires_grad and id(parameter) not in checked:
+                    checked.add(id(parameter))
+                    _require_average(parameter, partial(take_reduced, record), record.name)
+                readers[key] = _read_dense_shard(key, record.id, forward, param_dtype)
+            elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
+                replica = replicas.get(id(parameter))
+                if replica is None:
+                    replica = replicas[id(parameter)] = add_replica(module, key, sync)
+                    if sync.world.size > 1 and parameter.requires_grad:
+                        _require_average(parameter, partial(take_averaged, replica), f"{name}.{key}".lstrip("."))
+                readers[key] = _read_dense(key, replica, forward, param_dtype)
+        if readers:
+            _swap_class(module, readers)
+
+
+def _require_average(parameter: nn.Parameter, averaged: Callable[[], bool], name: str) -> None:
+    """Raise in the backward if a gradient arrives that no collective has seen: ranks would drift apart."""
+
+    def check(_: torch.Tensor) -> None:
+        if not averaged():
+            raise UntracedReadError(
+                f"hecate: the gradient of {name} was not averaged over ranks, because the parameter was used outside "
+                "the compiled model's forward, or by a module that keeps parameters under other names (nn.LSTM and "
+                "its kin). Compute everything that needs gradients inside the forward of the model given to "
+                "hecate.compile."
+            )
+
+    parameter.register_post_accumulate_grad_hook(check)
+
+
+def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]]) -> None:
+    cls = type(module)
+    for read in readers.values():
+        # Inlined into traced code, but never compiled as a frame of its own: in a frame that Dynamo skipped,
+        # the read must run as plain Python and see that.
+        skip_code(read.__code__)
+    namespace: dict[str, Any] = {key: property(read) for key, read in readers.items()}
+
+    def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # The inherited one asks hasattr(self, name) first, which would read the property.
+        if name in readers:
+            self._parameters[name] = parameter
+        else:
+            super(swapped, self).register_parameter(name, parameter)
+
+    namespace["register_parameter"] = register_parameter
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise TypeError(
+            f"hecate: a compiled model cannot be copied or pickled ({cls.__name__} in it reads sharded parameters). "
+            "Save model.state_dict(), which all ranks call together; for a second copy, build the model again."
+        )
+
+    namespace["__reduce_ex__"] = __reduce_ex__
+    swapped: Any = type(cls.__name__, (cls,), namespace)
+    module.__class__ = swapped
+
+
+def _read_experts(key: str, layer: Layer, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
+
+    def read(module: nn.Module) -> Any:
+        shard: Any = module._parameters[key]
+        if torch.compiler.is_compiling():
+            if dtype is not None:
+                shard = shard.to(dtype)
+            return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
+        if alone:
+            return shard.to(dtype) if dtype is not None and forward.running else shard
+        raise UntracedReadError(_untraced(key, layer, shard))
+
+    return read
+
+
+def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        parameter: Any = module._parameters[key]
+        if parameter is None:
+            return None
+        if torch.compiler.is_compiling() or forward.running:
+            if parameter.requires_grad:
+                parameter = replicate(parameter, replica)
+            if dtype is not None and parameter.is_floating_point():
+                parameter = parameter.to(dtype)
+        return parameter
+
+    return read
+
+
+def _read_dense_shard(
+    key: str, record: int, forward: Forward, dtype: torch.dtype | None
+) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        shard: Any = module._parameters[key]
+        # Outside the forward other ranks need not read it too, so nothing can be gathered.
+        if shard is None or not (torch.compiler.is_compiling() or forward.running):
+            return shard
+        return torch.ops.hecate.gather_dense([shard], [record], dtype if shard.is_floating_point() else None)[0]
+
+    return read
+
+
+def _untraced(key: str, layer: Layer, shard: Any) -> str:
+    record = shard_of(shard)
+    name = record.name if record is not None else key
+    return (
+        f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
+        f"{len(shard)} of its {layer.num_experts} experts.\n"
+        "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, a "
+        "disabled function, or more recompiles than torch._dynamo.config.recompile_limit. Run with "
+        "TORCH_LOGS=graph_breaks,recompiles to see where; for a transformers model, "
+        "model.set_experts_implementation('grouped_mm') gives experts that trace.\n"
+        "If you called a part of the model yourself, call the compiled model instead. To look at weights, use "
+        "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard."
+    )

@@ -1,0 +1,80 @@
+"""What the runner hands to a pass, and what a pass hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from hecate.runtime.placement.planner import Rates
+
+_UNKNOWN = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What a pass may know besides the graph. Never the rank, never ownership: all ranks rewrite alike.
+
+    Attributes:
+        world_size: W.
+        replicates: the policy may hold experts on ranks that do not own them.
+        calibrates: it may do so once more after the gate.
+        part: "forward" or "backward", once autograd has parted them.
+        layer_names: layer id -> name of the experts module, for messages.
+        rematerialize: gather experts again in the backward.
+        prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice
+            the largest transfer.
+        owned, slots: experts that a rank owns in one layer, and replicas that it may hold; for predictions.
+        nodes, ranks_per_node: machines, and ranks on each; for predictions.
+        rates: how fast the machine is; for predictions.
+        guesses: sizes that depend on data, learned from the forward; for predictions.
+    """
+
+    world_size: int
+    replicates: bool = False
+    calibrates: bool = False
+    part: str = "forward"
+    layer_names: Mapping[int, str] = field(default_factory=dict)
+    rematerialize: bool = False
+    prefetch_bytes: int | None = None
+    owned: int = 1
+    slots: int = 0
+    nodes: int = 1
+    ranks_per_node: int = 1
+    rates: Rates = _UNKNOWN
+    guesses: dict[Any, int] = field(default_factory=dict, compare=False)
+
+    def name(self, layer: int) -> str:
+        return self.layer_names.get(layer, f"layer {layer}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """Something a pass saw and left alone.
+
+    Attributes:
+        where: the module.
+        reason: why, in words a user can act on.
+        fallback: the program is now slower than it should be, and the user is warned.
+    """
+
+    where: str
+    reason: str
+    fallback: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one pass did to one graph."""
+
+    rewritten: int = 0
+    skipped: tuple[Skip, ...] = ()
+
+
+Pass = Callable[[GraphModule, PassContext], Outcome]
+
+
+class Refused(Exception):
+    """A pass does not understand what it sees; the message is the reason. The graph is unchanged."""

@@ -1,0 +1,115 @@
+"""bucket_gathers: gather the sharded dense parameters of a block in one all-gather.
+
+Needs    gather_dense([shard], [id], dtype) nodes, one or more per shard, and the names behind the ids.
+Changes  a = gather_dense([p], [0], dtype)[0]; b = gather_dense([q], [1], dtype)[0]
+         becomes   both = gather_dense([p, q], [0, 1], dtype); a = both[0]; b = both[1]
+         A shard that is read twice (tied weights) is gathered once.
+Never    mixes dtypes, devices, grad modes, or shards with and without gradients; touches a group of which a shard or
+         a result is changed in place.
+
+A block is the outermost numbered module, such as model.layers.3. Parameters outside of any are grouped by what lies
+between the same two blocks, or bodies of checkpoints: the embedding before the first, the last norm and the head
+after the last. A group is gathered where its first parameter is read. Its backward is one reduce-scatter, when all
+its gradients are there.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.fx import calls, grad_modes, is_getitem, operands, refuse_changes_of, value_of
+from hecate.runtime.ops.dense import get_dense_shard
+
+_BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """``gather_dense([shard], [id], dtype)[0]``.
+
+    Attributes:
+        gather: the operator's node.
+        part: the node that takes its only result.
+    """
+
+    gather: Node
+    part: Node
+    shard: Node
+    id: int
+    dtype: torch.dtype | None
+
+
+def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
+    """Group the reads of each block at its first read."""
+    groups, skipped = 0, []
+    end = next(iter(reversed(gm.graph.nodes)))
+    for reads in _by_block(gm):
+        if len(reads) == 1:
+            continue
+        try:
+            # Of the results too: two reads that become one would see each other's changes.
+            refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
+        except Refused as reason:
+            skipped.append(Skip(where=get_dense_shard(reads[0].id).name, reason=str(reason), fallback=False))
+            continue
+        _merge(gm, reads)
+        groups += 1
+    return Outcome(rewritten=groups, skipped=tuple(skipped))
+
+
+def _by_block(gm: GraphModule) -> list[list[_Read]]:
+    """The reads of each group, in graph order."""
+    modes = grad_modes(gm.graph)
+    groups: dict[Hashable, list[_Read]] = {}
+    group_of: dict[Hashable, Hashable] = {}
+    block: str | None = None
+    passed = 0
+    for node in gm.graph.nodes:
+        # A block that is recomputed is a graph of its own, but what comes after it is still not what was before.
+        passed += isinstance(node.target, torch._ops.HigherOrderOperator)
+        read = _read_at(node)
+        if read is None:
+            continue
+        found = _BLOCK.match(get_dense_shard(read.id).name)
+        if found is not None and found.group() != block:
+            block = found.group()
+            passed += 1
+        value = value_of(read.shard)
+        kind = (value.dtype, value.device, value.requires_grad, read.dtype, modes[node])
+        # A second read of a shard belongs to the first, wherever it is.
+        group = group_of.setdefault((read.shard, kind), (block if found is not None else passed, kind))
+        groups.setdefault(group, []).append(read)
+    return list(groups.values())
+
+
+def _read_at(node: Node) -> _Read | None:
+    if not calls(node, torch.ops.hecate.gather_dense) or len(node.users) != 1:
+        return None
+    shards, ids, dtype = operands(node)
+    (part,) = node.users
+    if len(shards) != 1 or shards[0].op != "placeholder" or value_of(shards[0]) is None or not is_getitem(part):
+        return None
+    return _Read(gather=node, part=part, shard=shards[0], id=ids[0], dtype=dtype)
+
+
+def _merge(gm: GraphModule, reads: Sequence[_Read]) -> None:
+    graph = gm.graph
+    firsts = list({read.shard: read for read in reversed(reads)}.values())[::-1]
+    parts: dict[Node, Node] = {}
+    with graph.inserting_before(reads[0].gather):
+        shards, ids = [read.shard for read in firsts], [read.id for read in firsts]
+        whole = graph.call_function(torch.ops.hecate.gather_dense.default, (shards, ids, reads[0].dtype))
+        for index, read in enumerate(firsts):
+            parts[read.shard] = graph.call_function(operator.getitem, (whole, index))
+            parts[read.shard].meta = dict(read.part.meta)
+    for read in reads:
+        read.part.replace_all_uses_with(parts[read.shard])
+        graph.erase_node(read.part)
+        graph.erase_node(read.gather)

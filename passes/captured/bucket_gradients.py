@@ -1,0 +1,84 @@
+"""bucket_gradients: average the gradients of many dense parameters in one all-reduce.
+
+Needs    replicate(parameter, id) nodes, one or more per parameter read.
+Changes  a = replicate(p, 0); b = replicate(q, 1)
+         becomes   bucket = replicate_bucket([p, q], [0, 1]); a = bucket[0]; b = bucket[1]
+         A parameter that is read twice (tied weights) is averaged once.
+Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
+
+Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
+its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import groupby
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext
+from hecate.passes.fx import arg, calls, grad_modes, positions, value_of
+from hecate.runtime.ops.gradients import replicate, replicate_bucket
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
+    """Group the reads of each bucket at its first read."""
+    reads = _reads_with_grad(gm)
+    parameters = [node for node in reads if value_of(node) is not None]
+    parameters.reverse()
+    buckets: list[list[Node]] = []
+    for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
+        buckets += _fill(list(same))
+    for bucket in buckets:
+        _merge(gm, bucket, reads)
+    return Outcome(rewritten=len(buckets))
+
+
+def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
+    """Placeholder -> its replicate nodes that gradients flow through, in order of first use."""
+    modes = grad_modes(gm.graph)
+    reads: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if calls(node, replicate) and modes[node] and node.users and arg(node, 0).op == "placeholder":
+            reads.setdefault(arg(node, 0), []).append(node)
+    return reads
+
+
+def _kind(parameter: Node) -> tuple[torch.dtype, torch.device]:
+    value = value_of(parameter)
+    return value.dtype, value.device
+
+
+def _fill(parameters: list[Node]) -> list[list[Node]]:
+    buckets: list[list[Node]] = [[]]
+    size = 0
+    for parameter in parameters:
+        value = value_of(parameter)
+        if buckets[-1] and size >= BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += value.numel() * value.element_size()
+    return [bucket for bucket in buckets if bucket]
+
+
+def _merge(gm: GraphModule, bucket: list[Node], reads: dict[Node, list[Node]]) -> None:
+    graph = gm.graph
+    place = positions(graph)
+    first = min((read for parameter in bucket for read in reads[parameter]), key=place.__getitem__)
+    ids = [arg(reads[parameter][0], 1) for parameter in bucket]
+    with graph.inserting_before(first):
+        whole = graph.call_function(replicate_bucket, (list(bucket), ids))
+    after = whole
+    for index, parameter in enumerate(bucket):
+        with graph.inserting_after(after):
+            part = graph.call_function(operator.getitem, (whole, index))
+        part.meta = dict(reads[parameter][0].meta)
+        after = part
+        for read in reads[parameter]:
+            read.replace_all_uses_with(part)
+            graph.erase_node(read)

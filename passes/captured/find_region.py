@@ -1,0 +1,176 @@
+"""Find the part of a graph that computes with expert parameters: what lies between the cuts.
+
+    rows, offsets ──▶ [ grouped_mm, activation, grouped_mm, biases by expert id ] ──▶ out
+
+The search is anchored on the ``gather_experts`` nodes of one layer and walks outwards; it never looks for a
+router or a top-k, which differ in every model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from hecate.passes.base import Refused
+from hecate.passes.captured.rowwise import Kind, check_rowwise
+from hecate.passes.fx import (
+    ancestors,
+    arg,
+    calls,
+    descendants,
+    describe,
+    grad_modes,
+    is_getitem,
+    positions,
+    refuse_changes_of,
+    same_on_all_ranks,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """One MoE layer's computation on rows sorted by expert.
+
+    Attributes:
+        layer: id of the layer.
+        gathers: the expert parameters in it, ``[E, ...]``.
+        offsets: int ``[E]``, end of each expert's rows.
+        ids: expert of each row, int ``[R]``; None if nothing is looked up by expert.
+        lookups: the nodes ``parameter[ids]``, part of the body.
+        entries: row tensors ``[R, ...]`` that flow in.
+        body: the nodes between the cuts, in graph order: views of the parameters and operations on rows.
+        exits: row tensors ``[R, ...]`` that flow out.
+    """
+
+    layer: int
+    gathers: tuple[Node, ...]
+    offsets: Node
+    ids: Node | None
+    lookups: tuple[Node, ...]
+    entries: tuple[Node, ...]
+    body: tuple[Node, ...]
+    exits: tuple[Node, ...]
+
+
+def find_region(graph: Graph, layer: int, gathers: Sequence[Node]) -> Region:
+    """The region of one layer, checked.
+
+    Raises:
+        Refused: the experts are used in a way that is not rows sorted by expert through grouped matmuls.
+    """
+    place = positions(graph)
+    slots = _slot_values(graph, gathers)
+    matmuls = [n for n in graph.nodes if _is_matmul(n, slots)]
+    lookups = [n for n in graph.nodes if _is_lookup(n, slots)]
+    if not matmuls:
+        users = sorted({u for g in gathers for u in g.users}, key=place.__getitem__)
+        raise Refused(f"no grouped matmul uses them; they go to {describe(users[0]) if users else 'nothing'}")
+
+    offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
+    ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
+    if ids is not None and not _ids_match_offsets(ids, offsets):
+        raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row")
+
+    # Between the cuts: everything on a path from one anchor to another.
+    anchors = {*matmuls, *lookups}
+    needed = anchors | _joins(graph, matmuls, lookups)
+    inside = needed | (descendants(anchors) & ancestors(needed))
+    if offsets in inside or (ids is not None and ids in inside):
+        raise Refused("the routing depends on the experts' own result")
+    body = sorted(inside | (slots - set(gathers)), key=place.__getitem__)
+    used = tuple(g for g in gathers if any(u in inside or u in slots for u in g.users))
+    entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
+    exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
+    outside = {s for n in body for s in n.all_input_nodes} - set(body)
+    refuse_changes_of(outside | set(body), until=body[-1])
+    for node in outside - {*used, *entries, offsets, ids}:
+        if not same_on_all_ranks(node):
+            raise Refused(f"{describe(node)} is computed from this rank's own tokens and used on rows of others")
+    if any(place[user] < place[offsets] for lookup in lookups for user in lookup.users):
+        raise Refused("biases are used before the rows of each expert are counted")
+    modes = grad_modes(graph)
+    if len({modes[node] for node in inside}) != 1:
+        raise Refused("gradients are switched on and off between the expert matmuls")
+
+    inputs = dict.fromkeys(used, Kind.SLOTS) | dict.fromkeys(entries, Kind.ROWS) | {offsets: Kind.OFFSETS}
+    if ids is not None:
+        inputs[ids] = Kind.IDS
+    check_rowwise(list(body), inputs, dict.fromkeys(exits, Kind.ROWS))
+    return Region(
+        layer=layer, gathers=used, offsets=offsets, ids=ids, lookups=tuple(lookups), entries=entries,
+        body=tuple(body), exits=exits,
+    )  # fmt: skip
+
+
+def _slot_values(graph: Graph, gathers: Sequence[Node]) -> set[Node]:
+    """The gathers, and what is computed from them alone on the way to a matmul or a lookup by id."""
+    slots: set[Node] = set(gathers)
+    for node in graph.nodes:
+        if node.all_input_nodes and all(source in slots for source in node.all_input_nodes):
+            slots.add(node)
+    ends = [n for n in graph.nodes if _is_matmul(n, slots) or _is_lookup(n, slots)]
+    return slots & (ancestors(ends) | set(gathers))
+
+
+def _joins(graph: Graph, matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
+    """Where what was looked up by expert meets the rows of a matmul."""
+    multiplied = descendants(matmuls) | set(matmuls)
+    looked_up: set[Node] = set(lookups)
+    joins: set[Node] = set()
+    for node in graph.nodes:
+        if any(source in looked_up for source in node.all_input_nodes):
+            (joins if node in multiplied else looked_up).add(node)
+    return joins
+
+
+def _is_matmul(node: Node, slots: set[Node]) -> bool:
+    return calls(node, torch.ops.hecate.grouped_mm) and arg(node, 1) in slots
+
+
+def _is_lookup(node: Node, slots: set[Node]) -> bool:
+    """``parameter[ids]`` with a tensor of ids."""
+    return is_getitem(node) and arg(node, 0) in slots and isinstance(arg(node, 1), Node)
+
+
+def _only(values: list[Node], otherwise: str) -> Node:
+    if len(set(values)) != 1:
+        raise Refused(otherwise)
+    return values[0]
+
+
+_COUNTERS = ("histc", "bincount")
+_CASTS = ("float", "int", "long", "to", "double")
+
+
+def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
+    """Whether ``offsets`` counts exactly ``ids``, and ``ids`` is sorted.
+
+    Recognized: ``offsets = cumsum(histc(cast(ids)))`` with ``ids = sort(...)[0]``, and the ids that
+    group_expert_loops derives from the offsets themselves.
+    """
+    if calls(ids, torch.ops.hecate.row_slots):
+        return arg(ids, 0) is offsets
+    if not (is_getitem(ids) and arg(ids, 1) == 0 and _named(arg(ids, 0), ("sort",))):
+        return False
+    node = _strip_casts(offsets)
+    if not _named(node, ("cumsum",)):
+        return False
+    node = _strip_casts(arg(node, 0))
+    return _named(node, _COUNTERS) and _strip_casts(arg(node, 0)) is ids
+
+
+def _named(node: object, names: tuple[str, ...]) -> bool:
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in names
+
+
+def _strip_casts(node: Any) -> Any:
+    while _named(node, _CASTS):
+        node = arg(node, 0)
+    return node

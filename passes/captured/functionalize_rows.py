@@ -1,0 +1,83 @@
+"""functionalize_rows: in-place operations on the result of an expert matmul become plain ones.
+
+Needs    hecate.grouped_mm nodes (after normalize_matmuls).
+Changes  out.add_(b); f(out)   becomes   new = out.add(b); f(new)
+Never    touches a tensor that somebody took a view of before: the view would miss the change.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext, Skip
+from hecate.passes.fx import arg, calls, describe, grad_modes, mutates, positions, value_of
+
+_PLAIN: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_METHODS = {
+    "add_", "sub_", "mul_", "div_", "clamp_", "neg_", "exp_", "tanh_", "sigmoid_", "relu_", "square_", "pow_",
+}  # fmt: skip
+
+
+def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
+    """Follow each matmul result through the in-place operations on it."""
+    rewritten, skipped = 0, []
+    place, modes = positions(gm.graph), grad_modes(gm.graph)
+    for node in list(gm.graph.nodes):
+        if not calls(node, torch.ops.hecate.grouped_mm):
+            continue
+        current = node
+        while True:
+            changes = sorted((u for u in current.users if mutates(u) is current), key=place.__getitem__)
+            if not changes:
+                break
+            change = changes[0]
+            early = [u for u in current.users if u is not change and place[u] < place[change]]
+            plain = _plain_target(change) if modes[change] == modes[node] else None
+            if early or plain is None:
+                why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
+                reason = f"in-place {describe(change)} on expert rows: {why}"
+                skipped.append(Skip(where=str(node), reason=reason, fallback=False))
+                break
+            current = _replace(gm, current, change, plain)
+            place[current] = place[change]
+            rewritten += 1
+    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _plain_target(change: Node) -> Any:
+    if change.op == "call_method" and change.target in _METHODS:
+        return str(change.target)[:-1]
+    return _PLAIN.get(change.target) if change.op == "call_function" else None
+
+
+def _replace(gm: GraphModule, current: Node, change: Node, plain: Any) -> Node:
+    with gm.graph.inserting_before(change):
+        new = gm.graph.create_node(change.op, plain, change.args, dict(change.kwargs))
+        new.meta = dict(change.meta)
+        if not _same_dtype(current, change):
+            # An in-place operation keeps the dtype of its target, a plain one promotes.
+            new = gm.graph.call_method("type_as", (new, current))
+            new.meta = dict(change.meta)
+    keep = {new, arg(new, 0) if new.target == "type_as" else new}
+    current.replace_all_uses_with(new, delete_user_cb=lambda user: user not in keep and user is not change)
+    change.replace_all_uses_with(new)
+    gm.graph.erase_node(change)
+    return new
+
+
+def _same_dtype(current: Node, change: Node) -> bool:
+    dtypes = {
+        value.dtype
+        for value in (value_of(current), *(value_of(arg) for arg in change.all_input_nodes))
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    return len(dtypes) <= 1

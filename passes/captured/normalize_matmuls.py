@@ -1,0 +1,75 @@
+"""normalize_matmuls: one spelling for grouped matmuls over experts.
+
+Needs    gather_experts nodes and one of the three spellings that model code uses.
+Changes  torch._grouped_mm(x, w, offs=o)                       becomes
+         torch.nn.functional.grouped_mm(x, w, offs=o)          hecate.grouped_mm(x, w, o)
+         transformers.grouped_mm_fallback(x, w, offs=o)
+Never    touches a grouped matmul whose weights are not gathered experts, or one with a bias or out_dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext, Skip
+from hecate.passes.fx import arg, calls, describe
+
+
+def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
+    """Rewrite the spellings in place."""
+    rewritten, skipped = 0, []
+    for node in list(gm.graph.nodes):
+        if not calls(node, *_spellings()):
+            continue
+        operands = _operands(node)
+        gathered = _gathers_behind(operands["weight"])
+        if not gathered:
+            continue
+        extra = [key for key in ("bias", "out_dtype") if operands.get(key) is not None]
+        if extra or operands.get("offs") is None:
+            reason = f"grouped matmul with {' and '.join(extra) or 'no offs'}: {describe(node)}"
+            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason))
+            continue
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(
+                torch.ops.hecate.grouped_mm.default,
+                (operands["input"], operands["weight"], operands["offs"]),
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        rewritten += 1
+    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _gathers_behind(weight: Node) -> list[Node]:
+    """The gathers from which alone a weight is computed, through views and casts; none if anything else is in it."""
+    while not calls(weight, torch.ops.hecate.gather_experts):
+        if weight.op == "placeholder" or len(weight.all_input_nodes) != 1:
+            return []
+        (weight,) = weight.all_input_nodes
+        if calls(weight, *_spellings(), torch.ops.hecate.grouped_mm):
+            return []
+    return [weight]
+
+
+def _spellings() -> list[Any]:
+    found: list[Any] = [torch._grouped_mm]
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        found.append(torch.nn.functional.grouped_mm)
+    # Registered when transformers is imported; absent otherwise.
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        found.append(torch.ops.transformers.grouped_mm_fallback)
+    return found
+
+
+def _operands(node: Node) -> dict[str, Any]:
+    names = ("input", "weight", "offs", "bias", "out_dtype")
+    operands: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    for alias, name in (("self", "input"), ("mat_a", "input"), ("mat2", "weight"), ("mat_b", "weight")):
+        if alias in operands:
+            operands[name] = operands.pop(alias)
+    return operands

@@ -1,0 +1,213 @@
+"""Check that a piece of a graph computes every row on its own.
+
+Only then may rows be moved to another rank, or joined with other rows, before it runs. The piece is traced
+to ATen on fake tensors with another number of rows and of experts than the model has, so a size that the
+model's code baked in shows as an error. Then the kind of every value is derived:
+
+    ROWS    dimension 0 is rows: element r depends on row r of its inputs alone
+    SLOTS   dimension 0 is experts
+    OFFSETS, IDS   the ends of the slots; the slot of each row
+    PLAIN   the same for all rows
+
+What is not known to keep rows apart is refused, with the operator's name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hecate.passes.base import Refused
+from hecate.passes.fx import arg, operands, value_of
+
+# Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
+ROW_COUNT, SLOT_COUNT = 10007, 1009
+
+_aten = torch.ops.aten
+
+
+class Kind(Enum):
+    """What dimension 0 of a value means."""
+
+    ROWS = "rows"
+    SLOTS = "experts"
+    OFFSETS = "offsets"
+    IDS = "expert ids of rows"
+    PLAIN = "plain"
+
+
+def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind]) -> None:
+    """Raise unless ``nodes`` compute ``outputs`` of the stated kinds from ``inputs``.
+
+    Args:
+        nodes: the piece, in graph order.
+        inputs: the kind of every value that flows in and is not PLAIN; the rest is found.
+
+    Raises:
+        Refused: with the reason.
+    """
+    traced, kinds = _trace(nodes, inputs, list(outputs))
+    known: dict[Node, Kind] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = kinds.pop(0)
+        elif node.op == "output":
+            for value, (source, kind) in zip(arg(node, 0), outputs.items(), strict=True):
+                got = known.get(value, Kind.PLAIN)
+                if got is not kind:
+                    raise Refused(f"{source.name} should be {kind.value} but is {got.value}")
+        else:
+            known[node] = _derive(node, known)
+
+
+def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:
+    """The piece as an ATen graph on fake tensors, and the kinds of its placeholders."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    fakes: list[Any] = []
+    kinds: list[Kind] = []
+    inside = set(nodes)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if source in inside or source in copies:
+                    continue
+                kind = inputs.get(source, Kind.PLAIN)
+                copies[source] = graph.placeholder(f"{kind.name.lower()}_{len(fakes)}")
+                fakes.append(_fake(source, kind))
+                kinds.append(kind)
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.output(tuple(copies[node] for node in outputs))
+        owner = nodes[0].graph.owning_module
+        piece = GraphModule(owner if owner is not None else torch.nn.Module(), graph)
+        try:
+            with torch.no_grad():
+                return make_fx(piece)(*fakes), kinds
+        except Exception as error:
+            first = str(error).strip().splitlines() or [type(error).__name__]
+            raise Refused(f"it does not run with another number of rows: {first[0]}") from error
+
+
+def _fake(node: Node, kind: Kind) -> Any:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        if value is None:
+            raise Refused(f"nothing is known about the shape of {node.name}")
+        return int(value.node.hint) if isinstance(value, torch.SymInt) and value.node.has_hint() else value
+    sizes = []
+    for dim, size in enumerate(value.shape):
+        counted = {Kind.ROWS: ROW_COUNT, Kind.IDS: ROW_COUNT, Kind.SLOTS: SLOT_COUNT, Kind.OFFSETS: SLOT_COUNT}
+        if dim == 0 and kind in counted:
+            sizes.append(counted[kind])
+        elif isinstance(size, torch.SymInt):
+            if not size.node.has_hint():
+                raise Refused(f"{node.name} has the data-dependent size {size} in dimension {dim}")
+            sizes.append(int(size.node.hint))
+        else:
+            sizes.append(size)
+    return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+
+def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
+    """The kind of one ATen node's result."""
+    kinds = {known.get(source, Kind.PLAIN) for source in node.all_input_nodes}
+    if kinds <= {Kind.PLAIN}:
+        return Kind.PLAIN
+    target = node.target
+    if target is operator.getitem:
+        return known[arg(node, 0)]
+    if target is torch.ops.hecate.grouped_mm.default:
+        expected = [Kind.ROWS, Kind.SLOTS, Kind.OFFSETS]
+        got = [known.get(operand, Kind.PLAIN) for operand in operands(node)]
+        if got != expected:
+            raise Refused(f"grouped matmul of {', '.join(kind.value for kind in got)}")
+        return Kind.ROWS
+    if target is _aten.index.Tensor and known.get(arg(node, 0)) is Kind.SLOTS:
+        ids = arg(node, 1)
+        if len(ids) == 1 and known.get(ids[0]) is Kind.IDS:
+            return Kind.ROWS
+    kind = next((k for k in (Kind.ROWS, Kind.SLOTS) if k in kinds), None)
+    if kind is None or not kinds <= {kind, Kind.PLAIN}:
+        raise Refused(f"{target} mixes {' and '.join(sorted(k.value for k in kinds))}")
+    count = ROW_COUNT if kind is Kind.ROWS else SLOT_COUNT
+    if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, count):
+        raise Refused(f"{target} is not known to keep {kind.value} apart")
+    return kind
+
+
+# Operators with a dimension argument, by its position: fine unless it is dimension 0.
+_ALONG: dict[Any, int] = {
+    _aten.split.Tensor: 2, _aten.split_with_sizes.default: 2, _aten.slice.Tensor: 1, _aten.select.int: 1,
+    _aten.unbind.int: 1, _aten.unsqueeze.default: 1, _aten.squeeze.dim: 1, _aten.sum.dim_IntList: 1,
+    _aten.mean.dim: 1, _aten.amax.default: 1, _aten.amin.default: 1, _aten._softmax.default: 1,
+    _aten._log_softmax.default: 1, _aten.cumsum.default: 1, _aten.cat.default: 1, _aten.stack.default: 1,
+    _aten.var_mean.correction: 1, _aten.var.correction: 1, _aten.linalg_vector_norm.default: 2,
+    _aten.flip.default: 1, _aten.permute.default: 1, _aten.glu.default: 1, _aten.max.dim: 1,
+}  # fmt: skip
+_DEFAULT_DIM: dict[Any, int] = {_aten.glu.default: -1}
+_SAME_FIRST = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default,
+    _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default,
+    _aten.native_dropout.default, _aten.contiguous.default, _aten.lift_fresh_copy.default,
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default,
+}  # fmt: skip
+
+
+def _keeps_apart(node: Node, counted: set[Node], count: int) -> bool:
+    """Whether row r of the result depends on row r of the counted inputs alone."""
+    out = node.meta["val"]
+    results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
+    if any(v.ndim == 0 or v.shape[0] != count for v in results):
+        return False
+    target = node.target
+    if any(n.meta["val"].shape[:1] != (count,) for n in counted):
+        return False
+    if target in _SAME_FIRST:
+        return True
+    if target in (_aten.mm.default, _aten.bmm.default):
+        # Rows times a matrix; a batched product keeps its batch apart.
+        return arg(node, 0) in counted and (target is _aten.bmm.default or arg(node, 1) not in counted)
+    if target is _aten.addmm.default:
+        return arg(node, 1) in counted and arg(node, 2) not in counted and arg(node, 0) not in counted
+    if target is _aten.transpose.int:
+        return all(arg(node, index) % results[0].ndim != 0 for index in (1, 2))
+    if target in (_aten.native_layer_norm.default, _aten._fused_rms_norm.default):
+        return len(arg(node, 1)) < results[0].ndim
+    if target in _ALONG:
+        return _not_along_first(node, _ALONG[target])
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return all(_aligned(n, counted, results[0]) for n in node.all_input_nodes)
+    return False
+
+
+def _not_along_first(node: Node, position: int) -> bool:
+    dims: Any = node.kwargs.get("dim")
+    if dims is None and len(node.args) > position:
+        dims = node.args[position]
+    if dims is None:
+        dims = _DEFAULT_DIM.get(node.target, 0)
+    source = arg(node, 0)[0] if isinstance(arg(node, 0), (list, tuple)) else arg(node, 0)
+    ndim = source.meta["val"].ndim
+    if node.target is _aten.permute.default:
+        return dims[0] % ndim == 0
+    if node.target in (_aten.unsqueeze.default, _aten.stack.default):
+        ndim += 1
+    listed = dims if isinstance(dims, (list, tuple)) else [dims]
+    return len(listed) > 0 and all(d % ndim != 0 for d in listed)
+
+
+def _aligned(operand: Node, counted: set[Node], result: torch.Tensor) -> bool:
+    """Whether a pointwise operand lines up with the rows of the result, or is broadcast over them."""
+    value = operand.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return True
+    if operand in counted:
+        return value.ndim == result.ndim
+    return value.ndim < result.ndim or value.shape[0] == 1

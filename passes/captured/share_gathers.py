@@ -1,0 +1,45 @@
+"""share_gathers: read every expert parameter once.
+
+Needs    gather_experts nodes.
+Changes  a second gather of the same shard, or of the same cast of it, becomes the first one's result.
+Never    merges gathers of different grad modes: one under no_grad carries no gradient.
+
+    a = gather(w); b = gather(w)   becomes   a = gather(w); b = a
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext
+from hecate.passes.fx import arg, calls, grad_modes
+
+
+def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
+    """Keep the first gather of each shard in each grad mode."""
+    first: dict[Any, Node] = {}
+    modes = grad_modes(gm.graph)
+    merged = 0
+    for node in list(gm.graph.nodes):
+        if calls(node, torch.ops.hecate.gather_experts):
+            shard = arg(node, 0)
+            key = (_identity(shard), arg(node, 2), modes[node])
+            if key not in first:
+                first[key] = node
+                continue
+            node.replace_all_uses_with(first[key])
+            gm.graph.erase_node(node)
+            if not shard.users and shard.op == "call_method":
+                gm.graph.erase_node(shard)
+            merged += 1
+    return Outcome(rewritten=merged)
+
+
+def _identity(shard: Node) -> Any:
+    """The parameter, and the dtype it is cast to."""
+    if shard.op == "call_method" and shard.target == "to" and len(shard.all_input_nodes) == 1:
+        return (arg(shard, 0), shard.args[1:], tuple(shard.kwargs.items()))
+    return shard

@@ -1,0 +1,182 @@
+"""What a node of an ATen graph costs: operations, bytes, and seconds on a machine.
+
+Operations come from torch's own formulas (``torch.utils.flop_counter``), bytes from the tensors that a node reads and
+writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get a guess: as many rows arrive
+as leave, and every slot for a replica is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from hecate.passes.base import PassContext
+from hecate.passes.fx import arguments_of, calls, fake_mode_of, is_getitem, is_view, operator_name
+from hecate.runtime.ops.registration import STARTS, WAITS
+from hecate.runtime.state.layer import get_layer
+
+aten = torch.ops.aten
+
+
+def _register_cpu_attention() -> None:
+    """torch has formulas for the attention of GPUs only."""
+    if aten._scaled_dot_product_flash_attention_for_cpu in flop_registry:
+        return
+
+    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any) -> Any:
+        return sdpa_flop_count(query, key, value)
+
+    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+    def backward(
+        grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any
+    ) -> Any:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+
+_register_cpu_attention()
+
+
+def flops(node: Node) -> sympy.Expr:
+    """Floating-point operations of matmuls, convolutions and attention; 0 for all else."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if node.op != "call_function" or formula is None:
+        return sympy.S.Zero
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    return _expression(formula(*args, **kwargs, out_val=_value(node)))
+
+
+def bytes_of(values: Any) -> sympy.Expr:
+    """Bytes of all tensors in a tree of fake tensors."""
+    return sum(
+        (_expression(value.numel()) * value.element_size() for value in tree_leaves(values) if _is_tensor(value)),
+        start=sympy.S.Zero,
+    )
+
+
+def traffic(node: Node) -> sympy.Expr:
+    """Bytes that a node reads and writes; 0 for views."""
+    if node.op != "call_function" or is_getitem(node) or is_view(node):
+        return sympy.S.Zero
+    return bytes_of([_value(n) for n in node.all_input_nodes]) + bytes_of(_value(node))
+
+
+class Clock:
+    """Seconds, with a number for every symbol.
+
+    Sizes that depend on data are learned from the graph where they arise, which is the forward; its backward has the
+    same symbols.
+    """
+
+    def __init__(self, gm: GraphModule, context: PassContext) -> None:
+        self.context, self.guesses = context, context.guesses
+        mode = fake_mode_of(gm)
+        environment = mode.shape_env if mode is not None else None
+        # Renamed in torch 2.13.
+        old = getattr(environment, "backed_var_to_val", None)
+        self.hints: dict[Any, Any] = dict(old if old is not None else getattr(environment, "var_to_val", None) or {})
+        self._learn(gm.graph.nodes)
+
+    def _learn(self, nodes: Iterable[Node]) -> None:
+        """Guess the data-dependent sizes that arise in a graph."""
+        hecate = torch.ops.hecate
+        for node in nodes:
+            if calls(node, hecate.place, hecate.calibrate) and isinstance(_value(node), (tuple, list)):
+                layer = get_layer(arguments_of(node)["layer"])
+                owned = -(-layer.num_experts // self.context.world_size)
+                self._guess(_value(node)[1].shape[0], owned + self.context.slots)
+            elif calls(node, hecate.route) and isinstance(_value(node), (tuple, list)):
+                rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
+                sent = [
+                    user.args[0] for part in rows for user in part.users
+                    if user.target in (hecate.exchange.default, hecate.exchange_start.default)
+                ]  # fmt: skip
+                if sent:
+                    count = self.number(_value(sent[0]).shape[0])
+                    for part in _value(node)[2:]:
+                        self._guess(part.shape[0], count)
+
+    def _guess(self, size: Any, number: int) -> None:
+        expression = _expression(size)
+        if isinstance(expression, sympy.Symbol):
+            self.guesses.setdefault(expression, number)
+
+    def number(self, size: Any) -> int:
+        """A size as a number."""
+        expression = _expression(size)
+        unknown = expression.free_symbols
+        if not unknown:
+            return int(expression)
+        return int(expression.subs({symbol: self._hint(symbol) for symbol in unknown}))
+
+    def _hint(self, symbol: Any) -> int:
+        if symbol in self.guesses:
+            return self.guesses[symbol]
+        # The length of a shard, or a size that nobody has told anything about.
+        return int(self.hints.get(symbol, self.context.owned))
+
+    def seconds(self, node: Node) -> float:
+        """Compute time of one node: its operations or its bytes, whichever takes longer."""
+        if node.target in STARTS or node.target in WAITS:
+            return 0.0
+        rates = self.context.rates
+        operations, moved = flops(node), traffic(node)
+        return max(self.number(operations) / rates.flops, self.number(moved) / rates.memory_bytes)
+
+    def transfer_seconds(self, start: Node, wait: Node) -> float:
+        """How long a collective takes with nothing else on the link."""
+        rates, context = self.context.rates, self.context
+        link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
+        name, size = (
+            operator_name(start).removesuffix("_start"),
+            self.number(bytes_of([_value(n) for n in payload_of(start)])),
+        )
+        others = (context.world_size - 1) / context.world_size
+        if name in ("sparse_all_gather", "top_up"):
+            return size * context.slots / max(1, context.owned) / link
+        if name == "sparse_reduce_scatter":
+            return size * context.slots / (context.owned + context.slots) / link
+        if name in ("gather_experts", "gather_dense"):
+            return self.number(bytes_of(_value(wait))) * others / link
+        return size * others * (2 if name == "average_gradients" else 1) / link
+
+    def bytes_in_flight(self, start: Node, wait: Node) -> int:
+        """Memory that a transfer of parameters or gradients holds: what it sends, and what arrives.
+
+        The same on every rank: sizes that depend on data, slots and shards, count as all slots of a rank.
+        """
+        size = bytes_of([_value(n) for n in payload_of(start)]) + bytes_of(_value(wait))
+        most = self.context.owned + self.context.slots
+        return int(size.subs(dict.fromkeys(size.free_symbols, most)))
+
+
+def payload_of(start: Node) -> list[Node]:
+    """What travels: the rows, or the list of parameters or gradients that comes first."""
+    first = next(iter(arguments_of(start).values()))
+    return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _expression(size: Any) -> sympy.Expr:
+    if isinstance(size, sympy.Expr):
+        return size
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))

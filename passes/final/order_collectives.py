@@ -1,0 +1,38 @@
+"""order_collectives: pin the order in which collectives start, and note what is predicted for each.
+
+Needs    ``f_start`` nodes in the order in which they shall start.
+Changes  a = f_start(x, [], ..); b = g_start(y, [], ..)
+         becomes   a = f_start(x, [], ..); b = g_start(y, [a], ..)
+Never    moves anything.
+
+Ranks must start collectives in one order. A compiler may move operators along data flow, so the order is data flow.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext
+from hecate.passes.final.collective_notes import label
+from hecate.passes.final.node_cost import Clock
+from hecate.passes.final.schedule import transfers_of
+
+
+def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
+    """Give every start the token of the one before."""
+    clock = Clock(gm, context)
+    nodes = list(gm.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    transfers = transfers_of(nodes)
+    # Compute up to each node; a collective hides behind what lies between its start and its wait.
+    seconds = list(accumulate(map(clock.seconds, nodes), initial=0.0))
+    before: Node | None = None
+    for transfer in transfers:
+        *args, _, _ = transfer.start.args
+        behind = seconds[place[transfer.wait]] - seconds[place[transfer.start]]
+        note = label(transfer.start, context, clock.transfer_seconds(transfer.start, transfer.wait), behind)
+        transfer.start.args = (*args, [before] if before is not None else [], note)
+        before = transfer.start
+    return Outcome(rewritten=len(transfers))

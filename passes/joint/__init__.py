@@ -1,0 +1,1 @@
+"""Passes on forward and backward in one ATen graph."""

@@ -1,0 +1,1 @@
+"""Who the ranks are, and how bytes get from one to another."""

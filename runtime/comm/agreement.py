@@ -1,0 +1,62 @@
+"""All ranks check that they are about to do the same thing, before a difference becomes a hang.
+
+Texts travel as bytes in tensors, never as pickled objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm.world import World
+
+
+class DisagreementError(RuntimeError):
+    """Ranks differ in something that must be equal; raised on every rank with the first difference."""
+
+
+def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
+    """Raise on all ranks if ``lines`` differ between ranks. A collective; costs one digest when they agree.
+
+    Args:
+        lines: the description to compare, one fact per line.
+        what: what is compared, for the message ("the model", "graph 0").
+        advice: what to do about a difference.
+
+    Raises:
+        DisagreementError: names the ranks and the first line that differs.
+    """
+    if world.group is None:
+        return
+    # What is said here must not meet what graphs have on its way.
+    world.queue.drain()
+    text = "\n".join(lines).encode()
+    digests = _gather(hashlib.sha256(text).digest(), 32, world)
+    if all(digest == digests[0] for digest in digests):
+        return
+    lengths = [int.from_bytes(raw, "little") for raw in _gather(len(text).to_bytes(8, "little"), 8, world)]
+    texts = _gather(text, max(lengths), world)
+    everyone = [raw[:length].decode().split("\n") for raw, length in zip(texts, lengths, strict=True)]
+    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
+
+
+def _gather(payload: bytes, length: int, world: World) -> list[bytes]:
+    device = world.control_device
+    mine = torch.zeros(length, dtype=torch.uint8)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    out = [torch.empty(length, dtype=torch.uint8, device=device) for _ in range(world.size)]
+    dist.all_gather(out, mine.to(device), group=world.group)
+    return [bytes(tensor.cpu().tolist()) for tensor in out]
+
+
+def _first_difference(everyone: list[list[str]]) -> str:
+    longest = max(len(lines) for lines in everyone)
+    for index in range(longest):
+        at = [lines[index] if index < len(lines) else "(nothing)" for lines in everyone]
+        if len(set(at)) > 1:
+            return "\n".join(f"  rank {rank}, line {index}: {line}" for rank, line in enumerate(at))
+    return "  (the texts are equal; the digests are not)"

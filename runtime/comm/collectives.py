@@ -1,0 +1,126 @@
+"""Collectives on tensors whose first dimension is split unevenly over ranks.
+
+Everything is ``all_to_all_single`` or ``all_gather_into_tensor`` of ``torch.distributed``, so gloo and
+NCCL work alike. Sums run in rank order, which makes them deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm.world import World
+from hecate.runtime.placement.owners import Owners
+
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
+    """Send ``send[w]`` consecutive rows to rank w and return the received ones in rank order.
+
+    Args:
+        rows: ``[sum(send), ...]``.
+        send: rows for each rank, length W.
+        receive: rows from each rank, length W.
+
+    Returns:
+        ``[sum(receive), ...]``.
+    """
+    if world.through_host and rows.device.type != "cpu":
+        return all_to_all(rows.cpu(), send, receive, world).to(rows.device)
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    if world.group is None:
+        return out.copy_(rows)
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=world.group)
+    return out
+
+
+def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``."""
+    if world.group is None:
+        return tensor.clone().unsqueeze(0)
+    if world.through_host and tensor.device.type != "cpu":
+        return all_gather_even(tensor.cpu(), world).to(tensor.device)
+    # Flat, because gloo takes stacked output only for one-dimensional input.
+    out = tensor.new_empty(world.size * tensor.numel())
+    _all_gather(out, tensor.reshape(-1), group=world.group)
+    return out.view(world.size, *tensor.shape)
+
+
+def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
+    """Dense all-gather: every rank gets all experts, in expert order. ``[E_r, ...] -> [E, ...]``.
+
+    Unequal shards are padded to the largest one, because gloo and NCCL gather equal sizes only.
+    """
+    if world.group is None:
+        return shard.clone(memory_format=torch.contiguous_format)
+    counts, most = owners.counts, max(owners.counts)
+    even = min(counts) == most
+    if not even and shard.shape[0] < most:
+        padding = shard.new_zeros((most - shard.shape[0], *shard.shape[1:]))
+        shard = torch.cat([shard, padding])
+    stacked = all_gather_even(shard, world)
+    if even and owners.in_order:
+        return stacked.flatten(0, 1)
+    joined = torch.cat([stacked[rank, :count] for rank, count in enumerate(counts)])
+    if owners.in_order:
+        return joined
+    full = torch.empty_like(joined)
+    full[owners.by_rank.to(full.device)] = joined
+    return full
+
+
+def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
+    """Dense reduce-scatter: each owner gets the sum over ranks of its experts. ``[E, ...] -> [E_r, ...]``."""
+    if world.group is None:
+        return full.clone()
+    mine = owners.counts[world.rank]
+    ordered = full if owners.in_order else full[owners.by_rank.to(full.device)]
+    received = all_to_all(ordered, owners.counts, [mine] * world.size, world)
+    parts = received.view(world.size, mine, *full.shape[1:])
+    total = parts[0].clone()
+    for rank in range(1, world.size):
+        total += parts[rank]
+    return total
+
+
+def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners, world: World) -> None:
+    """Rank 0 holds ``full`` ``[E, ...]``; every rank receives its experts into ``like`` ``[E_r, ...]``."""
+    if full is not None and not owners.in_order:
+        full = full[owners.by_rank.to(full.device)]
+    scatter_rows(full, like, owners.counts, world)
+
+
+def scatter_rows(full: torch.Tensor | None, like: torch.Tensor, counts: list[int], world: World) -> None:
+    """Rank 0 holds ``full``; rank w receives the next ``counts[w]`` rows of it into ``like``."""
+    if world.group is None:
+        assert full is not None
+        like.copy_(full)
+        return
+    if world.rank == 0:
+        assert full is not None
+        send, rows = counts, full
+    else:
+        send, rows = [0] * world.size, like.new_empty((0, *like.shape[1:]))
+    receive = [counts[world.rank]] + [0] * (world.size - 1)
+    like.copy_(all_to_all(rows, send, receive, world))
+
+
+def move_shards(shard: torch.Tensor, old: Owners, new: Owners, world: World) -> torch.Tensor:
+    """Bring every expert to its new owner: ``[E_old, ...] -> [E_new, ...]``."""
+    mine, next = old.owned_by(world.rank), new.owned_by(world.rank)
+    leave = sorted(range(len(mine)), key=lambda slot: (new.ranks[mine[slot]], mine[slot]))
+    arrive = sorted(range(len(next)), key=lambda slot: (old.ranks[next[slot]], next[slot]))
+    send = [sum(new.ranks[expert] == rank for expert in mine) for rank in range(world.size)]
+    receive = [sum(old.ranks[expert] == rank for expert in next) for rank in range(world.size)]
+    received = all_to_all(shard[leave], send, receive, world)
+    out = torch.empty_like(received)
+    out[arrive] = received
+    return out
+
+
+def broadcast(tensor: torch.Tensor, world: World) -> None:
+    """Overwrite ``tensor`` with rank 0's, in place."""
+    if world.group is not None:
+        dist.broadcast(tensor, group=world.group, group_src=0)

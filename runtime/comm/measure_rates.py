@@ -1,0 +1,93 @@
+"""How fast this machine computes and communicates, measured once in ``hecate.compile``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
+from hecate.runtime.placement.planner import Rates, Topology
+
+# Bytes that a rank sends, enough to be no matter of latency.
+_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+# A matmul large enough to be no matter of launching it, and small enough not to be noticed.
+_SIDE = {"cpu": 512, "cuda": 4096}
+_REPEATS = 3
+# Bytes per second of a link that nobody uses.
+NO_LINK = 1e15
+_measured: dict[tuple[torch.dtype, Topology, World], Rates] = {}
+
+
+def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
+    """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
+
+    Measured once in a process for each dtype, topology and group. The medians of a few repeats; ranks take the
+    largest of their times, so all get the same rates. What can be hidden behind other work is not known yet, see
+    :mod:`hecate.runtime.state.overlap_window`.
+    """
+    key = dtype, topology, world
+    if key not in _measured:
+        _measured[key] = _measure(dtype, topology, world)
+    return _measured[key]
+
+
+def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
+    side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
+    a = torch.ones(side, side, dtype=dtype, device=world.device)
+    memory = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    nodes = topology.node_of
+    inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
+              for rank, mine in enumerate(nodes)]  # fmt: skip
+    across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
+    seconds = torch.tensor(
+        [
+            _median(lambda: a @ a, world),
+            _exchange_time(inside, size, world),
+            _exchange_time(across, size, world),
+            _median(memory.clone, world),
+        ],
+        dtype=torch.float64,
+        device=world.control_device,
+    )
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
+    compute, within, between, copy = seconds.tolist()
+    most = max(map(len, topology.members))
+    return Rates(
+        flops=2 * side**3 / compute,
+        rank_bytes=size / within if within else NO_LINK,
+        node_bytes=size * most / between if between else NO_LINK,
+        memory_bytes=2 * size / copy,
+    )
+
+
+def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:
+    """Seconds in which every rank with peers sends them ``size`` bytes; 0 if nobody has any."""
+    if not any(peers):
+        return 0.0
+    shares = [size // max(1, len(others)) for others in peers]
+    mine = peers[world.rank]
+    send = [shares[world.rank] if rank in mine else 0 for rank in range(world.size)]
+    receive = [shares[rank] if rank in mine else 0 for rank in range(world.size)]
+    rows = torch.zeros(sum(send), dtype=torch.uint8, device=world.device)
+    return _median(lambda: collectives.all_to_all(rows, send, receive, world), world)
+
+
+def _median(work: Callable[[], object], world: World) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        _wait(world)
+        start = time.perf_counter()
+        work()
+        _wait(world)
+        times.append(time.perf_counter() - start)
+    # The first one sets things up.
+    return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

@@ -1,0 +1,233 @@
+"""Collectives beside the compute: one queue per model, in which they run one after the other.
+
+A collective is a :class:`Job`. Where graphs start it and wait for it in two places, it runs in between on its own:
+
+- gloo: on a thread of the queue, which blocks there instead of in the compute.
+- NCCL: on a stream of the queue, started by the thread that computes.
+
+One queue is one order, and graphs start their collectives in the same order on every rank, so no two ranks wait for
+different ones. A collective that nobody split runs behind what is on its way: on the thread, or launched after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Job:
+    """One collective, ready to run.
+
+    Attributes:
+        queue: where it runs.
+        run: communicates and unpacks; touches nothing but its own tensors. Returns fresh tensors.
+        meanwhile: work for the host while it runs.
+        finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
+    """
+
+    queue: CollectiveQueue
+    run: Callable[[], Any]
+    meanwhile: Callable[[], None] | None = None
+    finish: Callable[[Any], Any] | None = None
+
+
+@dataclass
+class Span:
+    """When one collective ran, in seconds of ``time.perf_counter``.
+
+    Attributes:
+        part, operator, subject: "forward" or "backward", what it is, and the layer or parameters that it is for.
+        predicted, behind: seconds that it was predicted to take, and compute that was scheduled meanwhile.
+        started: it was put into the queue.
+        begun, ended: it ran. With NCCL the host does not know, and they are when it was launched.
+        waited, ready: the compute asked for the result, and had it.
+    """
+
+    part: str
+    operator: str
+    subject: str
+    predicted: float
+    behind: float
+    started: float
+    begun: float = 0.0
+    ended: float = 0.0
+    waited: float = 0.0
+    ready: float = 0.0
+
+    @classmethod
+    def of(cls, note: str) -> Span:
+        """A span that starts now, from the note that the graph gave the collective (``collective_notes``)."""
+        part, operator, predicted, behind, subject = note.split(" ", 4)
+        return cls(part, operator, subject, float(predicted), float(behind), time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.ended - self.begun
+
+    @property
+    def exposed(self) -> float:
+        """How long the compute stood still for it."""
+        return self.ready - self.waited
+
+
+@dataclass
+class _Pending:
+    """A job on its way. What it holds is let go as soon as it is waited for."""
+
+    job: Job | None
+    span: Span
+    queue: CollectiveQueue
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: BaseException | None = None
+    stream: Any = None
+    event: Any = None
+
+    def run(self) -> None:
+        self.span.begun = time.perf_counter()
+        try:
+            assert self.job is not None
+            with torch.no_grad():
+                self.result = self.job.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.span.ended = time.perf_counter()
+            self.done.set()
+
+    def wait(self) -> Any:
+        self.span.waited = time.perf_counter()
+        job = self.job
+        assert job is not None
+        if job.meanwhile is not None:
+            job.meanwhile()
+        # It ends: the thread runs jobs in order, and each ends with its collective or that one's timeout.
+        self.done.wait()
+        result, self.result, self.job = self.result, None, None
+        if self.error is not None:
+            raise self.error
+        self.queue.hand_over(self, result)
+        self.span.ready = time.perf_counter()
+        return result if job.finish is None else job.finish(result)
+
+
+# A collective in one piece that runs behind others.
+_UNLABELLED = "- - 0 0 -"
+_pending: dict[int, _Pending] = {}
+_numbers = itertools.count()
+
+
+class CollectiveQueue:
+    """Runs jobs in the order in which they are started.
+
+    Args:
+        device: where the tensors live.
+        on_stream: run them on a CUDA stream instead of a thread: the collectives themselves do not block the host.
+
+    Attributes:
+        spans: the last collectives that graphs split into start and wait.
+    """
+
+    def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
+        self.device = device
+        self.spans: deque[Span] = deque(maxlen=4096)
+        self._stream = torch.cuda.Stream(device) if on_stream else None
+        self._inbox: SimpleQueue[_Pending] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _Pending | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._last is None or self._last.done.is_set()
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way."""
+        if self._last is not None:
+            self._last.done.wait()
+
+    def begin_step(self) -> None:
+        """Forget what ran before, and what a graph started and, because it failed, never waited for."""
+        self.drain()
+        for number in [number for number, pending in _pending.items() if pending.queue is self]:
+            del _pending[number]
+        self.spans.clear()
+
+    def submit(self, job: Job, note: str) -> _Pending:
+        """Put ``job`` behind the others."""
+        pending = _Pending(job, Span.of(note or _UNLABELLED), self)
+        if note:
+            self.spans.append(pending.span)
+        if self._stream is not None:
+            self._launch(pending)
+            return pending
+        if self.device.type == "cuda":
+            # gloo through the host: copies belong to the stream of the compute, as they would without a thread.
+            pending.stream = torch.cuda.current_stream(self.device)
+        if self._thread is None:
+            # A daemon, so that a rank that fails can exit although its peers never come.
+            self._thread = threading.Thread(target=self._work, name="hecate-collectives", daemon=True)
+            self._thread.start()
+        self._last = pending
+        self._inbox.put(pending)
+        return pending
+
+    def _work(self) -> None:
+        while True:
+            pending = self._inbox.get()
+            with nullcontext() if pending.stream is None else torch.cuda.stream(pending.stream):
+                pending.run()
+
+    def _launch(self, pending: _Pending) -> None:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            pending.run()
+            pending.event = self._stream.record_event()
+
+    def hand_over(self, pending: _Pending, result: Any) -> None:
+        """Make the results of a stream safe to use, and to free, on the stream of the compute."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(pending.event)
+        for tensor in _tensors(result):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+
+
+def start(job: Job, note: str) -> int:
+    """Begin ``job`` in its queue; the number is for :func:`wait`."""
+    number = next(_numbers)
+    _pending[number] = job.queue.submit(job, note)
+    return number
+
+
+def wait(number: int) -> Any:
+    """The result of the job that :func:`start` gave this number to; only once."""
+    return _pending.pop(number).wait()
+
+
+def run(job: Job) -> Any:
+    """Start ``job`` and wait for it, in the caller's thread if nothing is on its way."""
+    if not job.queue.idle:
+        return job.queue.submit(job, "").wait()
+    result = job.run()
+    if job.meanwhile is not None:
+        job.meanwhile()
+    return result if job.finish is None else job.finish(result)
+
+
+def _tensors(result: Any) -> Iterable[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else result

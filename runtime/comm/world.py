@@ -1,0 +1,108 @@
+"""The ranks that share one model, and the device they compute on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.placement.planner import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The group of ranks over which experts are sharded and gradients averaged.
+
+    ``group`` is None for a single process, and then nothing ever communicates.
+
+    Attributes:
+        queue: where the collectives of graphs run.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    queue: CollectiveQueue = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        on_stream = self.group is not None and self.device.type == "cuda" and not self.through_host
+        object.__setattr__(self, "queue", CollectiveQueue(self.device, on_stream=on_stream))
+
+    @property
+    def through_host(self) -> bool:
+        """Whether tensors on the device must be copied to the host to be sent: gloo has no all-to-all for CUDA.
+
+        Slow; it lets several processes share one GPU, which NCCL refuses.
+        """
+        return self.group is not None and self.device.type != "cpu" and dist.get_backend(self.group) == "gloo"
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small control tensors must live for ``group``: the CPU, unless the group is NCCL only."""
+        if self.group is not None and dist.get_backend(self.group) == "nccl":
+            return self.device
+        return torch.device("cpu")
+
+
+SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+
+def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
+    """The world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
+
+    Starts ``torch.distributed`` when torchrun's environment is there and nobody has done it yet.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+    """
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"hecate.compile: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}, one is needed. "
+                "Pass the sub-mesh that the batch is split over, for example mesh['dp']."
+            )
+        return _world_of(mesh.get_group(), device)
+    if not dist.is_available():
+        return World(rank=0, size=1, group=None, device=device)
+    if not dist.is_initialized():
+        if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+            return World(rank=0, size=1, group=None, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group()
+    return _world_of(dist.group.WORLD, device)
+
+
+def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
+    size = dist.get_world_size(group)
+    if size > 1 and device.type == "cpu" and dist.get_backend(group) == "nccl":
+        raise ValueError(
+            "hecate.compile: the process group is NCCL but the model is on the CPU. "
+            "Move the model to this rank's GPU first, or start torch.distributed with gloo."
+        )
+    return World(rank=dist.get_rank(group), size=size, group=group if size > 1 else None, device=device)
+
+
+def find_topology(given: Topology | None, world: World) -> Topology:
+    """Which ranks of ``world`` share a node: as given, else by torchrun's LOCAL_WORLD_SIZE, else all of them.
+
+    Raises:
+        ValueError: the given topology has another number of ranks.
+    """
+    if given is not None:
+        if given.world_size != world.size:
+            raise ValueError(
+                f"hecate.Config: topology has {given.world_size} ranks, the process group has {world.size}"
+            )
+        return given
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.group is None or local < 1:
+        return Topology.even(world.size, world.size)
+    machines = [rank // local for rank in dist.get_process_group_ranks(world.group)]
+    numbers = {machine: number for number, machine in enumerate(sorted(set(machines)))}
+    return Topology(tuple(numbers[machine] for machine in machines))

@@ -1,0 +1,195 @@
+"""Dense parameters of which each rank keeps its rows: the operators that gather them and scatter their gradients.
+
+| operator | shapes | backward |
+|---|---|---|
+| ``gather_dense`` | ``[c,...] -> [d,...]``, for all tensors of a call in one all-gather | ``reduce_scatter_dense`` |
+| ``reduce_scatter_dense`` | ``[d,...] -> [c,...]``, the mean over ranks, in one all-to-all | none |
+
+``d`` is the length of the parameter and ``c = ceil(d / W)``, on every rank: the last shards are padded with zeros, so
+that all ranks compile the same graph. ``ids`` are those of :class:`DenseShard` records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.ops.registration import define_collective
+
+
+@dataclass
+class DenseShard:
+    """What the shard of a dense parameter is a shard of.
+
+    Rank r keeps rows ``[r * c, (r + 1) * c)``; rows from ``d`` on are padding: zeros, with gradients of zero.
+
+    Attributes:
+        id: the number in the graph.
+        name: qualified parameter name in the model; of a tied parameter, the first.
+        full_shape: ``[d, ...]``.
+        sync: what the dense parameters of the model share.
+        reduced: the gradient that arrives next has been through ``reduce_scatter_dense``.
+    """
+
+    id: int
+    name: str
+    full_shape: torch.Size
+    sync: GradientSync
+    reduced: bool = False
+
+    @property
+    def world(self) -> World:
+        return self.sync.world
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the shard, ``[c, ...]``, the same on every rank."""
+        return torch.Size((-(-self.full_shape[0] // self.world.size), *self.full_shape[1:]))
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each rank without padding."""
+        length, even = self.full_shape[0], self.shape[0]
+        return [max(0, min(even, length - rank * even)) for rank in range(self.world.size)]
+
+    def slice(self, full: Tensor) -> Tensor:
+        """This rank's rows of ``full`` ``[d, ...]``, padded: a new tensor ``[c, ...]``."""
+        rank = self.world.rank
+        start, count = rank * self.shape[0], self.counts[rank]
+        local = full.new_zeros(self.shape)
+        local[:count] = full[start : start + count]
+        return local
+
+
+_shards: dict[int, DenseShard] = {}
+
+
+def add_dense_shard(name: str, full_shape: torch.Size, sync: GradientSync) -> DenseShard:
+    """Create a record with the next free id."""
+    record = DenseShard(id=len(_shards), name=name, full_shape=full_shape, sync=sync)
+    _shards[record.id] = record
+    return record
+
+
+def get_dense_shard(id: int) -> DenseShard:
+    """The record of ``id``."""
+    try:
+        return _shards[id]
+    except KeyError:
+        raise LookupError(
+            f"hecate: a graph names dense shard {id}, but this process has {len(_shards)} of them. "
+            "The graph was compiled in another process or for another model."
+        ) from None
+
+
+def take_reduced(record: DenseShard) -> bool:
+    """Whether the gradient that just arrived was reduced over ranks; the next one starts anew."""
+    reduced, record.reduced = record.reduced, False
+    return reduced
+
+
+def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
+    """Whole parameters ``[d, ...]`` from everybody's shards ``[c, ...]``, in one all-gather.
+
+    Args:
+        shards: of one dtype, on one device.
+        dtype: what to cast to before they travel; None for their own.
+    """
+    records = [get_dense_shard(id) for id in ids]
+    world = records[0].world
+    sizes = [shard.numel() for shard in shards]
+    mine = torch.cat([shard.reshape(-1) for shard in shards]).to(dtype or shards[0].dtype)
+
+    def run() -> list[Tensor]:
+        everyone = collectives.all_gather_even(mine, world)
+        padded = [everyone.new_empty((world.size, size)) for size in sizes]
+        torch._foreach_copy_(padded, list(everyone.split(sizes, dim=1)))
+        return [
+            rows.view(-1, *record.full_shape[1:])[: record.full_shape[0]]
+            for rows, record in zip(padded, records, strict=True)
+        ]
+
+    return Job(world.queue, run)
+
+
+def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
+    return [
+        shard.new_empty(get_dense_shard(id).full_shape, dtype=dtype or shard.dtype)
+        for shard, id in zip(shards, ids, strict=True)
+    ]
+
+
+def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
+    """Each rank's rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
+
+    Gradients travel in ``GradientSync.dtype``, by default their own, and are added up in rank order, in float32 where
+    that is wider.
+
+    Args:
+        grads: of one dtype, on one device.
+        dtype: of the result.
+    """
+    records = [get_dense_shard(id) for id in ids]
+    sync, world = records[0].sync, records[0].world
+    for record in records:
+        record.reduced = True
+    travelling = sync.dtype or grads[0].dtype
+    sizes = [record.shape.numel() for record in records]
+    padded = any(record.full_shape[0] % world.size for record in records)
+    allocate = torch.zeros if padded else torch.empty
+    send = allocate((world.size, sum(sizes)), dtype=travelling, device=grads[0].device)
+    for slot, grad, record in zip(send.split(sizes, dim=1), grads, records, strict=True):
+        whole, rest = divmod(grad.numel(), record.shape.numel())
+        flat = grad.reshape(-1)
+        slot[:whole].copy_(flat[: flat.numel() - rest].view(whole, -1))
+        if rest:
+            slot[whole, :rest].copy_(flat[flat.numel() - rest :])
+
+    def run() -> list[Tensor]:
+        one_each = [1] * world.size
+        received = collectives.all_to_all(send, one_each, one_each, world)
+        total = received[0].to(torch.promote_types(travelling, torch.float32), copy=True)
+        for rank in range(1, world.size):
+            total += received[rank]
+        means = torch._foreach_div(total.split(sizes), world.size)
+        return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
+
+    return Job(world.queue, run)
+
+
+def _reduce_scatter_dense_fake(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    return [grad.new_empty(get_dense_shard(id).shape, dtype=dtype) for grad, id in zip(grads, ids, strict=True)]
+
+
+define_collective(
+    "gather_dense(Tensor[] shards, int[] ids, ScalarType? dtype) -> Tensor[]",
+    _gather_dense,
+    _gather_dense_fake,
+    role="gather",
+)
+define_collective(
+    "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
+    _reduce_scatter_dense,
+    _reduce_scatter_dense_fake,
+    role="reduce",
+)
+
+
+def _gather_dense_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, ids, _ = inputs
+    ctx.ids, ctx.dtype = list(ids), shards[0].dtype
+
+
+def _gather_dense_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return torch.ops.hecate.reduce_scatter_dense(grads, ctx.ids, ctx.dtype), None, None
+
+
+torch.library.register_autograd("hecate::gather_dense", _gather_dense_backward, setup_context=_gather_dense_setup)

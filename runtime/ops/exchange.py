@@ -1,0 +1,191 @@
+"""Operators that bring rows to experts and results back; see ``hecate.runtime.ops``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.ops.experts import as_tensors, placement_fake
+from hecate.runtime.ops.registration import define, define_collective
+from hecate.runtime.ops.ticket import make_ticket
+from hecate.runtime.state.layer import get_layer
+
+_lib = torch.library.Library("hecate", "FRAGMENT")
+
+
+def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
+    record = get_layer(layer)
+    world, placer = record.world, record.placer
+    counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
+    signed = torch.cat([counts, counts.new_full((1,), placer.signature)])
+
+    def run() -> Tensor:
+        return collectives.all_gather_even(signed.to(world.control_device), world)
+
+    def finish(gathered: Tensor) -> Tensor:
+        # Here and not above: it waits for the device, which must not keep what comes next from being started.
+        gathered = gathered.cpu()
+        placer.check(gathered[:, -1])
+        record.counts = gathered[:, :-1].contiguous()
+        record.bytes_sent = 0
+        placer.observe(record, record.counts.numpy())
+        return record.counts.clone()
+
+    return Job(world.queue, run, finish=finish)
+
+
+def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
+    record = get_layer(layer)
+    return torch.empty((record.world.size, record.num_experts), dtype=torch.int64, device="cpu")
+
+
+def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    record = get_layer(layer)
+    calibrated = record.placer.calibrate(record, record.placer.find(record, placement), counts.numpy())
+    record.replicas = calibrated.num_replicas
+    return as_tensors(calibrated, record)
+
+
+def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return placement_fake(counts, layer)
+
+
+def _route(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    record = get_layer(layer)
+    used = record.placer.find(record, placement)
+    quotas = record.placer.assign(record, used, counts.numpy())
+    ticket = make_ticket(quotas, used, record.world.rank, offsets.device)
+    record.rows = int(ticket.splits[1].sum())
+    return ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index
+
+
+def _route_fake(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ctx = torch.library.get_ctx()
+    world_size = get_layer(layer).world.size
+    return (
+        offsets.new_empty((slots,), dtype=torch.int32),
+        torch.empty((2, world_size), dtype=torch.int64, device="cpu"),
+        offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+    )
+
+
+def _count_rows(offsets: Tensor, layer: int) -> Tensor:
+    # Stays on the device: one rank needs no counts on the host, and reading them would wait for the device.
+    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    get_layer(layer).counts = counts.unsqueeze(0)
+    return offsets.clone()
+
+
+def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(offsets)
+
+
+def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
+    record = get_layer(layer)
+    send, receive = splits.tolist()
+    record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
+    record.row_bytes = rows.shape[1:].numel() * rows.element_size()
+    leaving, order = rows.index_select(0, send_index), receive_index.clone()
+
+    def run() -> Tensor:
+        return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order)
+
+    return Job(record.world.queue, run)
+
+
+def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
+    return rows.new_empty((receive_index.shape[0], *rows.shape[1:]))
+
+
+def _exchange_back(
+    rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
+) -> Job:
+    record = get_layer(layer)
+    receive, send = splits.tolist()
+    record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
+    by_source = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, receive_index, rows)
+    order = send_index.clone()
+
+    def run() -> Tensor:
+        returned = collectives.all_to_all(by_source, send, receive, record.world)
+        # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
+        complete = returned.shape[0] == num_rows
+        out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))
+        return out.index_copy_(0, order, returned)
+
+    return Job(record.world.queue, run, meanwhile=lambda: record.placer.plan_ahead(record))
+
+
+def _exchange_back_fake(
+    rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
+) -> Tensor:
+    return rows.new_empty((num_rows, *rows.shape[1:]))
+
+
+def _bytes_to_others(rows: Tensor, send: list[int], rank: int) -> int:
+    row_bytes = rows.element_size() * rows[0:1].numel() if rows.shape[0] else 0
+    return (sum(send) - send[rank]) * row_bytes
+
+
+define_collective(
+    "gather_counts(Tensor offsets, Tensor placement, int layer) -> Tensor",
+    _gather_counts,
+    _gather_counts_fake,
+    role="exchange",
+)
+define("calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)", _calibrate, _calibrate_fake)
+define(
+    "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int layer) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _route,
+    _route_fake,
+)
+define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)
+define_collective(
+    "exchange(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, int layer) -> Tensor",
+    _exchange,
+    _exchange_fake,
+    role="exchange",
+)
+define_collective(
+    "exchange_back(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, "
+    "SymInt num_rows, int layer) -> Tensor",
+    _exchange_back,
+    _exchange_back_fake,
+    role="exchange",
+)
+
+
+def _exchange_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, splits, send_index, receive_index, ctx.layer = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(splits, send_index, receive_index)
+
+
+def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    back = torch.ops.hecate.exchange_back(grad, *ctx.saved_tensors, ctx.num_rows, ctx.layer)
+    return back, None, None, None, None
+
+
+def _exchange_back_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, splits, send_index, receive_index, _, ctx.layer = inputs
+    ctx.save_for_backward(splits, send_index, receive_index)
+
+
+def _exchange_back_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.hecate.exchange(grad, *ctx.saved_tensors, ctx.layer), None, None, None, None, None
+
+
+torch.library.register_autograd("hecate::exchange", _exchange_backward, setup_context=_exchange_setup, lib=_lib)
+torch.library.register_autograd(
+    "hecate::exchange_back", _exchange_back_backward, setup_context=_exchange_back_setup, lib=_lib
+)

@@ -1,0 +1,214 @@
+"""Operators that bring experts to ranks and their gradients back; see ``hecate.runtime.ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.ops import sparse_collectives
+from hecate.runtime.ops.registration import define, define_collective
+from hecate.runtime.ops.ticket import slots_of
+from hecate.runtime.placement.planner import Placement
+from hecate.runtime.state.layer import Layer, get_layer
+
+_lib = torch.library.Library("hecate", "FRAGMENT")
+
+
+# --- dense materialization: the specification, and the fallback for what no pass understands ---
+
+
+def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
+    world, owners = get_layer(layer).world, get_layer(layer).owners
+    own = shard.clone(memory_format=torch.contiguous_format)
+    return Job(world.queue, lambda: collectives.gather_shards(own, owners, world))
+
+
+def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
+    return shard.new_empty((num_experts, *shard.shape[1:]))
+
+
+def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
+    world, owners = get_layer(layer).world, get_layer(layer).owners
+    own = grad.clone(memory_format=torch.contiguous_format)
+    return Job(world.queue, lambda: collectives.reduce_scatter_shards(own, owners, world).div_(world.size))
+
+
+def _reduce_scatter_experts_fake(grad: Tensor, owned: int, layer: int) -> Tensor:
+    return grad.new_empty((owned, *grad.shape[1:]))
+
+
+define_collective(
+    "gather_experts(Tensor shard, int num_experts, int layer) -> Tensor",
+    _gather_experts,
+    _gather_experts_fake,
+    role="gather",
+)
+define_collective(
+    "reduce_scatter_experts(Tensor grad, SymInt owned, int layer) -> Tensor",
+    _reduce_scatter_experts,
+    _reduce_scatter_experts_fake,
+    role="reduce",
+)
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, _, ctx.layer = inputs
+    ctx.owned = shard.shape[0]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.hecate.reduce_scatter_experts(grad, ctx.owned, ctx.layer), None, None
+
+
+torch.library.register_autograd("hecate::gather_experts", _gather_backward, setup_context=_gather_setup, lib=_lib)
+
+
+# --- sparse materialization ---
+
+
+def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    record = get_layer(layer)
+    record.expert_bytes_sent = 0
+    placement = record.placer.take(record)
+    record.replicas = placement.num_replicas
+    return as_tensors(placement, record)
+
+
+def as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
+    """A placement as graphs carry it: int8 ``[E,W]``, and the experts in this rank's slots, int64 ``[S]``."""
+    slots = slots_of(placement, record.world.rank)
+    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(slots)
+
+
+def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """The same for tracing; the number of slots is an unbacked size."""
+    record, slots = get_layer(layer), torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu"),
+        torch.empty((slots,), dtype=torch.int64, device="cpu"),
+    )
+
+
+def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> Job:
+    record = get_layer(layer)
+    used = record.placer.find(record, placement)
+    stages = record.placer.transfers(record, used)
+    slots_of_rank = sparse_collectives.own_slots(shards, used, record)
+    return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
+
+
+def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
+    return [shard.new_empty((slots.shape[0], *shard.shape[1:])) for shard in shards]
+
+
+def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> Job:
+    record = get_layer(layer)
+    used = record.placer.find(record, placement)
+    if used.owners != record.owners:
+        raise RuntimeError(
+            f"hecate: experts of {record.name} changed owners between a forward and its backward. Run the backward "
+            "before the next optimizer step, or set Config(reshard_every=0)."
+        )
+    stages = record.placer.transfers(record, used)
+    totals = sparse_collectives.totals_of(grads, used)
+    dtypes = [grad.dtype for grad in grads]
+    return Job(record.world.queue, lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record))
+
+
+def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
+    return [grad.new_empty((owned, *grad.shape[1:])) for grad in grads]
+
+
+def _top_up(
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
+) -> Job:
+    record = get_layer(layer)
+    old, new = record.placer.find(record, before), record.placer.find(record, after)
+    stages = record.placer.transfers(record, new)
+    slots_of_rank = sparse_collectives.own_slots(shards, new, record)
+    sparse_collectives.take_over(slots_of_rank, have, old, record)
+    return Job(record.world.queue, lambda: sparse_collectives.top_up(slots_of_rank, old, stages, record))
+
+
+def _top_up_fake(
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
+) -> list[Tensor]:
+    return _sparse_all_gather_fake(shards, after, slots, layer)
+
+
+define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, placement_fake)
+define_collective(
+    "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor slots, int layer) -> Tensor[]",
+    _sparse_all_gather,
+    _sparse_all_gather_fake,
+    role="gather",
+)
+define_collective(
+    "sparse_reduce_scatter(Tensor[] grads, Tensor placement, SymInt owned, int layer) -> Tensor[]",
+    _sparse_reduce_scatter,
+    _sparse_reduce_scatter_fake,
+    role="reduce",
+)
+define_collective(
+    "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor slots, int layer) -> Tensor[]",
+    _top_up,
+    _top_up_fake,
+    role="exchange",
+)
+
+
+def _sparse_all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, placement, _, ctx.layer = inputs
+    ctx.owned = shards[0].shape[0]
+    ctx.save_for_backward(placement)
+
+
+def _sparse_all_gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (placement,) = ctx.saved_tensors
+    return torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer), None, None, None
+
+
+def _top_up_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, have, _, placement, _, ctx.layer = inputs
+    ctx.owned, ctx.ready = shards[0].shape[0], len(have)
+    ctx.save_for_backward(placement)
+
+
+def _top_up_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    # All gradients go to the owners from here; the slots that were ready are copies of the same experts.
+    (placement,) = ctx.saved_tensors
+    owned = torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer)
+    return owned, [None] * ctx.ready, None, None, None, None
+
+
+torch.library.register_autograd(
+    "hecate::sparse_all_gather", _sparse_all_gather_backward, setup_context=_sparse_all_gather_setup, lib=_lib
+)
+torch.library.register_autograd("hecate::top_up", _top_up_backward, setup_context=_top_up_setup, lib=_lib)
+
+
+# --- reading a rank's own experts, free of charge ---
+
+
+class _OwnExperts(torch.autograd.Function):
+    """The shard itself; its gradient, a sum over all ranks' tokens, is averaged as DDP and FSDP do."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, world_size: int) -> Tensor:
+        ctx.world_size = world_size
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad if ctx.world_size == 1 else grad / ctx.world_size), None
+
+
+@torch.compiler.allow_in_graph
+def own_experts(shard: Tensor, world_size: int) -> Tensor:
+    """A view of ``shard`` ``[E_r, ...]`` whose gradient is divided by the number of ranks."""
+    return _OwnExperts.apply(shard, world_size)

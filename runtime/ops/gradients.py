@@ -1,0 +1,150 @@
+"""Averaging the gradients of replicated parameters over ranks.
+
+A parameter is read through :func:`replicate`, an identity whose backward is an all-reduce. So the
+gradients are averaged inside the graph, and no DDP wrapper is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.registration import define_collective
+
+
+@dataclass
+class GradientSync:
+    """What all replicated parameters of one model share.
+
+    Attributes:
+        enabled: off between the micro-batches of an accumulation.
+        dtype: dtype of the all-reduce, None for the gradient's own.
+        owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
+    """
+
+    world: World
+    dtype: torch.dtype | None = None
+    enabled: bool = True
+    owed: bool = False
+
+
+@dataclass
+class _Replica:
+    """One replicated parameter, found anew each time: load_state_dict(assign=True) makes another object.
+
+    Attributes:
+        owner: the module; weak, because the registry must not keep a model alive.
+        averaged: the gradient that arrives next has been through :func:`_average_gradients`.
+    """
+
+    owner: weakref.ref[nn.Module]
+    key: str
+    sync: GradientSync
+    averaged: bool = False
+
+    @property
+    def parameter(self) -> Tensor:
+        module = self.owner()
+        parameter = module._parameters.get(self.key) if module is not None else None
+        if parameter is None:
+            raise RuntimeError(f"hecate: the replicated parameter {self.key} no longer exists, but has a gradient")
+        return parameter
+
+
+_replicas: dict[int, _Replica] = {}
+
+
+def add_replica(owner: nn.Module, key: str, sync: GradientSync) -> int:
+    """Register the replicated parameter ``owner._parameters[key]``; returns the id that goes into the graph."""
+    id = len(_replicas)
+    _replicas[id] = _Replica(weakref.ref(owner), key, sync)
+    return id
+
+
+def take_averaged(replica: int) -> bool:
+    """Whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
+    record = _replicas[replica]
+    averaged, record.averaged = record.averaged, False
+    return averaged
+
+
+def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
+    """Average one bucket over ranks in a single all-reduce.
+
+    With synchronization off the gradients pass through and accumulate in ``param.grad``. The next
+    averaged bucket takes that local sum along: it adds ``param.grad`` to its own gradient, clears it,
+    and averages the total. Averaging is idempotent, so gradients that were averaged earlier stay right.
+    """
+    records = [_replicas[id] for id in replicas]
+    sync = records[0].sync
+    for record in records:
+        record.averaged = True
+    if not sync.enabled:
+        local = [grad.clone() for grad in grads]
+        return Job(sync.world.queue, lambda: local)
+    own_dtype = grads[0].dtype
+    dtype = sync.dtype or own_dtype
+    buffer = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
+    parts = [
+        part.view(grad.shape)
+        for part, grad in zip(buffer.split([grad.numel() for grad in grads]), grads, strict=True)
+    ]
+    torch._foreach_copy_(parts, list(grads))
+    if sync.owed:
+        for part, record in zip(parts, records, strict=True):
+            gradient = record.parameter.grad
+            if gradient is not None:
+                part += gradient
+                gradient.zero_()
+
+    def run() -> list[Tensor]:
+        if sync.world.group is not None:
+            dist.all_reduce(buffer, group=sync.world.group)
+        buffer.div_(sync.world.size)
+        return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
+
+    return Job(sync.world.queue, run)
+
+
+def _average_gradients_fake(grads: Sequence[Tensor], replicas: Sequence[int]) -> list[Tensor]:
+    return [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
+
+
+define_collective(
+    "average_gradients(Tensor[] grads, int[] replicas) -> Tensor[]",
+    _average_gradients,
+    _average_gradients_fake,
+    role="reduce",
+)
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replicas: tuple[int, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.replicas = replicas
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        averaged = torch.ops.hecate.average_gradients([grad.contiguous() for grad in grads], list(ctx.replicas))
+        return None, *averaged
+
+
+@torch.compiler.allow_in_graph
+def replicate(parameter: Tensor, replica: int) -> Tensor:
+    """The parameter itself; its gradient is averaged over ranks."""
+    return _Replicate.apply((replica,), parameter)[0]
+
+
+@torch.compiler.allow_in_graph
+def replicate_bucket(parameters: list[Tensor], replicas: list[int]) -> tuple[Tensor, ...]:
+    """:func:`replicate` for several parameters of one dtype: one all-reduce when all their gradients are there."""
+    return _Replicate.apply(tuple(replicas), *parameters)

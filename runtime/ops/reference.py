@@ -1,0 +1,112 @@
+"""Plain references of the operators: what each one means, for all ranks at once, in loops.
+
+A list argument holds one tensor per rank. Tests compare the operators with these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.planner import Placement
+
+
+def gather_experts(shards: list[Tensor], owners: Owners) -> Tensor:
+    """Full ``[E, ...]`` from the shards ``[E_r, ...]``; the same on every rank."""
+    taken = [0] * len(shards)
+    full = []
+    for owner in owners.ranks:
+        full.append(shards[owner][taken[owner]])
+        taken[owner] += 1
+    return torch.stack(full)
+
+
+def reduce_scatter_experts(grads: list[Tensor], owners: Owners) -> list[Tensor]:
+    """Each rank's ``[E_r, ...]``: the mean over ranks of the gradients ``[E, ...]`` of its experts."""
+    mean = grads[0].clone()
+    for grad in grads[1:]:
+        mean = mean + grad
+    mean = mean / len(grads)
+    return [mean[owners.owned_by(rank)] for rank in range(len(grads))]
+
+
+def slots_of(placement: Placement, rank: int) -> list[int]:
+    """The experts that a rank holds, by owner and then by number."""
+    owners = placement.owners.ranks
+    held = [expert for expert, ranks in enumerate(placement.holders) if rank in ranks]
+    return sorted(held, key=lambda expert: (owners[expert], expert))
+
+
+def sparse_all_gather(shards: list[Tensor], placement: Placement) -> list[Tensor]:
+    """Each rank's slots ``[S, ...]`` from the shards ``[E_r, ...]``: every holder has the expert."""
+    full = gather_experts(shards, placement.owners)
+    return [full[slots_of(placement, rank)] for rank in range(len(shards))]
+
+
+def sparse_reduce_scatter(grads: list[Tensor], placement: Placement) -> list[Tensor]:
+    """Each rank's ``[E_r, ...]``: the sum over an expert's holders of its gradient, divided by W."""
+    out = []
+    for rank, grad in enumerate(grads):
+        total = grad.new_zeros((placement.owners.counts[rank], *grad.shape[1:]))
+        for row, expert in enumerate(placement.owners.owned_by(rank)):
+            for holder in placement.holders[expert]:
+                total[row] += grads[holder][slots_of(placement, holder).index(expert)]
+        out.append(total / len(grads))
+    return out
+
+
+def exchange(
+    rows: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows sorted by expert go to holders of their expert, the first ones to the lowest rank.
+
+    Args:
+        sends: of each rank, how many rows of each expert it sends to each rank, ``[E, W]``.
+
+    Returns:
+        Per rank the rows it receives, ordered by (slot, source rank, original order), and the ends of
+        its slots, ``[S]``.
+    """
+    arrived, slot_offsets = [], []
+    for rank in range(len(rows)):
+        mine, ends, total = [rows[0][:0]], [], 0
+        for expert in slots_of(placement, rank):
+            for source, offs, quota in zip(rows, offsets, sends, strict=True):
+                start = int(offs[expert - 1]) if expert else 0
+                start += int(quota[expert, :rank].sum())
+                mine.append(source[start : start + int(quota[expert, rank])])
+                total += len(mine[-1])
+            ends.append(total)
+        arrived.append(torch.cat(mine))
+        slot_offsets.append(torch.tensor(ends, dtype=torch.int32))
+    return arrived, slot_offsets
+
+
+def exchange_back(
+    arrived: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints], num_rows: list[int]
+) -> list[Tensor]:
+    """The way back: every row returns to the position it left from; rows that never left are zero."""
+    positions = [torch.arange(int(offs[-1])) for offs in offsets]
+    ranks = [torch.full_like(position, rank) for rank, position in enumerate(positions)]
+    where, _ = exchange(positions, offsets, placement, sends)
+    whose, _ = exchange(ranks, offsets, placement, sends)
+    out = [arrived[0].new_zeros((count, *arrived[0].shape[1:])) for count in num_rows]
+    for rows, row_positions, row_ranks in zip(arrived, where, whose, strict=True):
+        for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):
+            out[rank][position] = row
+    return out
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Row r of ``[R, K]`` times the matrix ``[K, N]`` of the slot it lies in; rows beyond the last are zero."""
+    slots = row_slots(offs, len(x))
+    rows = [x[row] @ w[slots[row]] if row < int(offs[-1]) else x.new_zeros(w.shape[2]) for row in range(len(x))]
+    return torch.stack(rows) if rows else x.new_zeros((0, w.shape[2]))
+
+
+def row_slots(offs: Tensor, num_rows: int) -> Tensor:
+    """The slot of each row, int64 ``[num_rows]``."""
+    slots = [sum(1 for end in offs.tolist() if end <= row) for row in range(num_rows)]
+    return torch.tensor(slots, dtype=torch.int64).clamp_(max=max(len(offs) - 1, 0))

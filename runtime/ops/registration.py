@@ -1,0 +1,96 @@
+"""Registering operators, and collectives that a graph may start in one place and wait for in another.
+
+A collective ``f(args) -> out`` comes as three operators:
+
+- ``f(args)``, at once;
+- ``f_start(args, after, note) -> token`` and ``f_wait(token, args) -> out``.
+
+A start copies what travels into memory of its own before it returns, so its arguments may be reused at once. (The
+wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two halves a copy
+each.) ``after`` holds the token of the collective before, so that nothing changes the order: data flow is all that
+Inductor respects (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm import queue
+
+_lib = torch.library.Library("hecate", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+# "exchange": its result is needed at once. "gather": parameters on their way to a use that comes later. "reduce":
+# gradients on their way to their owners, needed at the end.
+Role = Literal["exchange", "gather", "reduce"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The two halves of a collective, and what it is for."""
+
+    start: torch._ops.OpOverload
+    wait: torch._ops.OpOverload
+    role: Role
+
+
+# All collectives, by themselves and by their halves.
+COLLECTIVES: dict[torch._ops.OpOverload, Split] = {}
+STARTS: dict[torch._ops.OpOverload, Split] = {}
+WAITS: dict[torch._ops.OpOverload, Split] = {}
+
+
+def define(schema: str, kernel: Any, fake: Any) -> torch._ops.OpOverload:
+    """Register an operator with one kernel for all devices.
+
+    ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
+    these operators is on the critical path.
+    """
+    name = schema.split("(")[0]
+    _lib.define(schema, tags=_TAGS)
+    _lib.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hecate::{name}", fake, lib=_lib)
+    return getattr(torch.ops.hecate, name).default
+
+
+def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> int:
+    """Start a collective; the number is for :func:`queue.wait`."""
+    return queue.start(prepare(*args), note)
+
+
+def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any, *, role: Role) -> None:
+    """Register a collective and its halves.
+
+    Args:
+        prepare: packs what travels and returns the rest as a job, which must not touch the arguments.
+    """
+    name, rest = schema.split("(", 1)
+    arguments, result = rest.rsplit(") -> ", 1)
+
+    def whole(*args: Any) -> Any:
+        return queue.run(prepare(*args))
+
+    def start(*given: Any) -> Tensor:
+        *args, _, note = given
+        return torch.tensor([begin(prepare, args, note)])
+
+    def wait(token: Tensor, *args: Any) -> Any:
+        return queue.wait(int(token))
+
+    def token(*args: Any) -> Tensor:
+        return torch.empty(1, dtype=torch.int64, device="cpu")
+
+    def waited(token: Tensor, *args: Any) -> Any:
+        return fake(*args)
+
+    split = COLLECTIVES[define(schema, whole, fake)] = Split(
+        start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
+        wait=define(f"{name}_wait(Tensor token, {arguments}) -> {result}", wait, waited),
+        role=role,
+    )
+    STARTS[split.start] = WAITS[split.wait] = split

@@ -1,0 +1,187 @@
+"""What a step of one layer would take under a placement, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Ints, Placement, Topology, changes
+from hecate.runtime.placement.planner.transfers import hops
+
+Floats = NDArray[np.float64]
+
+# Passes over rows and links in one step: forward, and twice that in backward; rows go there and back in each
+# direction; experts come once and their gradients leave once.
+_COMPUTE, _ROWS, _EXPERTS = 3, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast the machine is, for one layer or all. Equal on all ranks.
+
+    Attributes:
+        flops: floating-point operations per second of one rank in expert matmuls.
+        rank_bytes: bytes per second that a rank sends (and receives) inside its node.
+        node_bytes: bytes per second that a node sends (and receives).
+        memory_bytes: bytes per second that a rank reads and writes in its own memory.
+        hidden: seconds per layer and step in which experts and their gradients travel behind other work.
+
+    Raises:
+        ValueError: a rate that is not positive, or a negative time.
+    """
+
+    flops: float
+    rank_bytes: float
+    node_bytes: float
+    memory_bytes: float = 1e10
+    hidden: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.rank_bytes, self.node_bytes, self.memory_bytes) <= 0 or self.hidden < 0:
+            raise ValueError(f"hecate.Rates: rates must be positive and hidden not negative, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What one layer computes and moves.
+
+    Attributes:
+        row_flops: operations on one row in the forward.
+        row_bytes: one row on the wire.
+        expert_bytes: all parameters of one expert on the wire.
+    """
+
+    row_flops: float
+    row_bytes: float
+    expert_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one layer, forward and backward.
+
+    Attributes:
+        compute: the rank with most rows.
+        rows: rows on the busiest link.
+        experts: replicas and their gradients on the busiest link, hidden or not.
+        exposed: the part of ``experts`` that nothing hides.
+    """
+
+    compute: float
+    rows: float
+    experts: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.rows + self.exposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a step of one layer takes, with every rank routing the same share of each expert's rows.
+
+    ``rows`` are of each expert, length E, and ``split`` the rows of each expert on each of its holders, in the order
+    of ``placement.holders``.
+    """
+
+    topology: Topology
+    sizes: Sizes
+    rates: Rates
+
+    def step(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> StepTime:
+        """Predict a step."""
+        compute, seconds = self.work(rows, split, placement)
+        travel = self.transfer(placement)
+        exposed = max(0.0, travel - self.rates.hidden)
+        return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
+
+    def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
+        """The part of :meth:`step` that depends on ``split``: ``compute`` and ``rows``."""
+        topology, rates = self.topology, self.rates
+        world_size, num_nodes = topology.world_size, topology.num_nodes
+        experts, ranks = placement.pairs
+        load = np.asarray(rows, dtype=np.int64)
+        total = int(load.sum())
+        quota = np.fromiter(chain.from_iterable(split), dtype=np.float64, count=len(ranks))
+        computed = np.bincount(ranks, quota, minlength=world_size)
+        seconds = 0.0
+        if num_nodes > 1:
+            share = topology.node_sizes / world_size
+            expert, node, on_node = _visits(experts, topology.nodes[ranks], quota, topology)
+            seconds = _busiest(total * share, load[expert] * share[node], on_node, node) / rates.node_bytes
+        if world_size > num_nodes:
+            own = np.full(world_size, total / world_size)
+            seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
+        return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
+
+    def owners_work(self, rows: list[int], owners: Owners) -> tuple[float, float]:
+        """:meth:`work` if owners compute all rows of their experts."""
+        topology, rates = self.topology, self.rates
+        world_size, total, level = topology.world_size, sum(rows), owners.rows(rows)
+        seconds = 0.0
+        if topology.num_nodes > 1:
+            for ranks in topology.members:
+                share, owned = len(ranks) / world_size, sum([level[rank] for rank in ranks])
+                seconds = max(seconds, owned * (1 - share), (total - owned) * share)
+            seconds /= rates.node_bytes
+        if world_size > topology.num_nodes:
+            most = max(max(level) * (world_size - 1), total - min(level)) / world_size
+            seconds = max(seconds, most / rates.rank_bytes)
+        return self.compute(max(level)), _ROWS * seconds * self.sizes.row_bytes
+
+    def compute(self, rows: float) -> float:
+        """Seconds in which one rank computes so many rows, forward and backward."""
+        return _COMPUTE * rows * self.sizes.row_flops / self.rates.flops
+
+    @property
+    def exposed(self) -> CostModel:
+        """The same where nothing hides a transfer."""
+        return replace(self, rates=replace(self.rates, hidden=0.0))
+
+    def transfer(self, placement: Placement) -> float:
+        """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
+        if placement.num_replicas == 0:
+            return 0.0
+        (_, owners, leaders), (_, sources, destinations) = hops(placement, self.topology)
+        nodes = self.topology.nodes
+        copies = _most(nodes[owners], nodes[leaders]) / self.rates.node_bytes
+        copies += _most(sources, destinations) / self.rates.rank_bytes
+        return _EXPERTS * copies * self.sizes.expert_bytes
+
+
+def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tuple[Ints, Ints, Floats]:
+    """Each expert on each node that holds it, and its rows there: three ``[n]``. Experts ascend."""
+    visits = experts * topology.num_nodes + nodes
+    if not topology.in_order:
+        order = np.argsort(visits, kind="stable")
+        experts, nodes, quota, visits = experts[order], nodes[order], quota[order], visits[order]
+    starts = np.flatnonzero(changes(visits))
+    return experts[starts], nodes[starts], np.add.reduceat(quota, starts)
+
+
+def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
+    """Most rows that anyone sends or receives.
+
+    Args:
+        own: rows that each place has, ``[places]``.
+        have: of each expert that a place holds, the rows that it has, ``[n]``.
+        compute: and the rows that it computes, ``[n]``.
+        where: the place, ``[n]``.
+    """
+    stay = np.minimum(have, compute)
+    received = np.bincount(where, compute - stay, minlength=len(own))
+    sent = own - np.bincount(where, stay, minlength=len(own))
+    return float(max(received.max(), sent.max()))
+
+
+def _most(sources: Ints, destinations: Ints) -> int:
+    """Most experts that any place sends or receives."""
+    if len(sources) == 0:
+        return 0
+    return int(max(np.bincount(sources).max(), np.bincount(destinations).max()))

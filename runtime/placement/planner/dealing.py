@@ -1,0 +1,69 @@
+"""Deal free slots to experts, nodes in turns."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Topology
+
+
+def deal(
+    rows: Sequence[int],
+    experts: Sequence[int],
+    owners: Owners,
+    replicas: list[set[int]],
+    free: list[list[int]],
+    topology: Topology,
+) -> None:
+    """Fill free slots: each goes to the expert with most rows per holder, on a rank that does not hold it.
+
+    Of the ranks, one on a node with fewest copies of the expert, and there the first of the list.
+
+    Args:
+        rows: of each expert, length E.
+        experts: those that may get replicas.
+        replicas: the ranks beside the owner that hold each expert; added to.
+        free: for each node its ranks with a free slot; taken from.
+    """
+    turn = 0
+    held: dict[int, list[int]] = {}
+    # A heap keeps the smallest first, so rows per holder are negative; ties go to the smaller id.
+    queue = [(-rows[e] / (1 + len(replicas[e])), e) for e in experts if len(replicas[e]) < owners.world_size - 1]
+    heapq.heapify(queue)
+    while queue and any(free):
+        _, expert = heapq.heappop(queue)
+        if expert not in held:
+            held[expert] = [0] * topology.num_nodes
+            for rank in (owners.ranks[expert], *replicas[expert]):
+                held[expert][topology.node_of[rank]] += 1
+        taken = _take_rank(owners.ranks[expert], replicas[expert], held[expert], free, turn)
+        if taken is None:
+            continue
+        node, rank = taken
+        replicas[expert].add(rank)
+        held[expert][node] += 1
+        # Nodes take turns, so that their free slots run out together.
+        turn = (node + 1) % topology.num_nodes
+        if len(replicas[expert]) < owners.world_size - 1:
+            heapq.heappush(queue, (-rows[expert] / (1 + len(replicas[expert])), expert))
+
+
+def _take_rank(
+    owner: int, replicas: set[int], held: list[int], free: list[list[int]], turn: int
+) -> tuple[int, int] | None:
+    """A node and a rank on it with a free slot that does not hold the expert; it is no longer free.
+
+    Nodes with fewest copies first, in turns from ``turn`` on; None if nobody is left.
+    """
+    order = [*range(turn, len(held)), *range(turn)]
+    for wanted in sorted(set(held)):
+        for node in order:
+            if held[node] != wanted:
+                continue
+            for index, rank in enumerate(free[node]):
+                if rank != owner and rank not in replicas:
+                    del free[node][index]
+                    return node, rank
+    return None

@@ -1,0 +1,297 @@
+"""Sparse materialization by predicted time: which experts, how many replicas, on which ranks."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Ints, Placement, Topology
+from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only, shed_excess
+from hecate.runtime.placement.planner.cost import CostModel, StepTime
+from hecate.runtime.placement.planner.dealing import deal
+
+# Packing, adding up and a few microseconds of everything are not in the model; replicas must gain more than that.
+_WORTH = 0.95
+# And twice as many of them this much again.
+_MORE = 0.98
+# Filled slots may cost this much by the prediction, since they pay where it is wrong.
+_INSURED = 1.05
+# Even ranks are worth a look if they could save this part of what compute and rows take.
+_MAY_GAIN = 0.03
+
+
+class Recipe(NamedTuple):
+    """How to make a placement.
+
+    Attributes:
+        spread: how many hot experts get a copy on every node (every rank of a single node).
+        in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
+        fills: slots that are left get replicas whose transfer is hidden. They make a wrong prediction cheaper, but
+            with more holders rows are not always dispatched better. None if both are to be tried; what was better
+            is kept until both are tried again.
+    """
+
+    spread: int
+    in_nodes: bool
+    fills: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A placement and what it is predicted to take.
+
+    Attributes:
+        recipe: how it was made; None if nothing is replicated.
+    """
+
+    placement: Placement
+    time: StepTime
+    recipe: Recipe | None = None
+
+
+def materialize_fastest(
+    load: NDArray[np.integer],
+    owners: Owners,
+    costs: CostModel,
+    *,
+    slots: int,
+    recipes: Sequence[Recipe] | None = None,
+    fills: bool | None = None,
+) -> Choice:
+    """The fastest of a few placements, by :meth:`CostModel.step`.
+
+    Rows cost time where they are computed and where they travel; replicas cost time where they travel. Tried are
+
+    1. nothing;
+    2. just enough replicas to even out the ranks, inside nodes or across them (:func:`shed_excess`);
+    3. 1, 2, 4, ... hot experts on every node (every rank on a single node), so that their rows stay there, and then
+       2. with the slots that are left.
+
+    Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md). Slots that are left get
+    replicas while their transfer is hidden, unless that is predicted to cost more than 5 %.
+
+    Args:
+        load: expected rows per expert, ``[E]``.
+        slots: m, most replicas on a rank.
+        recipes: what to try; by default all of the list above.
+        fills: of the recipes in the list above. With False nothing but the prediction counts.
+    """
+    rows, topology = load.tolist(), costs.topology
+    owned = Placement.owned(owners)
+    nothing = Choice(placement=owned, time=costs.step(rows, [[count] for count in rows], owned))
+    if slots == 0 or owners.world_size == 1 or not any(rows):
+        return nothing
+    hottest = _hottest(load, owners, topology, slots)
+    tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
+    for recipe in all_recipes(len(hottest), topology, fills) if recipes is None else recipes:
+        proposal = _propose(rows, hottest, owners, topology, slots, recipe)
+        total = costs.step(rows, proposal.split, proposal.placement).total
+        if recipe.in_nodes not in tried or total < _MORE * tried[recipe.in_nodes][0]:
+            tried[recipe.in_nodes] = total, recipe, proposal
+    # The winners are timed again as their rows will be dispatched, with their free slots filled and without.
+    best, least = nothing, nothing.time.total
+    for total, recipe, proposal in tried.values():
+        if total >= nothing.time.total:
+            continue
+        for fill in (False, True) if recipe.fills is None else (recipe.fills,):
+            placement = _fill_hidden(load, proposal, slots, costs) if fill else proposal.placement
+            if recipe.fills is None and fill and placement is proposal.placement:
+                # Nothing to fill, so it has just been timed.
+                continue
+            time = costs.step(rows, split_fastest(rows, placement, costs), placement)
+            insured = time.total / _INSURED if fill else time.total
+            if insured <= least and time.total < _WORTH * nothing.time.total:
+                least = insured
+                best = Choice(placement=placement, time=time, recipe=recipe._replace(fills=fill))
+    return best
+
+
+def materialize_again(
+    load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipe: Recipe
+) -> Placement:
+    """The placement of :func:`materialize_fastest` when the best recipe is known: nothing is compared."""
+    if slots == 0 or owners.world_size == 1:
+        return Placement.owned(owners)
+    hottest = _hottest(load, owners, costs.topology, slots)
+    proposal = _propose(load.tolist(), hottest, owners, costs.topology, slots, recipe)
+    return _fill_hidden(load, proposal, slots, costs) if recipe.fills else proposal.placement
+
+
+def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
+    """Rows of each expert on each of its holders: the fastest of three ways, by :meth:`CostModel.work`.
+
+    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), on two nodes only if that may
+    save 3 %; or owners alone: many nodes, or a load other than the expected one. A single node's ranks are made even.
+
+    Args:
+        rows: of each expert, length E.
+    """
+    topology = costs.topology
+    if topology.num_nodes == 1 or placement.num_replicas == 0:
+        return balance(rows, placement, topology)
+    best = balance_in_nodes(rows, placement, topology)
+    compute, travel = costs.work(rows, best, placement)
+    least = compute + travel
+    # On two nodes no row crosses that need not, so others can make ranks even, and no more. With a third one, rows of
+    # a node without a holder may go to the node with less to receive.
+    may_gain = compute - costs.compute(sum(rows) / topology.world_size)
+    if topology.num_nodes > 2 or may_gain > _MAY_GAIN * least:
+        split = balance(rows, placement, topology)
+        seconds = sum(costs.work(rows, split, placement))
+        if seconds < least:
+            best, least = split, seconds
+    # Where owners compute all rows already, both are the same but for rounding.
+    faster = sum(costs.owners_work(rows, placement.owners)) < least * (1 - 1e-9)
+    return owners_only(rows, placement) if faster else best
+
+
+def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> list[Recipe]:
+    """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
+    spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
+    return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
+
+
+def near_recipes(recipe: Recipe, topology: Topology) -> list[Recipe]:
+    """``recipe``, half and twice as many hot experts, and the other way to even out; all fill slots as it does."""
+    spreads = sorted({recipe.spread // 2, recipe.spread, max(1, 2 * recipe.spread)})
+    near = [recipe._replace(spread=spread) for spread in spreads]
+    return [*near, *(recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes)]
+
+
+def _ways(topology: Topology) -> tuple[bool, ...]:
+    return (False,) if topology.num_nodes == 1 else (False, True)
+
+
+def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
+    """Experts with rows, in the order in which they should be put on every node; as many as slots may take.
+
+    Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
+    """
+    # An expert needs no copy in its own group, and all groups take turns.
+    groups = _groups(topology)
+    most = -(-slots * min(map(len, groups)) * len(groups) // (len(groups) - 1))
+    order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
+    if topology.num_nodes == 1:
+        return order[:most]
+    rows, wanted = load.tolist(), [0] * topology.num_nodes
+    waiting: list[deque[int]] = [deque() for _ in wanted]
+    for expert in order:
+        node = topology.node_of[owners.ranks[expert]]
+        wanted[node] += rows[expert]
+        waiting[node].append(expert)
+    queue = [(-count, node) for node, count in enumerate(wanted) if count]
+    heapq.heapify(queue)
+    chosen: list[int] = []
+    while queue and len(chosen) < most:
+        count, node = heapq.heappop(queue)
+        chosen.append(waiting[node].popleft())
+        if waiting[node]:
+            heapq.heappush(queue, (count + rows[chosen[-1]], node))
+    return chosen
+
+
+def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
+    """The nodes; on a single node the ranks."""
+    return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """The replicas of each expert, the slots that are left on each rank, and each rank's rows of each expert."""
+
+    rows: list[int]
+    owners: Owners
+    replicas: list[set[int]]
+    free: list[int]
+    have: list[dict[int, int]]
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement.with_replicas(self.owners, self.replicas)
+
+    @cached_property
+    def split(self) -> list[list[int]]:
+        """The rows of each expert on each of its holders, in the order of ``placement.holders``."""
+        return [
+            [self.have[rank].get(expert, 0) for rank in ranks] if len(ranks) > 1 else [self.rows[expert]]
+            for expert, ranks in enumerate(self.placement.holders)
+        ]
+
+
+def _propose(
+    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
+) -> _Proposal:
+    replicas: list[set[int]] = [set() for _ in rows]
+    free = [slots] * owners.world_size
+    _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
+    have = shed_excess(rows, owners, replicas, free, topology if recipe.in_nodes else None)
+    return _Proposal(rows, owners, replicas, free, have)
+
+
+def _fill_hidden(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
+    """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
+    hidden, topology = costs.rates.hidden, costs.topology
+    if hidden == 0:
+        return proposal.placement
+    # On many nodes filling takes time, and is mostly in vain.
+    if topology.num_nodes > 1 and costs.transfer(proposal.placement) >= hidden:
+        return proposal.placement
+    experts = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
+    for kept in range(slots):
+        # Every rank's first free slot comes before any rank's second.
+        free = [
+            [rank for turn in range(slots) for rank in ranks if proposal.free[rank] - kept > turn]
+            for ranks in topology.members
+        ]
+        if not any(free):
+            break
+        replicas = list(map(set, proposal.replicas))
+        # Each slot takes the expert with most rows per holder, so colder experts have no turn.
+        deal(proposal.rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
+        more = Placement.with_replicas(proposal.owners, replicas)
+        if costs.transfer(more) <= hidden:
+            return more
+    return proposal.placement
+
+
+def _spread(
+    rows: list[int],
+    experts: list[int],
+    owners: Owners,
+    groups: Sequence[tuple[int, ...]],
+    replicas: list[set[int]],
+    free: list[int],
+) -> None:
+    """One copy of each expert in every group, on the rank with fewest expected rows that has a free slot."""
+    if not experts:
+        return
+    expected: list[float] = [*owners.rows(rows)]
+    for expert in experts:
+        owner = owners.ranks[expert]
+        share = rows[expert] / len(groups)
+        for ranks in groups:
+            if owner in ranks:
+                continue
+            open_ranks = [rank for rank in ranks if free[rank]]
+            if open_ranks:
+                rank = min(open_ranks, key=lambda rank: (expected[rank], rank))
+                replicas[expert].add(rank)
+                free[rank] -= 1
+                expected[rank] += share
+                expected[owner] -= share
+
+
+def quota_matrix(split: list[list[int]], placement: Placement) -> Ints:
+    """The rows of each expert on its holders as int64 ``[E, W]``."""
+    quotas = np.zeros((len(split), placement.owners.world_size), dtype=np.int64)
+    quotas[placement.pairs] = np.fromiter(chain.from_iterable(split), dtype=np.int64)
+    return quotas

@@ -1,0 +1,28 @@
+"""The load to expect in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.placement.placement import Ints
+
+
+def predict(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
+    """The rounded mean of the last ``window`` steps (paper, section 4: w = 5).
+
+    Args:
+        history: rows per expert in past steps, oldest first, ``[T][E]``; may be shorter than the window.
+
+    Returns:
+        int64 ``[E]``.
+
+    Raises:
+        ValueError: an empty history, or a window below 1.
+    """
+    if window < 1 or len(history) == 0:
+        raise ValueError(f"predict: needs a window of at least 1 and a step to look at, got {window}, {len(history)}")
+    recent = np.asarray(history[-window:], dtype=np.int64)
+    return (recent.sum(0) + len(recent) // 2) // len(recent)

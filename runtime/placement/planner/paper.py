@@ -1,0 +1,42 @@
+"""Sparse materialization as the paper has it: Algorithm 1."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Budget, Placement, Topology
+from hecate.runtime.placement.planner.dealing import deal
+
+
+def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, budget: Budget) -> Placement:
+    """Replicate the hottest experts (paper, Algorithm 1, both branches).
+
+    With t <= m the top t experts go to every rank. Otherwise m slots of every rank are dealt to the top t experts,
+    in proportion to their load: each slot to the expert with most rows per holder, on the node with fewest copies
+    of it, there on the rank with most free slots. Experts without rows get none. The ranks fill one slot each
+    before any fills its second, so a plan for fewer slots is part of the plan for more.
+
+    The paper's "at least one replica for each of the top t" is left out: with t near E it spends all slots on
+    cold experts (docs/decisions.md).
+
+    Args:
+        load: expected rows per expert, ``[E]``.
+
+    Returns:
+        At most ``budget.slots`` replicas on a rank, never two copies of an expert on one.
+    """
+    rows = load.tolist()
+    world_size = owners.world_size
+    top = min(budget.overlap, len(rows))
+    slots = min(budget.slots, top)
+    hottest = [e for e in sorted(range(len(rows)), key=lambda e: (-rows[e], e))[:top] if rows[e] > 0]
+    replicas: list[set[int]] = [set() for _ in rows]
+    if top <= slots:
+        for expert in hottest:
+            replicas[expert] = set(range(world_size)) - {owners.ranks[expert]}
+        return Placement.with_replicas(owners, replicas)
+    for _ in range(slots):
+        deal(rows, hottest, owners, replicas, [list(ranks) for ranks in topology.members], topology)
+    return Placement.with_replicas(owners, replicas)

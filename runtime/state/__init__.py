@@ -1,0 +1,1 @@
+"""What a model and its layers remember between steps."""

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hecate.wrap.find_experts import NoExpertsError, find_experts
+from tests.support.models import FAMILIES, PlainMoE, build
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_finds_every_layer_of_every_family(family: str) -> None:
+    found, passed = find_experts(build(family))
+    assert len(found) == 2
+    assert passed == []
+    expected = {
+        "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
+        "plain": ("w_in", "w_out", "b_out"),
+        "split": ("w_in", "w_out", "b_out"),
+    }
+    for experts in found:
+        assert experts.num_experts == 8
+        assert experts.parameters == expected.get(family, ("gate_up_proj", "down_proj"))
+
+
+class Unnamed(nn.Module):
+    """Experts and router in one module that says nothing about experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(4, 8))
+        self.w = nn.Parameter(torch.randn(4, 8, 6))
+        self.v = nn.Parameter(torch.randn(4, 6, 8))
+        self.bias = nn.Parameter(torch.randn(4, 8))
+
+
+def test_router_beside_the_weights_is_a_sign_and_is_not_sharded() -> None:
+    (found,), _ = find_experts(Unnamed())
+    assert found.parameters == ("w", "v", "bias")
+    assert "router gate" in found.sign
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.filters = nn.Parameter(torch.randn(4, 3, 5))
+
+
+def test_other_three_dimensional_parameters_are_passed_over_with_a_reason() -> None:
+    model = nn.ModuleDict({"a": PlainMoE(8, 6, 4, 2), "b": Convolutions()})
+    found, passed = find_experts(model)
+    assert [experts.name for experts in found] == ["a"]
+    assert {p.name for p in passed} == {"b", "b.conv"}
+
+
+def test_patterns_decide_alone() -> None:
+    model = nn.ModuleDict({"a": PlainMoE(8, 6, 4, 2), "b": Convolutions()})
+    found, _ = find_experts(model, ["b"])
+    assert [(experts.name, experts.parameters) for experts in found] == [("b", ("filters",))]
+    with pytest.raises(NoExpertsError, match=r"Modules with such parameters: a, b, b\.conv"):
+        find_experts(model, ["nowhere*"])
+    with pytest.raises(NoExpertsError, match=r"typo\* matches no module"):
+        find_experts(model, ["a", "typo*"])
+
+
+def test_no_experts_says_what_was_looked_for() -> None:
+    with pytest.raises(NoExpertsError, match=r"Passed over filters_only: 3-D") as caught:
+        find_experts(nn.ModuleDict({"filters_only": Convolutions(), "dense": nn.Linear(3, 3)}))
+    assert 'hecate.Config(experts=("*.experts",))' in str(caught.value)
+    listed = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(3, 3) for _ in range(4))})
+    with pytest.raises(NoExpertsError, match="ModuleList of separate modules"):
+        find_experts(listed)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes import PassContext
+from hecate.passes.captured.bucket_gathers import bucket_gathers
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops.dense import add_dense_shard
+from hecate.runtime.ops.gradients import GradientSync
+from tests.support.graphs import GraphUnderTest, apply, targets
+
+CONTEXT = PassContext(world_size=1)
+
+
+class Reads:
+    """Reads of named parameters ``[3]``, of which this process has the only shard."""
+
+    def __init__(self) -> None:
+        self.g = GraphUnderTest()
+        self.ids: dict[Node, int] = {}
+
+    def shard(self, name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False) -> Node:
+        node = self.g.input(torch.nn.Parameter(torch.randn(3, dtype=dtype), requires_grad=not frozen))
+        self.ids[node] = add_dense_shard(name, torch.Size((3,)), GradientSync(SINGLE)).id
+        return node
+
+    def read(self, shard: Node, dtype: torch.dtype | None = None) -> Node:
+        whole = self.g.call(torch.ops.hecate.gather_dense, [shard], [self.ids[shard]], dtype)
+        return self.g.call(operator.getitem, whole, 0)
+
+    def sum(self, reads: Sequence[Node]) -> GraphModule:
+        total = reads[0]
+        for read in reads[1:]:
+            total = self.g.call(operator.add, total, read)
+        return self.g.finish(total)
+
+
+def _gathers(gm: GraphModule) -> list[int]:
+    """How many shards each gather has."""
+    return [len(node.args[0]) for node in gm.graph.nodes if "gather_dense" in str(node.target)]
+
+
+def test_blocks_are_gathered_at_once_at_their_first_read() -> None:
+    r = Reads()
+    names = (
+        "model.embed.weight", "model.layers.0.a", "model.layers.0.experts.1.b", "model.layers.10.a",
+        "model.layers.1.a", "model.layers.10.b", "model.norm.weight", "lm_head.weight",
+    )  # fmt: skip
+    gm = r.sum([r.read(r.shard(name)) for name in names])
+    assert apply(bucket_gathers, r.g, gm).rewritten == 3
+    assert _gathers(gm) == [1, 2, 2, 1, 2]
+    ids = [node.args[1] for node in gm.graph.nodes if "gather_dense" in str(node.target)]
+    start = ids[0][0]
+    assert [[id - start for id in group] for group in ids] == [[0], [1, 2], [3, 5], [4], [6, 7]]
+
+
+def test_tied_reads_are_gathered_once() -> None:
+    r = Reads()
+    embedding, layer = r.shard("embed.weight"), r.shard("layers.0.weight")
+    gm = r.sum([r.read(embedding), r.read(layer), r.read(embedding)])
+    assert apply(bucket_gathers, r.g, gm).rewritten == 1
+    assert _gathers(gm) == [1, 1]
+
+
+def test_kinds_stay_apart() -> None:
+    r = Reads()
+    plain, other = r.shard("layers.0.a"), r.shard("layers.0.b")
+    reads = [r.read(plain), r.read(other), r.read(r.shard("layers.0.c", torch.float64))]
+    reads += [r.read(r.shard("layers.0.d", frozen=True)), r.read(other, torch.bfloat16)]
+    gm = r.sum(reads)
+    assert bucket_gathers(gm, CONTEXT).rewritten == 1
+    assert _gathers(gm) == [2, 1, 1, 1]
+
+
+def test_not_between_grad_modes() -> None:
+    r = Reads()
+    a, b = r.shard("layers.0.a"), r.shard("layers.0.b")
+    loud = r.read(a)
+    r.g.call(torch._C._set_grad_enabled, False)
+    quiet = r.read(b)
+    r.g.call(torch._C._set_grad_enabled, True)
+    gm = r.sum([loud, quiet])
+    assert apply(bucket_gathers, r.g, gm).rewritten == 0
+
+
+def test_single_and_unused_reads_are_left_alone() -> None:
+    r = Reads()
+    a, b = r.shard("layers.0.a"), r.shard("layers.0.b")
+    r.g.call(torch.ops.hecate.gather_dense, [a], [r.ids[a]], None)
+    gm = r.sum([r.read(b)])
+    before = targets(gm)
+    assert apply(bucket_gathers, r.g, gm).rewritten == 0
+    assert targets(gm) == before
+
+
+def test_not_when_something_changes_a_shard_or_a_result() -> None:
+    for changed in ("shard", "result"):
+        r = Reads()
+        a, b = r.shard("layers.0.a"), r.shard("layers.0.b")
+        reads = [r.read(a)]
+        r.g.method("add_", a if changed == "shard" else reads[0], 1.0)
+        gm = r.sum([*reads, r.read(b), r.read(a)])
+        outcome = bucket_gathers(gm, CONTEXT)
+        assert outcome.rewritten == 0
+        assert outcome.skipped[0].where == "layers.0.a" and "in-place add_" in outcome.skipped[0].reason
+        assert not outcome.skipped[0].fallback

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import operator
+import sys
+
+import pytest
+import torch
+from torch.fx import Node
+
+from hecate.passes.captured.bucket_gradients import bucket_gradients
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate
+from tests.support.graphs import GraphUnderTest, apply, targets
+
+MODULE = torch.nn.Linear(3, 1, bias=False)
+
+
+def read(g: GraphUnderTest, placeholder: Node) -> Node:
+    return g.call(replicate, placeholder, add_replica(MODULE, "weight", GradientSync(SINGLE)))
+
+
+def test_reads_share_a_bucket_and_tied_reads_one_place() -> None:
+    g = GraphUnderTest()
+    a, b = g.input(torch.randn(3)), g.input(torch.randn(3))
+    total = g.call(operator.add, read(g, a), read(g, b))
+    gm = g.finish(g.call(operator.add, total, read(g, a)))
+    assert apply(bucket_gradients, g, gm).rewritten == 1
+    assert targets(gm).count("replicate_bucket") == 1
+    assert "replicate" not in targets(gm)
+    assert targets(gm).count("getitem") == 2
+
+
+def test_dtypes_and_sizes_split_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By way of sys.modules: the package exports the function under the name of its module.
+    monkeypatch.setattr(sys.modules[bucket_gradients.__module__], "BUCKET_BYTES", 24)
+    g = GraphUnderTest()
+    values = [torch.randn(3), torch.randn(3), torch.randn(3), torch.randn(3).bfloat16()]
+    inputs = [g.input(value) for value in values]
+    reads = [read(g, placeholder) for placeholder in inputs]
+    total = reads[0]
+    for other in reads[1:]:
+        total = g.call(operator.add, total, other)
+    gm = g.finish(total)
+    assert apply(bucket_gradients, g, gm).rewritten == 3
+
+
+def test_unused_and_no_grad_reads_are_left_alone() -> None:
+    g = GraphUnderTest()
+    a, b = g.input(torch.randn(3)), g.input(torch.randn(3))
+    read(g, a)
+    g.call(torch._C._set_grad_enabled, False)
+    quiet = read(g, b)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(g.method("clone", quiet))
+    assert apply(bucket_gradients, g, gm).rewritten == 0

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.captured.exchange_rows import exchange_rows
+from hecate.passes.invariants import InvalidGraphError, verify
+from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
+
+Body = Callable[[GraphUnderTest, Node], Node]
+
+
+def mm(g: GraphUnderTest, x: Node, w: Node, offsets: Node) -> Node:
+    return g.call(torch.ops.hecate.grouped_mm.default, x, w, offsets)
+
+
+def silu(g: GraphUnderTest, x: Node) -> Node:
+    return g.call(torch.nn.functional.silu, x)
+
+
+def region(g: GraphUnderTest, middle: Body = silu, *, bias: bool = False) -> GraphModule:
+    """rows @ w_in -> middle -> @ w_out [-> + bias by expert] -> weighted by row."""
+    rows, ids, offsets = g.routing()
+    x = mm(g, rows, g.experts(H, I), offsets)
+    x = mm(g, middle(g, x), g.method("transpose", g.experts(H, I), 1, 2), offsets)
+    if bias:
+        x = g.call(operator.add, x, g.call(operator.getitem, g.experts(H), ids))
+    return g.finish(g.call(operator.mul, x, g.input(torch.rand(R, 1))))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rewrites_at_several_ranks(bias: bool) -> None:
+    g = GraphUnderTest()
+    gm = region(g, bias=bias)
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+    names = targets(gm)
+    assert "gather_experts" not in names
+    assert [n for n in names if n.startswith(("route", "exchange"))] == [
+        "route.default", "exchange.default", "exchange_back.default",
+    ]  # fmt: skip
+    assert names.count("row_slots.default") == bias
+    assert names[-1] == "mul", "the weighting by row stays outside"
+
+
+def test_at_one_rank_rows_are_only_counted() -> None:
+    g = GraphUnderTest()
+    gm = region(g, bias=True)
+    assert apply(exchange_rows, g, gm, world_size=1).rewritten == 1
+    assert "count_rows.default" in targets(gm)
+    assert not any(name.startswith("exchange") for name in targets(gm))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda g, x: g.call(operator.mul, *_halves(g, g.call(torch.cat, [x, x], -1))),
+        lambda g, x: g.call(torch.nn.functional.layer_norm, x, (I,)),
+        lambda g, x: g.method("softmax", x, -1),
+        lambda g, x: g.method("view", g.method("view", x, -1, I, 1), -1, I),
+        lambda g, x: g.call(torch.nn.functional.linear, x, g.parameter(I, I)),
+        lambda g, x: g.call(operator.add, x, g.parameter(I)),
+        lambda g, x: g.method("clamp", g.method("float", x), min=None, max=1.0),
+    ],
+    ids=["chunk", "norm", "softmax", "views", "linear", "vector", "clamp"],
+)
+def test_rewrites_rowwise_middles(middle: Body) -> None:
+    g = GraphUnderTest()
+    assert apply(exchange_rows, g, region(g, middle), world_size=2).rewritten == 1
+
+
+def _then(value: Node, _: Node) -> Node:
+    """``value``, after something that was recorded."""
+    return value
+
+
+def _halves(g: GraphUnderTest, x: Node) -> list[Node]:
+    parts = g.call(torch.chunk, x, 2, -1)
+    return [g.call(operator.getitem, parts, index) for index in range(2)]
+
+
+REFUSED: dict[str, tuple[Body, str]] = {
+    "mean over rows": (lambda g, x: g.call(operator.sub, x, g.method("mean", x, 0, True)), "keep rows apart"),
+    "cumsum over rows": (lambda g, x: g.method("cumsum", x, 0), "keep rows apart"),
+    "softmax over rows": (lambda g, x: g.method("softmax", x, 0), "keep rows apart"),
+    "flip of rows": (lambda g, x: g.method("flip", x, 0), "keep rows apart"),
+    "one value per row": (lambda g, x: g.call(operator.mul, x, g.input(torch.rand(R, 1))), "own tokens"),
+    "number of rows baked in": (lambda g, x: g.method("view", x, R, I), "another number of rows"),
+    "rows times rows": (
+        lambda g, x: g.call(operator.matmul, g.call(operator.matmul, x, g.method("t", x)), x),
+        "keep rows apart",
+    ),
+    "in place": (lambda g, x: g.method("tanh_", x), "in-place"),
+    "in place, result unused": (lambda g, x: _then(x, g.method("tanh_", x)), "in-place"),
+    "in place through a view": (
+        lambda g, x: _then(x, g.method("mul_", g.call(operator.getitem, x, (..., slice(0, 2))), 3.0)),
+        "in-place",
+    ),
+    "masked assignment": (
+        lambda g, x: _then(x, g.call(operator.setitem, x, g.call(operator.lt, x, 0.0), 0.0)),
+        "in-place",
+    ),
+    "inplace=True": (lambda g, x: _then(x, g.call(torch.nn.functional.relu, x, inplace=True)), "in-place"),
+    "scale from this rank's tokens": (
+        lambda g, x: g.call(operator.mul, x, g.method("amax", g.input(torch.rand(R, 3)))),
+        "own tokens",
+    ),
+    "grad mode": (
+        lambda g, x: _then(
+            g.call(operator.mul, x, _then(2.0, g.call(torch._C._set_grad_enabled, False))),
+            g.call(torch._C._set_grad_enabled, True),
+        ),
+        "switched on and off",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_with_the_reason(name: str) -> None:
+    middle, reason = REFUSED[name]
+    g = GraphUnderTest()
+    gm = region(g, middle)
+    before = targets(gm)
+    outcome = apply(exchange_rows, g, gm, world_size=2)
+    assert outcome.rewritten == 0
+    assert outcome.skipped[0].where == "model.experts"
+    assert reason in outcome.skipped[0].reason
+    assert targets(gm) == before
+
+
+def test_refuses_biases_by_unknown_ids() -> None:
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    other = g.input(torch.randint(0, E, (R,)))
+    x = mm(g, rows, g.experts(H, I), offsets)
+    gm = g.finish(g.call(operator.add, x, g.call(operator.getitem, g.experts(I), other)))
+    outcome = apply(exchange_rows, g, gm, world_size=2)
+    assert "the expert of each sorted row" in outcome.skipped[0].reason
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("what", ["rows", "offsets"])
+def test_values_changed_in_place_before_their_use(what: str, world_size: int) -> None:
+    """An in-place change is no edge of the graph; whoever replaces the value must not miss it."""
+    g = GraphUnderTest()
+    rows, ids, _ = g.routing()
+    counts = g.call(torch.histc, g.method("float", ids), bins=E, min=0, max=E - 1)
+    offsets = g.method("int", counts)
+    if what == "rows":
+        g.method("mul_", rows, 2.0)
+        offsets = g.method("cumsum", offsets, 0)
+    else:
+        g.method("cumsum_", offsets, 0)
+    gm = g.finish(mm(g, rows, g.experts(H, I), offsets))
+    outcome = apply(exchange_rows, g, gm, world_size=world_size)
+    assert outcome.rewritten == 0 and "in-place" in outcome.skipped[0].reason
+
+
+def test_rows_made_with_gradients_and_counted_without() -> None:
+    """The exchange stands where the rows are used, not inside the no_grad block that counts them."""
+    g = GraphUnderTest()
+    hidden, chosen = g.input(torch.randn(R, H)), g.input(torch.randint(0, E, (R,)))
+    weight = g.experts(H, I)
+    ordered = g.call(torch.sort, chosen)
+    rows = g.call(operator.getitem, hidden, g.call(operator.getitem, ordered, 1))
+    g.call(torch._C._set_grad_enabled, False)
+    ids = g.method("float", g.call(operator.getitem, ordered, 0))
+    counts = g.call(torch.histc, ids, bins=E, min=0, max=E - 1)
+    offsets = g.call(torch.cumsum, counts, dim=0, dtype=torch.int32)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(mm(g, rows, weight, offsets))
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_biases_looked_up_before_the_rows() -> None:
+    g = GraphUnderTest()
+    hidden, chosen = g.input(torch.randn(R, H)), g.input(torch.randint(0, E, (R,)))
+    ordered = g.call(torch.sort, chosen)
+    ids = g.call(operator.getitem, ordered, 0)
+    counts = g.call(torch.histc, g.method("float", ids), bins=E, min=0, max=E - 1)
+    offsets = g.call(torch.cumsum, counts, dim=0, dtype=torch.int32)
+    bias = g.method("float", g.call(operator.getitem, g.experts(I), ids))
+    rows = g.call(operator.getitem, hidden, g.call(operator.getitem, ordered, 1))
+    x = mm(g, rows, g.experts(H, I), offsets)
+    gm = g.finish(g.call(operator.add, x, bias))
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_refuses_experts_that_meet_no_grouped_matmul() -> None:
+    g = GraphUnderTest()
+    rows, _, _ = g.routing()
+    gm = g.finish(g.call(torch.matmul, rows, g.experts(H, I)))
+    outcome = apply(exchange_rows, g, gm, world_size=2)
+    assert "no grouped matmul" in outcome.skipped[0].reason
+
+
+def test_other_uses_of_a_parameter_keep_the_gather() -> None:
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    weight = g.experts(H, I)
+    x = mm(g, rows, weight, offsets)
+    penalty = g.method("sum", g.method("square", weight))
+    gm = g.finish(g.call(operator.add, x, penalty))
+    assert exchange_rows(gm, _context(2)).rewritten == 1
+    verify(gm)
+    assert "gather_experts" in targets(gm) and "exchange.default" in targets(gm)
+
+
+def test_two_entries_are_exchanged_each() -> None:
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    scaled = g.call(operator.mul, rows, 2.0)
+    gate, up = mm(g, rows, g.experts(H, I), offsets), mm(g, scaled, g.experts(H, I), offsets)
+    gm = g.finish(mm(g, g.call(operator.mul, gate, up), g.experts(I, H), offsets))
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+    assert targets(gm).count("exchange.default") == 2
+    assert targets(gm).count("route.default") == 1
+
+
+def test_verifier_finds_mixed_tickets_and_lost_rows() -> None:
+    g = GraphUnderTest()
+    gm = region(g)
+    exchange_rows(gm, _context(2))
+    back = next(n for n in gm.graph.nodes if n.name.startswith("exchange_back"))
+    args = list(back.args)
+    args[1], args[2] = args[2], args[1]
+    back.args = tuple(args)
+    with pytest.raises(InvalidGraphError, match="no ticket"):
+        verify(gm)
+
+    g = GraphUnderTest()
+    gm = region(g)
+    exchange_rows(gm, _context(2))
+    back = next(n for n in gm.graph.nodes if n.name.startswith("exchange_back"))
+    back.replace_all_uses_with(back.args[0])
+    gm.graph.erase_node(back)
+    with pytest.raises(InvalidGraphError, match="never come back"):
+        verify(gm)
+
+
+def _context(world_size: int) -> object:
+    from hecate.passes import PassContext
+
+    return PassContext(world_size=world_size)

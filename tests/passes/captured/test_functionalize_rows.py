@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from hecate.passes.captured.functionalize_rows import functionalize_rows
+from tests.support.graphs import GraphUnderTest, H, I, apply, targets
+
+
+def _product(g: GraphUnderTest) -> tuple[torch.fx.Node, torch.fx.Node]:
+    rows, ids, offsets = g.routing()
+    out = g.call(torch.ops.hecate.grouped_mm.default, rows, g.experts(H, I), offsets)
+    return out, g.call(operator.getitem, g.experts(I), ids)
+
+
+def test_add_in_place_becomes_plain() -> None:
+    g = GraphUnderTest()
+    out, bias = _product(g)
+    g.method("add_", out, bias)
+    g.method("mul_", out, 2.0)
+    gm = g.finish(g.call(torch.nn.functional.silu, out))
+    assert apply(functionalize_rows, g, gm).rewritten == 2
+    assert "add_" not in targets(gm) and "add" in targets(gm)
+
+
+def test_keeps_the_dtype_of_the_target() -> None:
+    g = GraphUnderTest()
+    rows, ids, offsets = g.routing()
+    rows, weight = g.method("bfloat16", rows), g.method("bfloat16", g.experts(H, I))
+    out = g.call(torch.ops.hecate.grouped_mm.default, rows, weight, offsets)
+    g.method("add_", out, g.call(operator.getitem, g.experts(I), ids))
+    gm = g.finish(out)
+    assert apply(functionalize_rows, g, gm).rewritten == 1
+    assert gm(*g.inputs)[0].dtype == torch.bfloat16
+
+
+def test_leaves_alone_what_was_read_before() -> None:
+    g = GraphUnderTest()
+    out, bias = _product(g)
+    view = g.method("view", out, -1)
+    g.method("add_", out, bias)
+    gm = g.finish(view)
+    outcome = apply(functionalize_rows, g, gm)
+    assert outcome.rewritten == 0
+    assert "read it before" in outcome.skipped[0].reason
+
+
+def test_leaves_alone_what_happens_without_gradients() -> None:
+    g = GraphUnderTest()
+    out, _ = _product(g)
+    g.call(torch._C._set_grad_enabled, False)
+    g.method("mul_", out, 2.0)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(out)
+    assert apply(functionalize_rows, g, gm).rewritten == 0
+
+
+def test_leaves_other_tensors_alone() -> None:
+    g = GraphUnderTest()
+    copy = g.method("clone", g.input(torch.randn(3)))
+    g.method("add_", copy, 1.0)
+    gm = g.finish(copy)
+    assert apply(functionalize_rows, g, gm).rewritten == 0
+    assert "add_" in targets(gm)

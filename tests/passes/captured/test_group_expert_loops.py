@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule
+
+from hecate.passes.captured.exchange_rows import exchange_rows
+from hecate.passes.captured.group_expert_loops import group_expert_loops
+from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
+
+
+def loop(
+    g: GraphUnderTest, *, odd: int | None = None, across: bool = False, missing: int | None = None
+) -> GraphModule:
+    """One turn per expert on a quarter of the rows, in place into a common output."""
+    hidden = g.input(torch.randn(R, H))
+    w_in, w_out, bias = g.experts(H, I), g.experts(H, I), g.experts(H)
+    out = g.call(torch.zeros_like, hidden)
+    for expert in range(E):
+        if expert == missing:
+            continue
+        part = slice(expert * R // E, (expert + 1) * R // E)
+        rows = g.call(operator.getitem, hidden, part)
+        h = g.call(operator.matmul, rows, g.call(operator.getitem, w_in, expert))
+        h = g.call(torch.relu if expert == odd else torch.nn.functional.silu, h)
+        if across:
+            h = g.call(operator.sub, h, g.method("mean", h, 0, True))
+        second = g.method("t", g.call(operator.getitem, w_out, expert))
+        h = g.call(operator.matmul, h, second)
+        h = g.call(operator.add, h, g.call(operator.getitem, bias, expert))
+        index = g.input(torch.arange(R)[part])
+        g.method("index_add_", out, 0, index, h)
+    return g.finish(out)
+
+
+def test_rewrites_a_loop_and_then_exchanges_it() -> None:
+    g = GraphUnderTest()
+    gm = loop(g)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    names = targets(gm)
+    assert names.count("grouped_mm.default") == 2
+    assert names.count("matmul") == 0
+    assert names.count("index_add_") == E
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_refuses_turns_that_differ_or_are_missing_or_mix_rows() -> None:
+    for options, reason in (
+        ({"odd": 2}, "another way"),
+        ({"missing": 1}, "never used"),
+        ({"across": True}, "keep rows apart"),
+    ):
+        g = GraphUnderTest()
+        gm = loop(g, **options)
+        before = targets(gm)
+        outcome = apply(group_expert_loops, g, gm)
+        assert outcome.rewritten == 0
+        assert reason in outcome.skipped[0].reason
+        assert targets(gm) == before
+
+
+def test_refuses_a_turn_that_needs_an_earlier_one() -> None:
+    g = GraphUnderTest()
+    rows, weights = g.input(torch.randn(3, H)), g.experts(H, H)
+    for expert in range(E):
+        rows = g.call(operator.matmul, rows, g.call(operator.getitem, weights, expert))
+    outcome = apply(group_expert_loops, g, g.finish(rows))
+    assert outcome.rewritten == 0
+    assert "result of an earlier one" in outcome.skipped[0].reason
+
+
+def test_refuses_to_move_a_change_past_a_reader() -> None:
+    g = GraphUnderTest()
+    state = g.method("clone", g.input(torch.randn(R, H)))
+    weights = g.experts(H, H)
+    for expert in range(E):
+        part = slice(expert * R // E, (expert + 1) * R // E)
+        # Reads the tensor that the previous turn changed, though FX sees no dependence.
+        rows = g.method("clone", g.call(operator.getitem, state, part))
+        h = g.call(operator.matmul, rows, g.call(operator.getitem, weights, expert))
+        g.method("index_add_", state, 0, g.input(torch.arange(R)[part]), h)
+    outcome = apply(group_expert_loops, g, g.finish(state))
+    assert outcome.rewritten == 0
+    assert "changed in place" in outcome.skipped[0].reason
+
+
+def test_refuses_rows_changed_in_place_and_grad_modes_and_other_forms() -> None:
+    def loop_with(change: str) -> GraphModule:
+        hidden, weights = g.input(torch.randn(R, H)), g.experts(*((2, H, H) if change == "inner index" else (H, H)))
+        total = []
+        for expert in range(E):
+            rows = g.method("clone", g.call(operator.getitem, hidden, slice(expert * 4, expert * 4 + 4)))
+            if change == "in place":
+                g.method("mul_", rows, 2.0)
+            if change == "no_grad":
+                g.call(torch._C._set_grad_enabled, False)
+            weight = g.call(operator.getitem, weights, expert)
+            if change == "inner index":
+                weight = g.call(operator.getitem, weight, 1)
+            if change == "by name":
+                weight = g.method("transpose", weight, dim0=0, dim1=1)
+            if change == "matrix added":
+                weight = g.call(operator.add, weight, g.input(torch.randn(H, H)))
+            total.append(g.call(operator.matmul, rows, weight))
+            if change == "no_grad":
+                g.call(torch._C._set_grad_enabled, True)
+        return g.finish(g.call(torch.cat, total))
+
+    for change in ("in place", "no_grad", "inner index", "by name", "matrix added"):
+        g = GraphUnderTest()
+        outcome = apply(group_expert_loops, g, loop_with(change))
+        assert (outcome.rewritten, len(outcome.skipped)) == (0, 1), change
+
+
+def test_results_changed_in_place() -> None:
+    """y *= weights, on a part that is then no view of the whole."""
+    g = GraphUnderTest()
+    hidden, weights, total = g.input(torch.randn(R, H)), g.experts(H, H), []
+    for expert in range(E):
+        rows = g.call(operator.getitem, hidden, slice(expert * 4, expert * 4 + 4))
+        y = g.call(operator.matmul, rows, g.call(operator.getitem, weights, expert))
+        total.append(g.call(operator.imul, y, g.input(torch.rand(4, 1))))
+    gm = g.finish(g.call(torch.cat, total))
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+
+
+def test_leaves_other_uses_alone() -> None:
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    gm = g.finish(g.call(torch.ops.hecate.grouped_mm.default, rows, g.experts(H, I), offsets))
+    outcome = apply(group_expert_loops, g, gm)
+    assert outcome.rewritten == 0 and outcome.skipped == ()

@@ -1,0 +1,254 @@
+"""The passes on forward and backward graphs: what moves where, what stays, and that the numbers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from hecate.passes import FINAL_PASSES, Pass, PassContext
+from hecate.passes.final.collective_notes import starts_of
+from hecate.passes.final.node_cost import Clock, flops, traffic
+from hecate.passes.final.order_collectives import order_collectives
+from hecate.passes.final.schedule import transfers_of
+from hecate.passes.final.split_collectives import split_collectives
+from hecate.passes.joint.rematerialize import rematerialize
+from hecate.passes.runner import run_passes
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops.registration import COLLECTIVES, STARTS
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.state.layer import add_layer
+
+E, H, R = 4, 8, 6
+# A link so slow that everything fits behind a transfer.
+SLOW = Rates(flops=1e12, rank_bytes=1e-3, node_bytes=1e-3, memory_bytes=1e12)
+FAST = Rates(flops=1e3, rank_bytes=1e15, node_bytes=1e15, memory_bytes=1e15)
+
+
+def traced(layers: int = 2) -> tuple[GraphModule, list[Any]]:
+    """Attention (two matmuls), counts, experts between exchanges, and a shared expert, for each layer.
+
+    Collectives stand where Dynamo would leave them: everything right where it is used. Beside the rows it returns
+    what would be the gradients of the experts.
+    """
+    ids = [add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE).id for n in range(layers)]
+    ops = torch.ops.hecate
+
+    def function(
+        x: torch.Tensor, dense: list[torch.Tensor], shards: list[torch.Tensor], placement: torch.Tensor,
+        slots: torch.Tensor, offsets: torch.Tensor, ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        outs = []
+        for layer, weight, shard in zip(ids, dense, shards, strict=True):
+            attended = x @ weight @ weight
+            ops.gather_counts(offsets, placement, layer).sum()
+            (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
+            rows = ops.exchange(attended, *ticket, layer)
+            y = ops.grouped_mm(rows, experts.transpose(1, 2), offsets)
+            (gradient,) = ops.sparse_reduce_scatter([experts * 2], placement, E, layer)
+            x = ops.exchange_back(y, *ticket, R, layer) + attended @ weight
+            outs.append(gradient)
+        return [x, *outs]
+
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(R, H),
+        [torch.randn(H, H) for _ in ids],
+        [torch.randn(E, H, H) for _ in ids],
+        torch.full((E, 1), 2, dtype=torch.int8),
+        torch.arange(E),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+    ]
+    return make_fx(function, tracing_mode="fake")(*inputs), inputs
+
+
+def names(gm: GraphModule) -> list[str]:
+    """Collectives and matmuls in order, with the layer where it says one."""
+    first = min(node.args[-3] for node in gm.graph.nodes if node.target is STARTS_OF("exchange"))
+    found = []
+    for node in gm.graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if node.target in STARTS:
+            found.append(f"{name} {node.args[-3] - first}")
+        elif name.endswith("_wait"):
+            found.append(f"{name} {node.args[-1] - first}")
+        elif name in ("mm", "grouped_mm"):
+            found.append(name)
+    return found
+
+
+def STARTS_OF(name: str) -> Any:
+    return COLLECTIVES[getattr(torch.ops.hecate, name).default].start
+
+
+def context(**options: Any) -> PassContext:
+    return PassContext(**({"world_size": 2, "rates": FAST, "owned": E, "slots": 2} | options))
+
+
+def run(passes: Sequence[Pass], gm: GraphModule, **options: Any) -> GraphModule:
+    run_passes(gm, context(**options), passes=passes, check=lambda gm: gm.graph.lint())
+    return gm
+
+
+def same(gm: GraphModule, inputs: list[Any], expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+
+
+def test_split_puts_both_halves_where_the_collective_was() -> None:
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    collectives = [node.target for node in gm.graph.nodes if node.target in COLLECTIVES]
+    run([split_collectives], gm)
+    nodes = list(gm.graph.nodes)
+    transfers = transfers_of(nodes)
+    assert [t.start.target for t in transfers] == [COLLECTIVES[target].start for target in collectives]
+    for transfer in transfers:
+        assert nodes.index(transfer.wait) == nodes.index(transfer.start) + 1
+        kept = [node for node in transfer.wait.all_input_nodes if node in transfer.start.all_input_nodes]
+        assert not any(node.meta["val"].is_floating_point() for node in kept), "what travels need not be kept"
+    same(gm, inputs, expected)
+
+
+def test_schedule_starts_early_and_waits_late() -> None:
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm, prefetch_bytes=10**9)
+    assert names(gm) == [
+        # Layer 0's experts come while its attention computes.
+        "sparse_all_gather_start 0", "mm", "mm",
+        "gather_counts_start 0", "gather_counts_wait 0",
+        "exchange_start 0", "exchange_wait 0", "sparse_all_gather_wait 0", "grouped_mm",
+        "exchange_back_start 0", "mm", "exchange_back_wait 0",
+        # The next layer's, and then the gradients, in the gap behind the exchange.
+        "sparse_all_gather_start 1", "sparse_reduce_scatter_start 0", "mm", "mm",
+        "gather_counts_start 1", "gather_counts_wait 1",
+        "exchange_start 1", "exchange_wait 1", "sparse_all_gather_wait 1", "grouped_mm",
+        "exchange_back_start 1", "mm", "exchange_back_wait 1",
+        "sparse_reduce_scatter_start 1",
+        # Nobody but the optimizer needs these.
+        "sparse_reduce_scatter_wait 0", "sparse_reduce_scatter_wait 1",
+    ]  # fmt: skip
+    same(gm, inputs, expected)
+
+
+def test_nothing_is_in_flight_without_a_budget() -> None:
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    order = names(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    for layer in (0, 1):
+        for name in ("sparse_all_gather", "sparse_reduce_scatter"):
+            start = order.index(f"{name}_start {layer}")
+            assert order[start + 1] == f"{name}_wait {layer}"
+    assert order[order.index("exchange_back_start 0") + 1] == "mm", "exchanges still hide behind what is there"
+    same(gm, inputs, expected)
+
+
+def test_compute_that_needs_no_exchange_fills_it() -> None:
+    """With a slow link the shared expert's matmul moves before the wait of the first exchange."""
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    order = names(run(FINAL_PASSES, gm, rates=SLOW))
+    assert order.index("exchange_start 0") + 1 == order.index("mm", 3)
+    assert order[order.index("exchange_start 0") + 2] == "exchange_wait 0"
+    same(gm, inputs, expected)
+
+
+def test_switched_off_everything_stays() -> None:
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    before = [node.name for node in gm.graph.nodes]
+    run_passes(
+        gm, context(), passes=FINAL_PASSES, disabled=[p.__name__ for p in FINAL_PASSES], check=GraphModule.recompile
+    )
+    assert [node.name for node in gm.graph.nodes] == before
+    run_passes(gm, context(), passes=FINAL_PASSES, disabled=["schedule"], check=GraphModule.recompile)
+    order = names(gm)
+    for index, name in enumerate(order):
+        if "_start" in name:
+            assert order[index + 1] == name.replace("_start", "_wait")
+    same(gm, inputs, expected)
+
+
+def test_random_numbers_keep_their_order() -> None:
+    """A dropout beside the experts does not move before the wait of an exchange, however slow the link is."""
+    layer = add_layer(name="random", owners=Owners.contiguous(E, 1), world=SINGLE).id
+
+    def function(x: torch.Tensor, w: torch.Tensor, ticket: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.ops.hecate.exchange(x, *ticket, layer)
+        noisy = rows * torch.bernoulli(torch.full_like(rows, 0.5))
+        return noisy + (x * torch.bernoulli(torch.full_like(x, 0.5))) @ w
+
+    inputs = [torch.randn(R, H), torch.randn(H, H), [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]]
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    torch.manual_seed(0)
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm, rates=SLOW)
+    torch.manual_seed(0)
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+
+
+def test_order_is_data_flow_and_labels_say_what_is_predicted() -> None:
+    gm, _ = traced()
+    run([split_collectives, order_collectives], gm, layer_names={}, rates=SLOW)
+    starts = [node for node in gm.graph.nodes if node.target in STARTS]
+    assert starts[0].args[-2] == []
+    for before, start in pairwise(starts):
+        assert start.args[-2] == [before]
+    spans = starts_of(gm.graph.nodes)
+    assert [span.operator for span in spans][:3] == ["gather_counts", "sparse_all_gather", "exchange"]
+    # Two of four experts, 8 x 8 float32 each, over a link of a thousandth byte per second.
+    assert spans[1].predicted == pytest.approx(2 * 64 * 4 / 1e-3)
+
+
+def test_rematerialize_tags_gathers_and_their_views_if_asked() -> None:
+    for wanted in (False, True):
+        gm, _ = traced()
+        outcome = rematerialize(gm, context(rematerialize=wanted))
+        tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE]
+        assert outcome.rewritten == (2 if wanted else 0)
+        kinds = {_packet(node) for node in tagged}
+        assert kinds == ({"sparse_all_gather", "getitem", "transpose"} if wanted else set())
+
+
+def _packet(node: Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
+
+
+def test_costs_are_expressions_in_the_symbols_of_the_graph() -> None:
+    gm = make_fx(lambda x, w: (x @ w).relu(), tracing_mode="symbolic")(torch.randn(6, 8), torch.randn(8, 4))
+    product, relu = (next(n for n in gm.graph.nodes if _packet(n) == name) for name in ("mm", "relu"))
+    clock = Clock(gm, context(rates=Rates(flops=10.0, rank_bytes=1.0, node_bytes=1.0, memory_bytes=1e9)))
+    assert flops(product).free_symbols and clock.number(flops(product)) == 2 * 6 * 8 * 4
+    assert clock.number(traffic(relu)) == 2 * 6 * 4 * 4
+    assert clock.seconds(product) == pytest.approx(2 * 6 * 8 * 4 / 10.0)
+    assert flops(relu) == 0
+
+
+def test_data_dependent_sizes_are_guessed() -> None:
+    """Slots: owned experts and replicas. Rows that arrive: as many as leave."""
+    layer = add_layer(name="guessed", owners=Owners.contiguous(E, 1), world=SINGLE).id
+    ops = torch.ops.hecate
+
+    def function(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        placement, slots = ops.place(shard, layer)
+        (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
+        counts = ops.gather_counts(offsets, placement, layer)
+        ends, *ticket = ops.route(counts, placement, offsets, slots.shape[0], layer)
+        return ops.grouped_mm(ops.exchange(rows, *ticket, layer), experts, ends)
+
+    inputs = torch.randn(E, H, H), torch.randn(R, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+    gm = make_fx(function, tracing_mode="symbolic")(*inputs)
+    product = next(node for node in gm.graph.nodes if _packet(node) == "grouped_mm")
+    clock = Clock(gm, context(slots=3, world_size=1))
+    assert clock.number(product.args[1].meta["val"].shape[0]) == E + 3
+    assert clock.number(flops(product)) == 2 * R * H * H
+    # The backward has the same symbols and no route; what was learned is kept.
+    assert Clock(GraphModule({}, torch.fx.Graph()), clock.context).guesses == clock.guesses

@@ -1,0 +1,82 @@
+"""Averaging of dense gradients: buckets, dtypes, accumulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hecate.runtime.comm.world import SINGLE, World
+from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate, replicate_bucket, take_averaged
+from tests.support.threads import on_threads
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(3))
+        self.b = nn.Parameter(torch.zeros(2, 2))
+
+
+def _gradient(rank: int, size: int) -> torch.Tensor:
+    return torch.arange(float(size)) + 10 * rank
+
+
+def test_bucket_averages_over_ranks() -> None:
+    def check(world: World) -> None:
+        sync, model = GradientSync(world), Two()
+        ids = [add_replica(model, key, sync) for key in ("a", "b")]
+        a, b = replicate_bucket([model.a, model.b], ids)
+        (a * _gradient(world.rank, 3)).sum().add((b.flatten() * _gradient(world.rank, 4)).sum()).backward()
+        assert torch.equal(model.a.grad, _gradient(1, 3))
+        assert torch.equal(model.b.grad, _gradient(1, 4).view(2, 2))
+        assert take_averaged(ids[0]) and not take_averaged(ids[0])
+
+    on_threads(check)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_averages_what_was_left_local(set_to_none: bool) -> None:
+    """Two windows of three micro-batches, cleared between in either way."""
+
+    def check(world: World) -> None:
+        sync, model = GradientSync(world), Two()
+        id = add_replica(model, "a", sync)
+        for _ in range(2):
+            model.zero_grad(set_to_none)
+            for micro, enabled in enumerate((False, False, True)):
+                sync.enabled, sync.owed = enabled, True
+                (replicate(model.a, id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
+                if not enabled:
+                    local = _gradient(world.rank, 3) * sum(range(1, micro + 2))
+                    assert torch.equal(model.a.grad, local)
+            assert torch.equal(model.a.grad, _gradient(1, 3) * 6)
+
+    on_threads(check)
+
+
+def test_accumulation_follows_a_replaced_parameter() -> None:
+    def check(world: World) -> None:
+        sync, model = GradientSync(world), Two()
+        id = add_replica(model, "a", sync)
+        model.load_state_dict({"a": torch.ones(3), "b": torch.ones(2, 2)}, assign=True)
+        for enabled in (False, True):
+            sync.enabled, sync.owed = enabled, True
+            (replicate(model.a, id) * _gradient(world.rank, 3)).sum().backward()
+        assert torch.equal(model.a.grad, _gradient(1, 3) * 2)
+
+    on_threads(check)
+
+
+def test_reduce_dtype_keeps_the_gradient_dtype() -> None:
+    model = Two()
+    id = add_replica(model, "a", GradientSync(SINGLE, dtype=torch.bfloat16))
+    (replicate(model.a, id) * torch.tensor([1.0, 2.0, 1.001])).sum().backward()
+    assert model.a.grad.dtype == torch.float32
+    assert model.a.grad.tolist() == [1.0, 2.0, 1.0]
+
+
+def test_average_gradients_opcheck() -> None:
+    model = Two()
+    id = add_replica(model, "a", GradientSync(SINGLE))
+    torch.library.opcheck(torch.ops.hecate.average_gradients.default, ([torch.randn(3)], [id]))

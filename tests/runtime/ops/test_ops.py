@@ -1,0 +1,362 @@
+"""Every operator against its plain reference, on several ranks (threads), and opcheck on each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hecate.runtime.comm.agreement import DisagreementError
+from hecate.runtime.comm.world import SINGLE, World
+from hecate.runtime.ops import reference
+from hecate.runtime.ops.registration import COLLECTIVES
+from hecate.runtime.ops.ticket import slots_of
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Placement, Topology, assign_tokens
+from hecate.runtime.placement.policy import LayerView, Policy
+from hecate.runtime.state.layer import Layer, add_layer
+from hecate.runtime.state.placer import Placer
+from tests.support.threads import on_threads
+
+OWNERS = {
+    "contiguous": Owners((0, 0, 1, 1, 2), 3),
+    "shuffled": Owners((2, 0, 1, 0, 2), 3),
+    "one rank owns nothing": Owners((2, 0, 2, 0, 2), 3),
+}
+
+
+def routed(rank: int, *, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[R, 4]`` and offsets ``[5]``: other counts on every rank, expert 1 without rows, rank 2 empty."""
+    counts = torch.tensor([[3, 0, 2, 1, 4], [1, 0, 0, 5, 2], [0, 0, 0, 0, 0]][rank])
+    rows = torch.randn(int(counts.sum()) + padding, 4, generator=torch.Generator().manual_seed(rank))
+    return rows, counts.cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_gather_and_reduce_scatter(name: str) -> None:
+    owners = OWNERS[name]
+    full = torch.randn(5, 2, 3)
+
+    def check(world: World) -> None:
+        layer = add_layer(name="test", owners=owners, world=world)
+        shard = full[owners.owned_by(world.rank)].clone().requires_grad_()
+        out = torch.ops.hecate.gather_experts(shard, 5, layer.id)
+        shards = [full[owners.owned_by(rank)] for rank in range(3)]
+        assert torch.equal(out, reference.gather_experts(shards, owners))
+        grads = [torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+        out.backward(grads[world.rank])
+        torch.testing.assert_close(shard.grad, reference.reduce_scatter_experts(grads, owners)[world.rank])
+
+    on_threads(check)
+
+
+REPLICAS = {
+    "owners only": [set(), set(), set(), set(), set()],
+    "some replicas": [{1}, set(), {0, 1, 2}, set(), {0}],
+    "everything everywhere": [{0, 1, 2}] * 5,
+}
+TOPOLOGIES = {"one node": Topology((0, 0, 0)), "two nodes": Topology((0, 1, 0)), "three nodes": Topology((2, 0, 1))}
+
+
+class Fixed(Policy):
+    """Always the same replicas."""
+
+    replicates = True
+
+    def __init__(self, placement: Placement, later: Placement | None = None) -> None:
+        self.placement, self.later = placement, later
+
+    def place(self, layer: LayerView) -> Placement:
+        return self.placement
+
+    def calibrate(self, layer: LayerView, placement: Placement, counts: object) -> Placement:
+        return self.later or placement
+
+
+def replicating_layer(
+    world: World, placement: Placement, topology: Topology, later: Placement | None = None
+) -> Layer:
+    placer = Placer(Fixed(placement, later), topology, world)
+    return add_layer(name="test", owners=placement.owners, world=world, placer=placer)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("name", OWNERS)
+def test_exchange_and_back(name: str, replicas: str, padding: int) -> None:
+    placement, topology = Placement.with_replicas(OWNERS[name], REPLICAS[replicas]), TOPOLOGIES["two nodes"]
+    everyone = [routed(rank, padding=padding) for rank in range(3)]
+    rows_of, offsets_of = [rows for rows, _ in everyone], [offsets for _, offsets in everyone]
+    counts = torch.stack([o.diff(prepend=o.new_zeros(1)) for o in offsets_of]).long()
+    sends = [assign_tokens(counts.numpy(), placement, topology, rank).sends for rank in range(3)]
+    arrived, slot_offsets = reference.exchange(rows_of, offsets_of, placement, sends)
+
+    def check(world: World) -> None:
+        rank, layer = world.rank, replicating_layer(world, placement, topology)
+        rows, offsets = rows_of[rank].clone().requires_grad_(), offsets_of[rank]
+        hecate = torch.ops.hecate
+        placed, _ = hecate.place(rows, layer.id)
+        gathered = hecate.gather_counts(offsets, placed, layer.id)
+        assert torch.equal(gathered, counts)
+        ends, *ticket = hecate.route(gathered, placed, offsets, len(slot_offsets[rank]), layer.id)
+        assert torch.equal(ends, slot_offsets[rank])
+        out = hecate.exchange(rows, *ticket, layer.id)
+        assert torch.equal(out, arrived[rank])
+        back = hecate.exchange_back(out * 2, *ticket, rows.shape[0], layer.id)
+        expected = reference.exchange_back(
+            [a * 2 for a in arrived], offsets_of, placement, sends, [len(r) for r in rows_of]
+        )
+        assert torch.equal(back, expected[rank])
+        # The way there and back is the identity on rows that travel, so the gradient comes back doubled.
+        grad = torch.randn_like(back)
+        back.backward(grad)
+        sent = int(offsets[-1])
+        torch.testing.assert_close(rows.grad, torch.cat([grad[:sent] * 2, torch.zeros(padding, 4)]))
+        assert torch.equal(layer.counts, counts)
+        leaving = sends[rank].sum() - sends[rank][:, rank].sum()
+        arriving = sum(other[:, rank].sum() for other in sends) - sends[rank][:, rank].sum()
+        # float32 rows of width 4, both ways, forward and backward.
+        assert layer.bytes_sent == 2 * 16 * (leaving + arriving)
+        assert (layer.rows, layer.replicas) == (len(arrived[rank]), placement.num_replicas)
+
+    on_threads(check)
+
+
+def slot_grads(placement: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """For every rank a gradient ``[S, *shape]`` of its slots."""
+    return [
+        torch.randn(len(slots_of(placement, r)), *shape, generator=torch.Generator().manual_seed(r)).to(dtype)
+        for r in range(3)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("name", OWNERS)
+def test_sparse_all_gather(name: str, replicas: str, topology: str, dtype: torch.dtype) -> None:
+    """Values, gradients and bytes: each replica travels once, and its gradient travels once."""
+    owners = OWNERS[name]
+    placement = Placement.with_replicas(owners, REPLICAS[replicas])
+    # Two tensors of one dtype travel together, a third of another dtype by itself.
+    fulls = [torch.randn(5, 2, 3).to(dtype), torch.randn(5, 4).to(dtype), torch.randn(5, 2, dtype=torch.float64)]
+    shards_of = [[full[owners.owned_by(rank)] for rank in range(3)] for full in fulls]
+    grads_of = [slot_grads(placement, tuple(full.shape[1:]), full.dtype) for full in fulls]
+    sent = []
+
+    def check(world: World) -> None:
+        rank, layer = world.rank, replicating_layer(world, placement, TOPOLOGIES[topology])
+        shards = [of[rank].clone().requires_grad_() for of in shards_of]
+        outs = torch.ops.hecate.sparse_all_gather(shards, *torch.ops.hecate.place(shards[0], layer.id), layer.id)
+        for out, of in zip(outs, shards_of, strict=True):
+            assert torch.equal(out, reference.sparse_all_gather(of, placement)[rank])
+        gathered = layer.expert_bytes_sent
+        torch.autograd.backward(outs, [of[rank] for of in grads_of])
+        for shard, of in zip(shards, grads_of, strict=True):
+            wide = [g.double() for g in of]
+            expected = reference.sparse_reduce_scatter(wide, placement)[rank]
+            tolerance = 2e-2 if shard.dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(shard.grad.double(), expected, rtol=tolerance, atol=tolerance)
+            assert shard.grad.is_contiguous()
+        sent.append((gathered, layer.expert_bytes_sent - gathered))
+
+    on_threads(check)
+    expert = sum(full[0].numel() * full.element_size() for full in fulls)
+    # The paper's volume: lambda * S forward and the same backward, whatever the topology.
+    assert [sum(direction) for direction in zip(*sent, strict=True)] == [placement.num_replicas * expert] * 2
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_top_up(replicas: str, topology: str) -> None:
+    """More replicas after the gate: only the new ones travel, and all gradients go home once."""
+    owners = OWNERS["shuffled"]
+    before = Placement.with_replicas(owners, [set(), {2}, {0}, set(), {0}])
+    after = Placement.with_replicas(
+        owners, [{*ranks, *more} for ranks, more in zip(before.holders, REPLICAS[replicas], strict=True)]
+    )
+    full = torch.randn(5, 2, 3)
+    grads = slot_grads(after, (2, 3), torch.float32)
+    sent = []
+
+    def check(world: World) -> None:
+        rank, layer = world.rank, replicating_layer(world, before, TOPOLOGIES[topology], after)
+        shard = full[owners.owned_by(rank)].clone().requires_grad_()
+        placed, slots = torch.ops.hecate.place(shard, layer.id)
+        first = torch.ops.hecate.sparse_all_gather([shard], placed, slots, layer.id)
+        gathered = layer.expert_bytes_sent
+        calibrated = torch.ops.hecate.calibrate(torch.zeros(3, 5, dtype=torch.int64), placed, layer.id)
+        (out,) = torch.ops.hecate.top_up([shard], first, placed, *calibrated, layer.id)
+        assert torch.equal(out, full[reference.slots_of(after, rank)])
+        sent.append(layer.expert_bytes_sent - gathered)
+        out.backward(grads[rank])
+        torch.testing.assert_close(shard.grad, reference.sparse_reduce_scatter(grads, after)[rank])
+
+    on_threads(check)
+    assert sum(sent) == (after.num_replicas - before.num_replicas) * full[0].numel() * 4
+
+
+def test_sums_do_not_depend_on_when_they_are_made() -> None:
+    """The same placement adds the same gradients in the same order: bitwise equal."""
+    placement = Placement.with_replicas(OWNERS["shuffled"], REPLICAS["everything everywhere"])
+    grads = slot_grads(placement, (50,), torch.float32)
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+
+    def check(world: World) -> None:
+        layer = replicating_layer(world, placement, TOPOLOGIES["two nodes"])
+        matrix, _ = torch.ops.hecate.place(grads[world.rank], layer.id)
+        (total,) = torch.ops.hecate.sparse_reduce_scatter([grads[world.rank]], matrix, 0, layer.id)
+        found[world.rank].append(total)
+
+    for _ in range(3):
+        on_threads(check)
+    for first, *others in found.values():
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_owners_that_changed_before_the_backward_are_named() -> None:
+    layer = add_layer(name="blocks.3.experts", owners=Owners((0, 0), 1), world=SINGLE)
+    stale = torch.tensor([[2], [2]], dtype=torch.int8)
+    layer.owners = Owners((0, 0, 0), 1)
+    with pytest.raises(RuntimeError, match=r"blocks\.3\.experts changed owners"):
+        torch.ops.hecate.sparse_reduce_scatter([torch.zeros(2, 3)], stale, 2, layer.id)
+
+
+def test_ranks_that_plan_differently_are_told_layer_and_step() -> None:
+    owners = OWNERS["contiguous"]
+    messages = []
+
+    def check(world: World) -> None:
+        # Rank 1 has another idea about expert 2.
+        idea = [set(), set(), {0} if world.rank == 1 else set(), set(), set()]
+        layer = replicating_layer(world, Placement.with_replicas(owners, idea), TOPOLOGIES["one node"])
+        layer.name = "blocks.3.experts"
+        placed, _ = torch.ops.hecate.place(torch.zeros(1), layer.id)
+        with pytest.raises(DisagreementError) as error:
+            torch.ops.hecate.gather_counts(torch.zeros(5, dtype=torch.int32), placed, layer.id)
+        messages.append(str(error.value))
+
+    on_threads(check)
+    assert len(messages) == 3
+    for message in messages:
+        assert "layer blocks.3.experts, step 0" in message
+        assert "expert 2 also on ranks [0]" in message
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm(dtype: torch.dtype, transposed: bool) -> None:
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32)
+    x = torch.randn(9, 4).to(dtype).requires_grad_()
+    stored = torch.randn(3, 5, 4) if transposed else torch.randn(3, 4, 5)
+    w = stored.to(dtype).requires_grad_()
+    used = w.transpose(1, 2) if transposed else w
+    out = torch.ops.hecate.grouped_mm(x, used, offs)
+    expected = reference.grouped_mm(x, used, offs)
+    torch.testing.assert_close(out, expected)
+    assert not out[7:].any(), "padding rows are zero"
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (x, w), grad)
+    theirs = torch.autograd.grad(expected, (x, w), grad)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert not ours[1][1].any(), "an expert without rows gets a zero gradient"
+    assert ours[1].stride() == w.stride(), "the gradient lies in memory like the weight"
+
+
+def test_grouped_mm_without_rows_or_slots() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    assert torch.ops.hecate.grouped_mm(torch.zeros(0, 4), torch.zeros(0, 4, 5), none).shape == (0, 5)
+    offs = torch.zeros(3, dtype=torch.int32)
+    assert torch.ops.hecate.grouped_mm(torch.zeros(0, 4), torch.randn(3, 4, 5), offs).shape == (0, 5)
+    grad = torch.ops.hecate.grouped_mm_weight_grad(torch.zeros(0, 4), torch.zeros(0, 5), offs, False)
+    assert grad.shape == (3, 4, 5) and not grad.any()
+
+
+def test_grouped_mm_gradcheck() -> None:
+    offs = torch.tensor([1, 1, 4], dtype=torch.int32)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: torch.ops.hecate.grouped_mm(x, w, offs), (x, w))
+
+
+def test_flops_count_all_rows() -> None:
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(2, 4, 5, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.hecate.grouped_mm(x, w, torch.tensor([2, 6])).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 5
+
+
+def test_row_slots_and_offsets() -> None:
+    offs = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert torch.equal(torch.ops.hecate.row_slots(offs, 7), reference.row_slots(offs, 7))
+    assert torch.ops.hecate.sizes_to_offsets([0, 3, 0, 2], offs).tolist() == offs.tolist()
+
+
+OWNED = torch.full((4, 1), 2, dtype=torch.int8)
+SLOTS = torch.arange(4)
+OPCHECKS: dict[str, tuple[object, ...]] = {
+    "gather_experts": (torch.randn(4, 2, 3, requires_grad=True), 4),
+    "reduce_scatter_experts": (torch.randn(4, 2, 3), 4),
+    "place": (torch.zeros(1),),
+    "sparse_all_gather": ([torch.randn(4, 2, 3, requires_grad=True), torch.randn(4, 2)], OWNED, SLOTS),
+    "sparse_reduce_scatter": ([torch.randn(4, 2, 3), torch.randn(4, 2)], OWNED, 4),
+    "gather_counts": (torch.tensor([1, 1, 4, 6], dtype=torch.int32), OWNED),
+    "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
+    "top_up": ([torch.randn(4, 2, 3, requires_grad=True)], [torch.randn(4, 2, 3)], OWNED, OWNED, SLOTS),
+    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4),
+    "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
+    "exchange": (
+        torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6),
+    ),
+    "exchange_back": (
+        torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6), 6,
+    ),
+    "grouped_mm": (
+        torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True), torch.tensor([2, 6]),
+    ),
+    "grouped_mm_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 6]), True),
+    "row_slots": (torch.tensor([2, 6]), 6),
+    "sizes_to_offsets": ([2, 4], torch.zeros(1)),
+}  # fmt: skip
+_WITHOUT_LAYER = ("grouped_mm", "grouped_mm_weight_grad", "row_slots", "sizes_to_offsets")
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_opcheck(name: str) -> None:
+    layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
+    arguments = OPCHECKS[name] if name in _WITHOUT_LAYER else (*OPCHECKS[name], layer.id)
+    torch.library.opcheck(getattr(torch.ops.hecate, name).default, arguments)
+
+
+def test_every_operator_is_checked() -> None:
+    defined = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "hecate::" in name
+    }
+    halves = {half.name().split("::")[1] for split in COLLECTIVES.values() for half in (split.start, split.wait)}
+    # Those of other modules are checked beside their own tests.
+    assert defined - halves == {*OPCHECKS, "average_gradients", "gather_dense", "reduce_scatter_dense"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPCHECKS if getattr(torch.ops.hecate, name).default in COLLECTIVES]
+)
+def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
+    layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
+    collective = getattr(torch.ops.hecate, name).default
+    arguments = (*OPCHECKS[name], layer.id)
+    split = COLLECTIVES[collective]
+    with torch.no_grad():
+        whole = collective(*arguments)
+        token = split.start(*arguments, [], "forward name 0.5 1 a subject")
+        halves = split.wait(token, *arguments)
+    torch.testing.assert_close(halves, whole, rtol=0, atol=0)
+    span = SINGLE.queue.spans[-1]
+    assert (span.operator, span.subject, span.predicted, span.behind) == ("name", "a subject", 0.5, 1.0)
+    assert span.started <= span.begun <= span.ended <= span.ready
+
+
+def test_unknown_layer_is_named() -> None:
+    with pytest.raises(LookupError, match="MoE layer 123456"):
+        torch.ops.hecate.gather_experts(torch.zeros(1, 1), 1, 123456)

@@ -1,0 +1,68 @@
+"""The exchange plan against the plain reference, for any counts, ownership and replicas."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hecate.runtime.ops import reference
+from hecate.runtime.ops.ticket import Ticket, join_segments, make_ticket, slots_of
+from hecate.runtime.placement.owners import Owners, slices_of
+from hecate.runtime.placement.planner import Placement, assign_tokens
+from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
+
+
+def move(rows: list[torch.Tensor], tickets: list[Ticket]) -> list[torch.Tensor]:
+    """What all ranks' exchanges do together, without a process group."""
+    sent = [r[t.send_index].split(t.splits[0].tolist()) for r, t in zip(rows, tickets, strict=True)]
+    arrived = [torch.cat([parts[rank] for parts in sent]) for rank in range(len(rows))]
+    return [a[t.receive_index] for a, t in zip(arrived, tickets, strict=True)]
+
+
+@FAST
+@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.booleans())
+def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, Placement], replicated: bool) -> None:
+    case, placement = drawn
+    if not replicated:
+        placement = Placement.owned(case.owners)
+    ranks = range(case.topology.world_size)
+    counts = torch.from_numpy(case.counts)
+    # Every row says where it comes from, so equality means that exactly the right rows arrived.
+    rows = [
+        torch.tensor([[rank, i] for i in range(int(c.sum()))], dtype=torch.int64).view(-1, 2)
+        for rank, c in enumerate(counts)
+    ]
+    quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
+    tickets = [make_ticket(quotas[rank], placement, rank, torch.device("cpu")) for rank in ranks]
+    expected, slot_offsets = reference.exchange(rows, list(counts.cumsum(1)), placement, [q.sends for q in quotas])
+    for got, want in zip(move(rows, tickets), expected, strict=True):
+        assert torch.equal(got, want)
+    for rank, ticket in enumerate(tickets):
+        assert torch.equal(ticket.slot_offsets, slot_offsets[rank])
+        assert slots_of(placement, rank).tolist() == reference.slots_of(placement, rank)
+        for other in ranks:
+            assert ticket.splits[0, other] == tickets[other].splits[1, rank]
+
+
+def test_join_segments() -> None:
+    assert join_segments(np.array([7, 0, 3]), np.array([2, 0, 3])).tolist() == [7, 8, 3, 4, 5]
+    assert join_segments(np.array([5]), np.array([0])).tolist() == []
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_contiguous_owners_are_even(num_experts: int, world_size: int) -> None:
+    owners = Owners.contiguous(num_experts, world_size)
+    assert sum(owners.counts) == num_experts
+    assert max(owners.counts) - min(owners.counts) <= 1
+    assert owners.in_order
+    assert sorted(e for rank in range(world_size) for e in owners.owned_by(rank)) == list(range(num_experts))
+
+
+def test_slices_have_their_own_storage() -> None:
+    full = torch.arange(12.0).view(4, 3)
+    for experts in ([1, 2], [3, 0], []):
+        part = slices_of(full, experts)
+        assert torch.equal(part, full[experts])
+        assert part.untyped_storage().nbytes() == part.numel() * 4

@@ -1,0 +1,133 @@
+"""What the Hecate policy decides from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import Placement, Rates, Topology, split_fastest
+from hecate.runtime.placement.policy import Hecate, LayerView, Objective, Static, overlap_degree
+from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, placements, rates
+
+LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=1e-3)
+
+
+def view(load: np.ndarray, owners: Owners, topology: Topology, links: Rates = LINKS, *, steps: int = 1) -> LayerView:
+    return LayerView(
+        id=0, owners=owners, loads=(load,) * steps, long_load=load, topology=topology, sizes=SIZES, rates=links
+    )
+
+
+@FAST
+@given(
+    cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))),
+    rates,
+    st.sampled_from(["time", "paper"]),
+)
+def test_calibration_adds_within_the_slots_and_only_what_pays(
+    drawn: tuple[Case, Placement], links: Rates, objective: Objective
+) -> None:
+    case, placement = drawn
+    policy = Hecate(calibrates=True, replicas=3, objective=objective)
+    seen = view(case.load, case.owners, case.topology, links)
+    after = policy.calibrate(seen, placement, case.counts)
+    assert after.includes(placement)
+    held = np.maximum((placement.matrix == 1).sum(0), 3)
+    assert ((after.matrix == 1).sum(0) <= held).all()
+    if after != placement and objective == "time":
+        new = [set(more) - set(ranks) for ranks, more in zip(placement.holders, after.holders, strict=True)]
+        extra = seen.costs.transfer(Placement.with_replicas(case.owners, new))
+        rows = case.load.tolist()
+        before, then = (seen.costs.step(rows, split_fastest(rows, p, seen.costs), p) for p in (placement, after))
+        assert then.compute + then.rows + extra < before.compute + before.rows
+
+
+@FAST
+@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), rates)
+def test_a_wrong_prediction_costs_no_more_than_its_transfer(drawn: tuple[Case, Placement], links: Rates) -> None:
+    """Any load under any placement: compute and rows are never predicted slower than with owners alone."""
+    case, placement = drawn
+    seen = view(case.load, case.owners, case.topology, links)
+    ranks = range(case.topology.world_size)
+    sends = sum(Hecate().assign(seen, placement, case.counts, rank).sends for rank in ranks)
+    split = [sends[expert, list(held)].tolist() for expert, held in enumerate(placement.holders)]
+    ours = seen.costs.step(case.load.tolist(), split, placement)
+    owned = Placement.owned(case.owners)
+    theirs = seen.costs.step(case.load.tolist(), [[r] for r in case.load.tolist()], owned)
+    if case.topology.num_nodes > 1:
+        assert ours.compute + ours.rows <= (theirs.compute + theirs.rows) * (1 + 1e-9)
+    else:
+        assert ours.compute <= theirs.compute * (1 + 1e-9)
+
+
+def test_the_search_recovers_after_balanced_steps() -> None:
+    """Even loads choose nothing; when skew comes, so do replicas, and when it goes they go."""
+    topology, owners = Topology.even(8, 8), Owners.contiguous(32, 8)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e11)
+    even = np.full(32, 8000)
+    skewed = np.rint(32 * 8000 / np.arange(1, 33) / 4).astype(np.int64)
+    policy, counts = Hecate(), []
+    for load in [even] * 9 + [skewed] * 9 + [even] * 9:
+        counts.append(policy.place(view(load, owners, topology, links)).num_replicas)
+    assert set(counts[:9]) == {0}
+    assert min(counts[13:18]) > 0
+    assert counts[-1] == 0
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1e-3, 1.0])
+def test_steps_between_comparisons_repeat_what_was_best(hidden: float) -> None:
+    owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
+    load = np.rint(65536 / np.arange(1, 33)).astype(np.int64)
+    policy = Hecate()
+    seen = view(load, owners, topology, replace(LINKS, hidden=hidden))
+    placements = [policy.place(seen) for _ in range(9)]
+    assert placements[0].num_replicas
+    assert placements[0] == placements[1] == placements[2] == placements[3]
+    assert placements[4] == placements[5] == placements[6] == placements[7]
+
+
+def test_nothing_is_known_in_the_first_step() -> None:
+    owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
+    seen = view(np.ones(8, dtype=np.int64), owners, topology, steps=0)
+    assert Hecate().place(seen).num_replicas == 0
+    assert Static().place(seen) == Placement.owned(owners)
+
+
+def test_no_slots_need_no_sparse_collectives() -> None:
+    assert not Hecate(replicas=0).replicates
+    assert Hecate(replicas=1).replicates
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1e-3])
+def test_the_papers_t_counts_experts_and_their_gradients(hidden: float) -> None:
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=hidden)
+    owners = Owners.contiguous(8, 4)
+    load = np.arange(8)
+    per_node = overlap_degree(view(load, owners, Topology.even(4, 2), links))
+    assert per_node == int(hidden * 1e10 / (2 * SIZES.expert_bytes))
+    assert overlap_degree(view(load, owners, Topology.even(4, 4), links)) >= per_node
+
+
+def test_owners_change_only_if_that_is_faster() -> None:
+    topology = Topology.even(4, 4)
+    owners = Owners.contiguous(8, 4)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e11)
+    policy = Hecate(replicas=0)
+    warm = np.array([900, 900, 100, 100, 100, 100, 100, 100])
+    assert policy.own([view(warm, owners, topology, links)]) != [owners]
+    even = np.array([101, 99, 100, 100, 102, 98, 100, 100])
+    assert policy.own([view(even, owners, topology, links)]) == [owners]
+
+
+def test_a_policy_prints_without_an_address() -> None:
+    class Mine(Static):
+        def __init__(self) -> None:
+            self.every, self._hidden = 3, object()
+
+    assert repr(Hecate()) == repr(Hecate())
+    assert "0x" not in repr(Hecate()) + repr(Static()) + repr(Mine())

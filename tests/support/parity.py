@@ -1,0 +1,97 @@
+"""Compare a compiled model with one process on the same global batch: the loss and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hecate.wrap.dense_shards import dense_shard_of
+from hecate.wrap.expert_shards import shard_of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Errors of one step.
+
+    Attributes:
+        loss: relative error of the loss, averaged over ranks.
+        gradient: the worst error of any gradient element, relative to the largest element of that gradient.
+        worst: name of that parameter.
+    """
+
+    loss: float
+    gradient: float
+    worst: str
+
+
+def rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def run_step(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Forward and backward on this rank's part of the global batch; returns the local loss."""
+    rank, size = rank_and_size()
+    mine = ids.chunk(size)[rank]
+    loss = model(input_ids=mine, labels=mine)["loss"]
+    loss.backward()
+    return loss.detach()
+
+
+def step_and_compare(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> Difference:
+    """One forward and backward of both models from cleared gradients, and how they differ."""
+    clear_gradients(model, reference)
+    loss = run_step(model, ids)
+    expected = reference(input_ids=ids, labels=ids)["loss"]
+    expected.backward()
+    return compare(model, loss, reference, expected.detach())
+
+
+def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor) -> Difference:
+    """Errors of ``model``, whose parameters are sharded, against the unsharded ``reference``.
+
+    A parameter without a gradient where the reference has one, or the reverse, is an infinite error.
+    """
+    _, size = rank_and_size()
+    mean = loss.float().clone()
+    if size > 1:
+        dist.all_reduce(mean)
+        mean /= size
+    expected = dict(reference.named_parameters())
+    worst, name_of_worst = 0.0, ""
+    for name, parameter in model.named_parameters():
+        error = _error(parameter, expected[name])
+        if error > worst:
+            worst, name_of_worst = error, name
+    return Difference(_or_infinite((mean - reference_loss).abs() / reference_loss.abs()), worst, name_of_worst)
+
+
+def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
+    if parameter.grad is None or reference.grad is None:
+        return 0.0 if parameter.grad is None and reference.grad is None else float("inf")
+    expected, largest = reference.grad, float(reference.grad.abs().max())
+    shard = shard_of(parameter)
+    dense = dense_shard_of(parameter)
+    if shard is not None:
+        expected = expected[shard.experts]
+    elif dense is not None:
+        expected = dense.slice(expected)
+    if parameter.grad.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    error = _or_infinite((parameter.grad.float() - expected.float()).abs().max())
+    return error / largest if largest > 0 else (0.0 if error == 0 else float("inf"))
+
+
+def _or_infinite(error: torch.Tensor) -> float:
+    """NaN compares as smaller than everything, so it must not get into a maximum."""
+    return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def clear_gradients(*models: nn.Module) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = None

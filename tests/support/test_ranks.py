@@ -1,0 +1,41 @@
+"""A hung or failing rank ends the whole run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import RanksFailed, run_ranks
+
+
+def hang(folder: str) -> None:
+    rank = os.environ["RANK"]
+    (Path(folder) / rank).write_text(str(os.getpid()))
+    if rank == "1":
+        time.sleep(600)
+
+
+def fail() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("planted")
+
+
+@pytest.mark.distributed
+def test_hang_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="no end after 40 s"):
+        run_ranks("tests.support.test_ranks:hang", 2, timeout=40, folder=str(tmp_path))
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    time.sleep(0.5)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.distributed
+def test_failure_shows_the_output() -> None:
+    with pytest.raises(RanksFailed, match="ValueError: planted"):
+        run_ranks("tests.support.test_ranks:fail", 2, timeout=60)

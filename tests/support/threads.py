@@ -1,0 +1,24 @@
+"""Several ranks as threads of one process: real collectives in milliseconds, without torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+
+from hecate.runtime.comm.world import World
+
+
+def on_threads(function: Callable[[World], None]) -> None:
+    """Run ``function(world)`` on three ranks in threads of this process."""
+
+    @spawn_threads_and_init_comms(world_size=3)
+    def run(_: object) -> None:
+        function(World(rank=dist.get_rank(), size=3, group=dist.group.WORLD, device=torch.device("cpu")))
+
+    class Case:
+        world_size = 3
+
+    run(Case())
