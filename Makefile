@@ -20,9 +20,7 @@ test: $(VENV)/.installed check
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/types && mkdir -p build/types/hecate
-	ln -s $(CURDIR)/hecate_compile/* $(CURDIR)/passes $(CURDIR)/runtime build/types/hecate/
-	MYPYPATH=build/types $(BIN)/mypy -p hecate
+	$(BIN)/mypy -p hecate
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compare
