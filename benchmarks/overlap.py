@@ -110,7 +110,7 @@ def run_rank(args: argparse.Namespace) -> None:
     layer = hecate.explain(systems["overlap"]).layers[0]
     attention = torch.tensor(statistics.median(gaps), dtype=torch.float64)
     dist.all_reduce(attention, op=dist.ReduceOp.MIN)
-    rate = REPLICAS * layer.expert_bytes / (SHARE * float(attention))
+    rate = REPLICAS * layer.sizes.expert_bytes / (SHARE * float(attention))
 
     samples: dict[str, list[float]] = {name: [] for name in ("overlap", "no overlap", "free")}
     timeline: list[dict[str, Any]] = []
@@ -126,7 +126,7 @@ def run_rank(args: argparse.Namespace) -> None:
     if rank == 0:
         Path(args.out).write_text(json.dumps({
             "attention_ms": float(attention) * 1e3, "link_bytes_per_second": rate,
-            "expert_bytes_per_layer": REPLICAS * layer.expert_bytes, "samples": samples, "spans": timeline,
+            "expert_bytes_per_layer": REPLICAS * layer.sizes.expert_bytes, "samples": samples, "spans": timeline,
         }))  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()

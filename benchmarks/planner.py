@@ -22,9 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from hecate.runtime.placement.hecate_policy import Hecate, Objective
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Rates, Sizes, Topology
-from hecate.runtime.placement.policy import Hecate, LayerView, Objective
+from hecate.runtime.placement.planner import Rates, Sizes
+from hecate.runtime.placement.policy import LayerView
+from hecate.runtime.placement.topology import Topology
 
 SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
 RATES = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden=4e-3)

@@ -22,9 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
+from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import CostModel, Rates, Sizes, Topology
-from hecate.runtime.placement.policy import Hecate, Policy, Static
+from hecate.runtime.placement.planner import CostModel, Rates, Sizes
+from hecate.runtime.placement.policy import Policy, Static
+from hecate.runtime.placement.topology import Topology
 from hecate.simulator import walk
 from hecate.simulator.workloads import load_trace, make
 

@@ -5,11 +5,13 @@ model = hecate.compile(model)
 
 from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.config import Config
-from hecate.reports.explanation import Explanation, LayerStats, Stats
+from hecate.reports.explanation import Explanation
 from hecate.reports.record_routing import record
+from hecate.reports.stats import LayerStats, Stats
 from hecate.runtime.comm.agreement import DisagreementError
-from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy
+from hecate.runtime.placement.topology import Topology
 from hecate.training.clip_grad_norm import clip_grad_norm_
 from hecate.wrap.find_experts import NoExpertsError
 from hecate.wrap.parameter_reads import UntracedReadError

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from hecate.runtime.placement.policy import Hecate, Policy, Static
+from hecate.runtime.placement.hecate_policy import Hecate
+from hecate.runtime.placement.policy import Policy, Static
 from hecate.simulator import Capture, ClusterError, ClusterSpec
 from hecate.simulator.capture import CaptureError
 from hecate.simulator.study import STEPS, Build, Options, Result, study

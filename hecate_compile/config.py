@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hecate.runtime.placement.planner import Rates, Topology
-from hecate.runtime.placement.policy import Hecate, Objective, Policy, Static
+from hecate.runtime.placement.hecate_policy import Hecate, Objective
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.policy import Policy, Static
+from hecate.runtime.placement.topology import Topology
 
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather"]

@@ -25,14 +25,15 @@ import hecate
 from benchmarks.compare import routing, shapes
 from benchmarks.compare.cells import BOUNDS
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
-from hecate.api import _state_of
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops import gradients
+from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
-from hecate.runtime.placement.policy import Hecate, Policy, Static
-from hecate.runtime.state.placer import LayerPlan
+from hecate.runtime.placement.policy import Policy, Static
+from hecate.runtime.state.layer_plan import LayerPlan
 
 Ints = NDArray[np.int64]
 # Most replicas on a rank, the same for all who reserve room for them.
@@ -109,8 +110,8 @@ class Engine:
             backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates
         )  # fmt: skip
         self.model = hecate.compile(shapes.build(shape), config)
-        state = _state_of(self.model, "the benchmark")
-        self.placer, self.layers, self.resharder = state.placer, state.layers, state.resharder
+        state = compiled_model_of(self.model, "the benchmark")
+        self.placer, self.layers, self.owner_mover = state.placer, state.layers, state.owner_mover
 
     @staticmethod
     def key(name: str, policy: Policy) -> tuple[Any, ...]:
@@ -143,32 +144,32 @@ class EngineSystem(System):
         placer, layers = self.engine.placer, self.engine.layers
         placer.policy, where = self.policy, [layer.owners for layer in layers]
         for layer, plan, owners in zip(layers, self.plans, self.owners, strict=True):
-            layer.plan, layer.owners = plan, owners
+            layer.placer.plan, layer.placer.owners = plan, owners
         for index in range(self.seen, step + 1):
             if self.every and index and index % self.every == 0:
-                new = self.policy.own([placer.view(layer) for layer in layers])
+                new = self.policy.own([layer.placer.view for layer in layers])
                 for layer, owners in zip(layers, new, strict=True):
-                    layer.plan.forget()
+                    layer.placer.plan.forget()
                     if owners != layer.owners:
-                        layer.owners, layer.plan.planned = owners, None
+                        layer.placer.change_owners(owners)
             if index == step:
                 break
             for number, layer in enumerate(layers):
-                placer.plan_ahead(layer)
-                layer.plan.planned = None
-                placer.observe(layer, counts[index, number])
+                layer.placer.plan_ahead()
+                layer.placer.plan.planned = None
+                layer.placer.observe(counts[index, number])
         self.seen, self.owners = step + 1, [layer.owners for layer in layers]
         for layer, owners in zip(layers, where, strict=True):
-            layer.owners = owners
-        self.engine.resharder.move(list(zip(layers, self.owners, strict=True)))
+            layer.placer.owners = owners
+        self.engine.owner_mover.move(list(zip(layers, self.owners, strict=True)))
         # A step without gradients only moves the optimizer's state to where its experts are.
         self.optimizer.zero_grad()
         self.optimizer.step()
         for layer in layers:
-            placer.plan_ahead(layer)
+            layer.placer.plan_ahead()
 
     def learn(self, rates: Rates) -> None:
-        self.engine.placer.rates = rates
+        self.engine.placer.set_rates(rates, because="given to the benchmark")
 
     def spans(self) -> list[Span]:
         return list(self.engine.layers[0].world.queue.spans)
@@ -185,10 +186,10 @@ class EngineSystem(System):
 
     def _held(self, layer: Any) -> int:
         """Bytes of a layer's slots on this rank, its own experts included, which are copied into them."""
-        placement, _ = layer.plan.recent[-1] if layer.plan.recent else (None, None)
+        placement, _ = layer.placer.plan.recent[-1] if layer.placer.plan.recent else (None, None)
         if placement is None or not self.policy.replicates:
             return 0
-        return sum(layer.world.rank in ranks for ranks in placement.holders) * layer.expert_bytes
+        return sum(layer.world.rank in ranks for ranks in placement.holders) * layer.sizes.expert_bytes
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import CostModel, Placement, Quotas, assign_tokens, local_split
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import CostModel, Quotas, assign_tokens, local_split
 from hecate.runtime.placement.policy import LayerView, Policy
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import Placement, Quotas, Topology, assign_tokens, local_split, predict
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Quotas, assign_tokens, local_split, predict
 from hecate.runtime.placement.policy import LayerView, Policy
+from hecate.runtime.placement.topology import Topology
 
 
 @dataclass

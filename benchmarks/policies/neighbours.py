@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.placement.planner import Placement
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView, Policy
 
 

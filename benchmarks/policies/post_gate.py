@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import Placement, Quotas, materialize_fastest
-from hecate.runtime.placement.policy import LayerView, Policy, assign_fastest
+from hecate.runtime.placement.hecate_policy import assign_fastest
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Quotas, materialize_fastest
+from hecate.runtime.placement.policy import LayerView, Policy
 
 
 @dataclass

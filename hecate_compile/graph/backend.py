@@ -26,6 +26,7 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.overlap_window import predict_hidden
 from hecate.runtime.state.placer import Placer
+from hecate.runtime.state.step_mode import CurrentStep
 
 log = logging.getLogger("hecate")
 
@@ -50,17 +51,16 @@ class Backend:
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         graphs: what has been compiled so far.
-        comparing: compare graphs across ranks. On during the first forward in each grad mode, because all ranks
-            compile then; off otherwise, because a later recompile may happen on one rank alone.
+        step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
 
     config: Config
     world: World
     placer: Placer
     layers: Sequence[Layer]
+    step: CurrentStep
     dense_parameters: int = 0
     graphs: list[GraphRecord] = field(default_factory=list)
-    comparing: bool = True
     _warned: set[str] = field(default_factory=set)
 
     @property
@@ -77,10 +77,13 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
-        if number == 0 and self.comparing and self.config.rates is None and self.world.size > 1:
-            self.placer.rates = predict_hidden(
+        comparing = self.step.mode is not None and self.step.mode.first
+        if number == 0 and comparing and self.config.rates is None and self.world.size > 1:
+            rates = predict_hidden(
                 _tokens(gm), self.dense_parameters, len(self.layers), self.placer.rates, self.world
             )
+            if rates != self.placer.rates:
+                self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         folder = self.dump_folder
         context = self._context()
         records = run_passes(
@@ -94,7 +97,7 @@ class Backend:
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
         self._warn_fallbacks(records)
-        if self.comparing:
+        if comparing:
             agree(
                 fingerprint(gm),
                 f"graph {number}",

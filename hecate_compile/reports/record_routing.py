@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hecate.api import _state_of
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
 
 
@@ -40,7 +40,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         FileNotFoundError: the folder of ``path`` does not exist on rank 0.
         RuntimeError: in the first forward, if a layer gathers its experts, so that nobody counts its rows.
     """
-    state = _state_of(model, "record")
+    state = compiled_model_of(model, "record")
     target = Path(path)
     found = torch.tensor([target.parent.is_dir()], dtype=torch.uint8, device=state.world.control_device)
     collectives.broadcast(found, state.world)

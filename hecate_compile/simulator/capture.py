@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hecate.api import _state_of, compile
+from hecate.api import compile
+from hecate.compiled_model import compiled_model_of
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
 from hecate.passes.fx import arguments_of
 from hecate.runtime.placement.planner import Sizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
-from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.shard import shard_of
 
 
 class CaptureError(RuntimeError):
@@ -93,14 +95,14 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
             f"hecate: expected one forward and one backward graph, got {parts} and {len(breaks)} graph breaks: the "
             "simulator needs a model without any, in training mode. TORCH_LOGS=graph_breaks shows them."
         )
-    state = _state_of(compiled, "simulate")
+    state = compiled_model_of(compiled, "simulate")
     rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0)
     return Capture(
         graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
         row_bytes=rows.shape[1:].numel() * rows.element_size(),
         tokens=max(t.numel() for t in inputs.values() if isinstance(t, torch.Tensor) and not t.is_floating_point()),
         dense_parameters=state.backend.dense_parameters,
-        dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if shard_of(p) is None),
+        dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if not is_expert_shard(shard_of(p))),
     )  # fmt: skip
 
 

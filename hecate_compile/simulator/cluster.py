@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.topology import Topology
 
 _OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded")
 

@@ -40,9 +40,9 @@ def count_memory(
     held = []
     for layer, routed in zip(made.layers, step, strict=True):
         per_rank = np.asarray(routed.placement.owners.counts, dtype=np.float64)
-        owned += per_rank * layer.expert_bytes * (2 + optimizer_bytes / layer.dtype.itemsize)
+        owned += per_rank * layer.sizes.expert_bytes * (2 + optimizer_bytes / layer.dtype.itemsize)
         _, ranks = routed.placement.pairs
-        held.append(np.bincount(ranks, minlength=len(per_rank)) * float(layer.expert_bytes))
+        held.append(np.bincount(ranks, minlength=len(per_rank)) * float(layer.sizes.expert_bytes))
     most = np.sort(held, axis=0)[::-1]
     slots = (most[:2] if rematerialize else most).sum(0) + most[0]
     if not made.graphs[0].context.replicates:

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement, Rates, Sizes, Topology
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Rates, Sizes
 from hecate.runtime.placement.policy import LayerView, Policy
+from hecate.runtime.placement.topology import Topology
 
 Ints = NDArray[np.int64]
 

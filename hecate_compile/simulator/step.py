@@ -11,7 +11,9 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from hecate.runtime.placement.planner import Placement, Topology, transfers
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import transfers
+from hecate.runtime.placement.topology import Topology
 from hecate.simulator.capture import Capture
 from hecate.simulator.cluster import ClusterSpec
 from hecate.simulator.program import RINGS, WHOLE, Compute, Item, Sizes, Start, Wait, What, program_of

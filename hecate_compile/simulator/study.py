@@ -113,7 +113,7 @@ def _run(
     simulator, found = Simulator(made, cluster), []
     for _, routed in walked:
         update = made.dense_bytes + sum(
-            np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.expert_bytes
+            np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.sizes.expert_bytes
             for step, layer in zip(routed, made.layers, strict=True)
         )
         predicted = simulator.step(routed, update=update)

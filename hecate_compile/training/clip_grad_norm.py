@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hecate.runtime.comm.world import World
-from hecate.wrap.dense_shards import dense_shard_of
-from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.shard import shard_of
 
 
 def clip_grad_norm_(
@@ -65,8 +64,8 @@ def clip_grad_norm_(
 
 def _world_of_shard(parameter: torch.Tensor) -> World | None:
     """The ranks over which a parameter is sharded; None for one that every rank has whole."""
-    experts, dense = shard_of(parameter), dense_shard_of(parameter)
-    return experts.layer.world if experts is not None else dense.world if dense is not None else None
+    shard = shard_of(parameter)
+    return shard.world if shard is not None else None
 
 
 def _with_owned(

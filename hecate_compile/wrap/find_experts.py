@@ -43,14 +43,16 @@ class ExpertsModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
+class PassedOver:
     """A module with three-dimensional parameters that was not taken for experts, and why."""
 
     name: str
     reason: str
 
 
-def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[list[ExpertsModule], list[Passed]]:
+def find_experts(
+    model: nn.Module, patterns: Sequence[str] | None = None
+) -> tuple[list[ExpertsModule], list[PassedOver]]:
     """All experts modules of ``model`` in module order, and what was passed over.
 
     Args:
@@ -60,7 +62,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tup
         NoExpertsError: nothing found, or a pattern matches nothing usable.
     """
     found: list[ExpertsModule] = []
-    passed: list[Passed] = []
+    passed_over: list[PassedOver] = []
     for name, module in model.named_modules():
         chosen = patterns is not None and any(fnmatch(name, pattern) for pattern in patterns)
         if patterns is not None and not chosen:
@@ -70,12 +72,14 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tup
             continue
         sizes = {parameter.shape[0] for parameter in fused.values()}
         if len(sizes) != 1:
-            passed.append(Passed(name=name, reason=f"3-D parameters of different lengths {sorted(sizes)}"))
+            passed_over.append(PassedOver(name=name, reason=f"3-D parameters of different lengths {sorted(sizes)}"))
             continue
         num_experts = sizes.pop()
         sign = "named in Config(experts=...)" if chosen else _sign_of_experts(name, module, fused, num_experts)
         if sign is None:
-            passed.append(Passed(name=name, reason="3-D parameters, but no router, name or count says experts"))
+            passed_over.append(
+                PassedOver(name=name, reason="3-D parameters, but no router, name or count says experts")
+            )
             continue
         keys = tuple(
             key
@@ -85,8 +89,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> tup
         found.append(ExpertsModule(name=name, module=module, parameters=keys, num_experts=num_experts, sign=sign))
     unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
     if not found or unmatched:
-        raise NoExpertsError(_nothing_found(model, unmatched if patterns is not None else None, passed))
-    return found, passed
+        raise NoExpertsError(_nothing_found(model, unmatched if patterns is not None else None, passed_over))
+    return found, passed_over
 
 
 def _per_expert_matrix(parameter: torch.Tensor) -> bool:
@@ -114,7 +118,7 @@ def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]
     return parameter.ndim == 2 and bool(re.search(r"router|gate(?!_)|wg$", key)) and "bias" not in key
 
 
-def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed: list[Passed]) -> str:
+def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over: list[PassedOver]) -> str:
     lines = [f"hecate.compile: no experts found in {type(model).__name__}."]
     if patterns is not None:
         lines = [f"hecate.Config(experts=...): {', '.join(patterns)} matches no module with [E, a, b] parameters."]
@@ -125,7 +129,7 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed: lis
             "Looked for modules with parameters [E, a, b], one matrix per expert, and a sign that they are "
             "experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
         )
-        lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed]
+        lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed_over]
         if any(isinstance(m, nn.ModuleList) and _NAME.search(n) for n, m in model.named_modules()):
             lines.append("Experts kept as a ModuleList of separate modules are not supported: stack them.")
         lines.append('If this is an MoE model, name its experts modules: hecate.Config(experts=("*.experts",)).')

@@ -13,37 +13,22 @@ so the program is right before any pass runs. ``named_parameters()`` and the par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from hecate.runtime.ops.dense import take_reduced
-from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate, take_averaged
+from hecate.runtime.ops.dense import DenseShard
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer
-from hecate.wrap.dense_shards import dense_shard_of
-from hecate.wrap.expert_shards import shard_of
+from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.shard import shard_of
 
 
 class UntracedReadError(RuntimeError):
     """Code that was not traced read a sharded expert parameter, or trained a dense one unaveraged."""
-
-
-@dataclass
-class Forward:
-    """The compiled model's forward.
-
-    Attributes:
-        running: whether it is running, for reads by frames that Dynamo left to Python.
-        after: called at its end; see :func:`hecate.record`.
-    """
-
-    running: bool = False
-    after: Callable[[], None] | None = None
 
 
 def install_reads(
@@ -51,40 +36,50 @@ def install_reads(
     found: Sequence[ExpertsModule],
     layers: Sequence[Layer],
     sync: GradientSync,
-    forward: Forward,
+    step: CurrentStep,
     param_dtype: torch.dtype | None,
-) -> None:
-    """Swap the classes. Dense parameters of a single process without mixed precision are left alone."""
+) -> tuple[ReplicatedParameter, ...]:
+    """Swap the classes. Dense parameters of a single process without mixed precision are left alone.
+
+    Args:
+        step: for reads by frames that Dynamo left to Python: only those of a forward that runs are reads of a model.
+
+    Returns:
+        Records that graphs will name; they must live as long as the model.
+    """
     experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
-    replicas: dict[int, int] = {}
+    replicated: dict[int, ReplicatedParameter] = {}
     checked: set[int] = set()
     for name, module in model.named_modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         own, layer = experts.get(id(module), (None, None))
         for key, parameter in module._parameters.items():
             if own is not None and layer is not None and key in own.parameters:
-                readers[key] = _read_experts(key, layer, forward, param_dtype)
-            elif (record := dense_shard_of(parameter)) is not None and parameter is not None:
+                readers[key] = _read_experts(key, layer, step, param_dtype)
+                continue
+            shard = shard_of(parameter)
+            if isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
-                    _require_average(parameter, partial(take_reduced, record), record.name)
-                readers[key] = _read_dense_shard(key, record.id, forward, param_dtype)
+                    _require_average(parameter, shard, shard.name)
+                readers[key] = _read_dense_shard(key, shard.id, step, param_dtype)
             elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
-                replica = replicas.get(id(parameter))
-                if replica is None:
-                    replica = replicas[id(parameter)] = add_replica(module, key, sync)
+                whole = replicated.get(id(parameter))
+                if whole is None:
+                    whole = replicated[id(parameter)] = add_replicated(module, key, sync)
                     if sync.world.size > 1 and parameter.requires_grad:
-                        _require_average(parameter, partial(take_averaged, replica), f"{name}.{key}".lstrip("."))
-                readers[key] = _read_dense(key, replica, forward, param_dtype)
+                        _require_average(parameter, whole, f"{name}.{key}".lstrip("."))
+                readers[key] = _read_dense(key, whole.id, step, param_dtype)
         if readers:
             _swap_class(module, readers)
+    return tuple(replicated.values())
 
 
-def _require_average(parameter: nn.Parameter, averaged: Callable[[], bool], name: str) -> None:
+def _require_average(parameter: nn.Parameter, record: DenseShard | ReplicatedParameter, name: str) -> None:
     """Raise in the backward if a gradient arrives that no collective has seen: ranks would drift apart."""
 
     def check(_: torch.Tensor) -> None:
-        if not averaged():
+        if not record.take_averaged():
             raise UntracedReadError(
                 f"hecate: the gradient of {name} was not averaged over ranks, because the parameter was used outside "
                 "the compiled model's forward, or by a module that keeps parameters under other names (nn.LSTM and "
@@ -124,7 +119,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     module.__class__ = swapped
 
 
-def _read_experts(key: str, layer: Layer, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read(module: nn.Module) -> Any:
@@ -134,20 +129,20 @@ def _read_experts(key: str, layer: Layer, forward: Forward, dtype: torch.dtype |
                 shard = shard.to(dtype)
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
-            return shard.to(dtype) if dtype is not None and forward.running else shard
+            return shard.to(dtype) if dtype is not None and step.running else shard
         raise UntracedReadError(_untraced(key, layer, shard))
 
     return read
 
 
-def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_dense(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[key]
         if parameter is None:
             return None
-        if torch.compiler.is_compiling() or forward.running:
+        if torch.compiler.is_compiling() or step.running:
             if parameter.requires_grad:
-                parameter = replicate(parameter, replica)
+                parameter = replicate(parameter, id)
             if dtype is not None and parameter.is_floating_point():
                 parameter = parameter.to(dtype)
         return parameter
@@ -155,15 +150,13 @@ def _read_dense(key: str, replica: int, forward: Forward, dtype: torch.dtype | N
     return read
 
 
-def _read_dense_shard(
-    key: str, record: int, forward: Forward, dtype: torch.dtype | None
-) -> Callable[[nn.Module], Any]:
+def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
         shard: Any = module._parameters[key]
         # Outside the forward other ranks need not read it too, so nothing can be gathered.
-        if shard is None or not (torch.compiler.is_compiling() or forward.running):
+        if shard is None or not (torch.compiler.is_compiling() or step.running):
             return shard
-        return torch.ops.hecate.gather_dense([shard], [record], dtype if shard.is_floating_point() else None)[0]
+        return torch.ops.hecate.gather_dense([shard], [id], dtype if shard.is_floating_point() else None)[0]
 
     return read
 

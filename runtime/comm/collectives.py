@@ -6,6 +6,8 @@ NCCL work alike. Sums run in rank order, which makes them deterministic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -14,6 +16,13 @@ from hecate.runtime.placement.owners import Owners
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+    """A copy of the rows ``experts`` of a full ``[E, ...]`` tensor, with storage of its own."""
+    if len(experts) and list(experts) == list(range(experts[0], experts[-1] + 1)):
+        return full[experts[0] : experts[-1] + 1].clone()
+    return full[list(experts)].clone()
 
 
 def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
@@ -67,8 +76,12 @@ def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Te
     if owners.in_order:
         return joined
     full = torch.empty_like(joined)
-    full[owners.by_rank.to(full.device)] = joined
+    full[_by_rank(owners, full.device)] = joined
     return full
+
+
+def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(owners.by_rank).to(device)
 
 
 def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
@@ -76,7 +89,7 @@ def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> t
     if world.group is None:
         return full.clone()
     mine = owners.counts[world.rank]
-    ordered = full if owners.in_order else full[owners.by_rank.to(full.device)]
+    ordered = full if owners.in_order else full[_by_rank(owners, full.device)]
     received = all_to_all(ordered, owners.counts, [mine] * world.size, world)
     parts = received.view(world.size, mine, *full.shape[1:])
     total = parts[0].clone()
@@ -88,7 +101,7 @@ def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> t
 def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners, world: World) -> None:
     """Rank 0 holds ``full`` ``[E, ...]``; every rank receives its experts into ``like`` ``[E_r, ...]``."""
     if full is not None and not owners.in_order:
-        full = full[owners.by_rank.to(full.device)]
+        full = full[_by_rank(owners, full.device)]
     scatter_rows(full, like, owners.counts, world)
 
 

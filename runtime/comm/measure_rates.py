@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
-from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.topology import Topology
 
 # Bytes that a rank sends, enough to be no matter of latency.
 _BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}

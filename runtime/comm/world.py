@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.runtime.comm.queue import CollectiveQueue
-from hecate.runtime.placement.planner import Topology
+from hecate.runtime.placement.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

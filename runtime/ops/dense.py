@@ -23,11 +23,12 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.ops.registration import define_collective
+from hecate.runtime.state.registry import Registry
 
 
-@dataclass
+@dataclass(eq=False)
 class DenseShard:
-    """What the shard of a dense parameter is a shard of.
+    """What the shard of a dense parameter is a shard of; see :class:`hecate.wrap.shard.Shard`.
 
     Rank r keeps rows ``[r * c, (r + 1) * c)``; rows from ``d`` on are padding: zeros, with gradients of zero.
 
@@ -36,14 +37,16 @@ class DenseShard:
         name: qualified parameter name in the model; of a tied parameter, the first.
         full_shape: ``[d, ...]``.
         sync: what the dense parameters of the model share.
-        reduced: the gradient that arrives next has been through ``reduce_scatter_dense``.
+        averaged: the gradient that arrives next has been through ``reduce_scatter_dense``.
     """
 
     id: int
     name: str
     full_shape: torch.Size
     sync: GradientSync
-    reduced: bool = False
+    averaged: bool = False
+    part: str = "rows"
+    length_varies: bool = False
 
     @property
     def world(self) -> World:
@@ -68,32 +71,29 @@ class DenseShard:
         local[:count] = full[start : start + count]
         return local
 
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole parameter ``[d, ...]`` from every rank's rows. A collective."""
+        (full,) = torch.ops.hecate.gather_dense([local], [self.id], None)
+        whole: Tensor = full
+        return whole
 
-_shards: dict[int, DenseShard] = {}
+    def take_averaged(self) -> bool:
+        """Whether the gradient that just arrived was reduced over ranks; the next one starts anew."""
+        averaged, self.averaged = self.averaged, False
+        return averaged
+
+
+DENSE_SHARDS: Registry[DenseShard] = Registry("dense shard")
 
 
 def add_dense_shard(name: str, full_shape: torch.Size, sync: GradientSync) -> DenseShard:
-    """Create a record with the next free id."""
-    record = DenseShard(id=len(_shards), name=name, full_shape=full_shape, sync=sync)
-    _shards[record.id] = record
-    return record
+    """Create a record with the next free number."""
+    return DENSE_SHARDS.add(lambda id: DenseShard(id=id, name=name, full_shape=full_shape, sync=sync))
 
 
 def get_dense_shard(id: int) -> DenseShard:
     """The record of ``id``."""
-    try:
-        return _shards[id]
-    except KeyError:
-        raise LookupError(
-            f"hecate: a graph names dense shard {id}, but this process has {len(_shards)} of them. "
-            "The graph was compiled in another process or for another model."
-        ) from None
-
-
-def take_reduced(record: DenseShard) -> bool:
-    """Whether the gradient that just arrived was reduced over ranks; the next one starts anew."""
-    reduced, record.reduced = record.reduced, False
-    return reduced
+    return DENSE_SHARDS[id]
 
 
 def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
@@ -140,7 +140,7 @@ def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: to
     records = [get_dense_shard(id) for id in ids]
     sync, world = records[0].sync, records[0].world
     for record in records:
-        record.reduced = True
+        record.averaged = True
     travelling = sync.dtype or grads[0].dtype
     sizes = [record.shape.numel() for record in records]
     padded = any(record.full_shape[0] % world.size for record in records)

@@ -21,7 +21,7 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     world, placer = record.world, record.placer
     counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
-    signed = torch.cat([counts, counts.new_full((1,), placer.signature)])
+    signed = torch.cat([counts, counts.new_full((1,), placer.model.signature)])
 
     def run() -> Tensor:
         return collectives.all_gather_even(signed.to(world.control_device), world)
@@ -29,10 +29,10 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     def finish(gathered: Tensor) -> Tensor:
         # Here and not above: it waits for the device, which must not keep what comes next from being started.
         gathered = gathered.cpu()
-        placer.check(gathered[:, -1])
+        placer.model.check(gathered[:, -1])
         record.counts = gathered[:, :-1].contiguous()
         record.bytes_sent = 0
-        placer.observe(record, record.counts.numpy())
+        placer.observe(record.counts.numpy())
         return record.counts.clone()
 
     return Job(world.queue, run, finish=finish)
@@ -45,7 +45,7 @@ def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tenso
 
 def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
-    calibrated = record.placer.calibrate(record, record.placer.find(record, placement), counts.numpy())
+    calibrated = record.placer.calibrate(record.placer.find(placement), counts.numpy())
     record.replicas = calibrated.num_replicas
     return as_tensors(calibrated, record)
 
@@ -58,8 +58,8 @@ def _route(
     counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     record = get_layer(layer)
-    used = record.placer.find(record, placement)
-    quotas = record.placer.assign(record, used, counts.numpy())
+    used = record.placer.find(placement)
+    quotas = record.placer.assign(used, counts.numpy())
     ticket = make_ticket(quotas, used, record.world.rank, offsets.device)
     record.rows = int(ticket.splits[1].sum())
     return ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index
@@ -93,7 +93,7 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     record = get_layer(layer)
     send, receive = splits.tolist()
     record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
-    record.row_bytes = rows.shape[1:].numel() * rows.element_size()
+    record.set_row_bytes(rows.shape[1:].numel() * rows.element_size())
     leaving, order = rows.index_select(0, send_index), receive_index.clone()
 
     def run() -> Tensor:
@@ -122,7 +122,7 @@ def _exchange_back(
         out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))
         return out.index_copy_(0, order, returned)
 
-    return Job(record.world.queue, run, meanwhile=lambda: record.placer.plan_ahead(record))
+    return Job(record.world.queue, run, meanwhile=record.placer.plan_ahead)
 
 
 def _exchange_back_fake(

@@ -13,7 +13,7 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.ops.registration import define, define_collective
 from hecate.runtime.ops.ticket import slots_of
-from hecate.runtime.placement.planner import Placement
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer, get_layer
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
@@ -74,7 +74,7 @@ torch.library.register_autograd("hecate::gather_experts", _gather_backward, setu
 def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
     record.expert_bytes_sent = 0
-    placement = record.placer.take(record)
+    placement = record.placer.take()
     record.replicas = placement.num_replicas
     return as_tensors(placement, record)
 
@@ -96,8 +96,8 @@ def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> Job:
     record = get_layer(layer)
-    used = record.placer.find(record, placement)
-    stages = record.placer.transfers(record, used)
+    used = record.placer.find(placement)
+    stages = record.placer.stages(used)
     slots_of_rank = sparse_collectives.own_slots(shards, used, record)
     return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
 
@@ -108,13 +108,13 @@ def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: 
 
 def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> Job:
     record = get_layer(layer)
-    used = record.placer.find(record, placement)
+    used = record.placer.find(placement)
     if used.owners != record.owners:
         raise RuntimeError(
             f"hecate: experts of {record.name} changed owners between a forward and its backward. Run the backward "
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
-    stages = record.placer.transfers(record, used)
+    stages = record.placer.stages(used)
     totals = sparse_collectives.totals_of(grads, used)
     dtypes = [grad.dtype for grad in grads]
     return Job(record.world.queue, lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record))
@@ -128,8 +128,8 @@ def _top_up(
     shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
 ) -> Job:
     record = get_layer(layer)
-    old, new = record.placer.find(record, before), record.placer.find(record, after)
-    stages = record.placer.transfers(record, new)
+    old, new = record.placer.find(before), record.placer.find(after)
+    stages = record.placer.stages(new)
     slots_of_rank = sparse_collectives.own_slots(shards, new, record)
     sparse_collectives.take_over(slots_of_rank, have, old, record)
     return Job(record.world.queue, lambda: sparse_collectives.top_up(slots_of_rank, old, stages, record))

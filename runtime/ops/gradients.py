@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.registration import define_collective
+from hecate.runtime.state.registry import Registry
 
 
 @dataclass
@@ -36,15 +37,19 @@ class GradientSync:
     owed: bool = False
 
 
-@dataclass
-class _Replica:
-    """One replicated parameter, found anew each time: load_state_dict(assign=True) makes another object.
+@dataclass(eq=False)
+class ReplicatedParameter:
+    """One parameter that every rank has whole.
+
+    Found anew each time: load_state_dict(assign=True) makes another object.
 
     Attributes:
-        owner: the module; weak, because the registry must not keep a model alive.
+        id: the number in the graph.
+        owner: the module; weak, because a record must not keep a model alive.
         averaged: the gradient that arrives next has been through :func:`_average_gradients`.
     """
 
+    id: int
     owner: weakref.ref[nn.Module]
     key: str
     sync: GradientSync
@@ -58,22 +63,18 @@ class _Replica:
             raise RuntimeError(f"hecate: the replicated parameter {self.key} no longer exists, but has a gradient")
         return parameter
 
-
-_replicas: dict[int, _Replica] = {}
-
-
-def add_replica(owner: nn.Module, key: str, sync: GradientSync) -> int:
-    """Register the replicated parameter ``owner._parameters[key]``; returns the id that goes into the graph."""
-    id = len(_replicas)
-    _replicas[id] = _Replica(weakref.ref(owner), key, sync)
-    return id
+    def take_averaged(self) -> bool:
+        """Whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
+        averaged, self.averaged = self.averaged, False
+        return averaged
 
 
-def take_averaged(replica: int) -> bool:
-    """Whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
-    record = _replicas[replica]
-    averaged, record.averaged = record.averaged, False
-    return averaged
+REPLICATED: Registry[ReplicatedParameter] = Registry("replicated parameter")
+
+
+def add_replicated(owner: nn.Module, key: str, sync: GradientSync) -> ReplicatedParameter:
+    """Register the parameter ``owner._parameters[key]``; the record's number goes into the graph."""
+    return REPLICATED.add(lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync))
 
 
 def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
@@ -83,7 +84,7 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
     averaged bucket takes that local sum along: it adds ``param.grad`` to its own gradient, clears it,
     and averages the total. Averaging is idempotent, so gradients that were averaged earlier stay right.
     """
-    records = [_replicas[id] for id in replicas]
+    records = [REPLICATED[id] for id in replicas]
     sync = records[0].sync
     for record in records:
         record.averaged = True

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import Placement
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
 
 
 def gather_experts(shards: list[Tensor], owners: Owners) -> Tensor:

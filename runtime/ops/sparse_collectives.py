@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.ops.ticket import on_device, slots_of
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import Placement, Stage
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Stage
 from hecate.runtime.state.layer import Layer
 
 Stages = tuple[Stage, Stage]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import Placement, Quotas
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Quotas
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -69,18 +68,11 @@ class Owners:
         return [self.ranks.count(rank) for rank in range(self.world_size)]
 
     @cached_property
-    def by_rank(self) -> torch.Tensor:
+    def by_rank(self) -> Ints:
         """All experts, ordered by (owner, slot): int64 ``[E]``."""
-        return torch.argsort(torch.tensor(self.ranks, dtype=torch.int64), stable=True)
+        return np.argsort(self.array, kind="stable")
 
     @cached_property
     def in_order(self) -> bool:
         """Whether :attr:`by_rank` is 0, 1, 2, ...: shards joined in rank order are already the full tensor."""
         return list(self.ranks) == sorted(self.ranks)
-
-
-def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-    """A copy of the rows ``experts`` of a full ``[E, ...]`` tensor, with storage of its own."""
-    if len(experts) and list(experts) == list(range(experts[0], experts[-1] + 1)):
-        return full[experts[0] : experts[-1] + 1].clone()
-    return full[list(experts)].clone()

@@ -1,4 +1,4 @@
-"""Who holds what, and who computes what: policies behind one interface.
+"""Who holds what, and who computes what: the interface of policies, and static expert parallelism.
 
 A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank; what it
 remembers between steps comes from the same calls on all ranks. So all ranks come to the same plan. The engine
@@ -9,41 +9,13 @@ remembers between steps comes from the same calls on all ranks. So all ranks com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-import numpy as np
-
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import (
-    Budget,
-    CostModel,
-    Placement,
-    Quotas,
-    Rates,
-    Recipe,
-    Sizes,
-    StepTime,
-    Topology,
-    assign_tokens,
-    local_split,
-    materialize,
-    materialize_again,
-    materialize_fastest,
-    near_recipes,
-    predict,
-    shard_owners,
-    split_fastest,
-)
-
-Objective = Literal["time", "paper"]
-
-# Steps between comparisons of a few placements by predicted time, and of all; the first divides the second.
-_COMPARE_EVERY, _SEARCH_EVERY = 4, 32
-# New owners must be predicted to be this much faster.
-_WORTH_MOVING = 0.98
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import CostModel, Quotas, Rates, Sizes, assign_tokens
+from hecate.runtime.placement.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,141 +87,3 @@ class Policy:
 @dataclass
 class Static(Policy):
     """Expert parallelism: every expert is computed by its owner."""
-
-
-@dataclass
-class Hecate(Policy):
-    """Sparse materialization, heterogeneous sharding and topology-aware dispatch (paper, section 4).
-
-    Attributes:
-        objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
-            ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
-        replicas: m, most replicas on a rank.
-        window: steps that the predicted load is the mean of.
-        reshard_every: optimizer steps between re-shardings (Algorithm 2); 0 for never.
-        calibrates: place again after the gate, if predicted to be faster net of the transfer.
-    """
-
-    objective: Objective = "time"
-    replicas: int = 2
-    window: int = 5
-    reshard_every: int = 100
-    calibrates: bool = False
-    _chosen: dict[int, tuple[int, Recipe | None, Rates]] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Without slots there is nothing to gather.
-        self.replicates = self.replicas > 0
-
-    def place(self, layer: LayerView) -> Placement:
-        if not layer.loads:
-            return Placement.owned(layer.owners)
-        load = predict(layer.loads, self.window)
-        if self.objective == "paper":
-            budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
-            return materialize(load, layer.owners, layer.topology, budget)
-        return self._place_fast(layer, load)
-
-    def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
-        """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
-        turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
-        if rates != layer.rates:
-            # What was best on another machine, or before it was measured, is no guide.
-            turn, recipe = 0, None
-        if turn % _COMPARE_EVERY == 0:
-            # Everything if nothing was best, and now and then; else the neighbours.
-            near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
-            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
-            placement, recipe = choice.placement, choice.recipe
-        elif recipe is None:
-            placement = Placement.owned(layer.owners)
-        else:
-            placement = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipe=recipe)
-        self._chosen[layer.id] = turn + 1, recipe, layer.rates
-        return placement
-
-    def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
-        """The placement for a known load, by this policy's objective."""
-        if self.objective == "time":
-            return materialize_fastest(load, owners, layer.costs, slots=self.replicas, fills=fills).placement
-        budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
-        return materialize(load, owners, layer.topology, budget)
-
-    def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
-        """What a step with this load takes, dispatched as this policy does."""
-        rows = load.tolist()
-        split: Sequence[Sequence[float]] = (
-            split_fastest(rows, placement, layer.costs)
-            if self.objective == "time"
-            else local_split(rows, placement, layer.topology)
-        )
-        return layer.costs.step(rows, split, placement)
-
-    def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
-        load = counts.sum(0)
-        # The load is known, so no slots need be filled in case that it is another.
-        planned = self._planned(layer, load, layer.owners, fills=False)
-        merged, added = _merge(placement, planned, load, self.replicas)
-        if not added.num_replicas:
-            return placement
-        # The gate has run, so nothing hides what is added.
-        extra = layer.costs.transfer(added)
-        before, after = self._time(layer, load, placement), self._time(layer, load, merged)
-        return merged if after.compute + after.rows + extra < before.compute + before.rows else placement
-
-    def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        if self.objective == "paper":
-            return assign_tokens(counts, placement, layer.topology, rank, "nearest")
-        return assign_fastest(layer, placement, counts, rank)
-
-    def own(self, layers: Sequence[LayerView]) -> list[Owners]:
-        old = [layer.owners for layer in layers]
-        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
-        # t: experts that will be replicated, so that it matters little who owns them.
-        hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
-        new = shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)
-        before = sum(
-            self._time(layer, layer.long_load, plan).total for layer, plan in zip(layers, plans, strict=True)
-        )
-        after = sum(
-            self._time(layer, layer.long_load, self._planned(layer, layer.long_load, owners)).total
-            for layer, owners in zip(layers, new, strict=True)
-        )
-        # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
-        return new if after < _WORTH_MOVING * before else old
-
-
-def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-    """Split the rows ``[W, E]`` over the holders in the way that is predicted to be fastest."""
-    split = None
-    if placement.num_replicas:
-        split = split_fastest(counts.sum(0).tolist(), placement, layer.costs)
-    return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)
-
-
-def overlap_degree(layer: LayerView) -> int:
-    """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
-    topology, rates = layer.topology, layer.rates
-    link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
-    return int(rates.hidden * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
-
-
-def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:
-    """The holders of ``placement`` and those of ``more`` for which there are slots, hottest experts first.
-
-    Returns:
-        All of them, and a placement of the new ones alone.
-    """
-    owners = placement.owners
-    free = [slots] * owners.world_size
-    for owner, ranks in zip(owners.ranks, placement.holders, strict=True):
-        for rank in ranks:
-            free[rank] -= rank != owner
-    added: list[set[int]] = [set() for _ in owners.ranks]
-    for expert in np.argsort(-load, kind="stable").tolist():
-        for rank in more.holders[expert]:
-            if rank not in placement.holders[expert] and free[rank] > 0:
-                added[expert].add(rank)
-                free[rank] -= 1
-    merged = [{*have, *new} for have, new in zip(placement.holders, added, strict=True)]
-    return Placement.with_replicas(owners, merged), Placement.with_replicas(owners, added)

@@ -1,23 +1,24 @@
-"""The runtime record of one MoE layer, found by an integer id that is baked into graphs.
+"""The runtime record of one MoE layer, found by a number that is baked into graphs.
 
 A graph must not hold ownership, placement, rank or counts, or every change of them would be a
-recompile. It holds the id, and the operators look the rest up here.
+recompile. It holds the number, and the operators look the rest up here.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Sizes
-from hecate.runtime.state.placer import LayerPlan, Placer
+from hecate.runtime.state.layer_plan import LayerPlacer
+from hecate.runtime.state.placer import Placer
+from hecate.runtime.state.registry import Registry
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     """One experts module: who owns its experts, and what its last step carried.
 
@@ -25,12 +26,8 @@ class Layer:
         id: the number in the graph. The same on every rank, since all ranks compile the same models
             in the same order (``hecate.compile`` compares them).
         name: qualified name of the experts module.
-        placer: decides who holds what; shared by the layers of a model.
-        plan: this layer's part of its decisions.
+        placer: decides who holds what.
         dtype: what its experts compute in.
-        expert_bytes: all parameters of one expert, as they travel.
-        row_flops: operations on one row in the forward.
-        row_bytes: one row, as it travels; known from the first exchange on.
         counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
             (at one rank it may still be on the device); None before the first step.
         rows: rows that this rank computed in the last step.
@@ -41,14 +38,9 @@ class Layer:
 
     id: int
     name: str
-    owners: Owners
     world: World
-    placer: Placer
-    plan: LayerPlan
+    placer: LayerPlacer
     dtype: torch.dtype = torch.float32
-    expert_bytes: int = 0
-    row_flops: int = 0
-    row_bytes: int = 0
     counts: torch.Tensor | None = field(default=None, repr=False)
     rows: int = 0
     replicas: int = 0
@@ -56,32 +48,36 @@ class Layer:
     expert_bytes_sent: int = 0
 
     @property
+    def owners(self) -> Owners:
+        """Who owns its experts now."""
+        return self.placer.owners
+
+    @property
     def num_experts(self) -> int:
         return self.owners.num_experts
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(row_flops=self.row_flops, row_bytes=self.row_bytes, expert_bytes=self.expert_bytes)
+        """What one of its experts weighs on the wire, and what a row weighs and computes."""
+        return self.placer.sizes
+
+    def set_row_bytes(self, row_bytes: int) -> None:
+        """One row, as it travels; known from the first exchange on."""
+        if self.sizes.row_bytes != row_bytes:
+            self.placer.sizes = replace(self.sizes, row_bytes=row_bytes)
 
 
-_layers: dict[int, Layer] = {}
+LAYERS: Registry[Layer] = Registry("MoE layer")
 
 
 def add_layer(*, name: str, owners: Owners, world: World, placer: Placer | None = None) -> Layer:
-    """Create a record with the next free id; without a placer, nothing is replicated."""
-    placer = placer or Placer.static(world)
-    plan = LayerPlan(loads=deque(maxlen=placer.policy.window))
-    layer = Layer(id=len(_layers), name=name, owners=owners, world=world, placer=placer, plan=plan)
-    _layers[layer.id] = layer
-    return layer
+    """Create a record with the next free number; without a placer, nothing is replicated."""
+    model = placer if placer is not None else Placer.static(world)
+    return LAYERS.add(
+        lambda id: Layer(id=id, name=name, world=world, placer=LayerPlacer(model, id=id, name=name, owners=owners))
+    )
 
 
 def get_layer(id: int) -> Layer:
     """The record of ``id``."""
-    try:
-        return _layers[id]
-    except KeyError:
-        raise LookupError(
-            f"hecate: a graph names MoE layer {id}, but this process has {len(_layers)} layers. "
-            "The graph was compiled in another process or for another model."
-        ) from None
+    return LAYERS[id]

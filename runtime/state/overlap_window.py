@@ -20,6 +20,7 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.placer import Placer
+from hecate.runtime.state.step_mode import StepMode
 
 # What a layer needs at once; everything else travels between layers. Of that, what the hidden time is for.
 EXCHANGES = ("gather_counts", "top_up", "exchange", "exchange_back")
@@ -101,9 +102,9 @@ class HiddenTime:
     _steps: int = 0
     _found: list[float] = field(default_factory=list)
 
-    def before_forward(self) -> None:
+    def before_forward(self, mode: StepMode) -> None:
         """Called by all ranks. The queue still has the spans of the forward and backward before this one."""
-        if not torch.is_grad_enabled() or len(self._found) == _ENOUGH or self._steps > _LAST:
+        if not mode.training or len(self._found) == _ENOUGH or self._steps > _LAST:
             return
         self._steps += 1
         if not _FIRST <= self._steps <= _LAST:
@@ -114,4 +115,7 @@ class HiddenTime:
         hidden = measure_hidden(queue.spans, self.world)
         if math.isfinite(hidden):
             self._found.append(hidden)
-            self.placer.rates = replace(self.placer.rates, hidden=median(self._found))
+            self.placer.set_rates(
+                replace(self.placer.rates, hidden=median(self._found)),
+                because=f"hidden time measured in {len(self._found)} of the first steps",
+            )

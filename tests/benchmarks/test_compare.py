@@ -14,7 +14,8 @@ import torch
 from benchmarks.compare import cells, report, routing, shapes, systems
 from benchmarks.compare.workloads import WORKLOADS, counts_of
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Rates, Sizes, Topology
+from hecate.runtime.placement.planner import Rates, Sizes
+from hecate.runtime.placement.topology import Topology
 from hecate.simulator import walk
 from hecate.simulator.workloads import fit, scale
 

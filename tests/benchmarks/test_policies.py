@@ -8,8 +8,10 @@ import pytest
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from benchmarks.policies.laer import _by_load, _evenly
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement, Rates, Sizes, Topology, rows_per_rank
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Rates, Sizes, rows_per_rank
 from hecate.runtime.placement.policy import LayerView
+from hecate.runtime.placement.topology import Topology
 
 W, E = 4, 8
 OWNERS = Owners.contiguous(E, W)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.replay import CLUSTERS, replay
-from hecate.runtime.placement.planner import Rates, Topology
-from hecate.runtime.placement.policy import Hecate, Static
+from hecate.runtime.placement.hecate_policy import Hecate
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.policy import Static
+from hecate.runtime.placement.topology import Topology
 from hecate.simulator.workloads import load_trace
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hecate
-from hecate.api import _state_of
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.ops import registration
+from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.placement.planner import Rates
-from hecate.wrap.dense_shards import dense_shard_of
-from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.shard import shard_of
 from tests.hecate_compile.test_parity import REPLICAS, measure
 from tests.support.adversaries import Moving
 from tests.support.models import VOCABULARY, PlainLanguageModel, batch, build, transformers_config
@@ -200,21 +200,21 @@ def train() -> dict[str, Any]:
     state = model.state_dict()
     weights = max(float((state[n] - p).abs().max() / p.abs().max()) for n, p in reference.state_dict().items())
     padding = max(
-        float(p[dense_shard_of(p).counts[rank] :].detach().abs().sum())
+        float(p[shard_of(p).counts[rank] :].detach().abs().sum())
         for p in model.parameters()
-        if dense_shard_of(p) is not None
+        if isinstance(shard_of(p), DenseShard)
     )
     own_state = {
         value.shape == p.shape
         for p, values in optimizers[0].state.items()
         for value in values.values()
-        if value.ndim and dense_shard_of(p) is not None
+        if value.ndim and isinstance(shard_of(p), DenseShard)
     }
     return {
         "gradient": gradient, "norm": max(norms), "logits": logits_error, "weights": weights, "padding": padding,
         "own_state": list(own_state), "graphs": len(hecate.explain(model).graphs),
         "tied_state": state["lm_head.weight"] is state["model.embed_tokens.weight"],
-        "moves": len(_state_of(model, "test").resharder.moves),
+        "moves": len(compiled_model_of(model, "test").owner_mover.moves),
         "parameters": len(list(model.parameters())) - len(list(reference.parameters())),
     }  # fmt: skip
 
@@ -245,7 +245,7 @@ def partly_frozen() -> dict[str, Any]:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
     _compiled(model)
-    whole = [name for name, p in model.named_parameters() if shard_of(p) is None and dense_shard_of(p) is None]
+    whole = [name for name, p in model.named_parameters() if shard_of(p) is None]
     frozen = [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in reference.parameters()]
     difference = step_and_compare(model, reference, batch(0))
     return {"worst": difference.gradient, "whole": whole, "frozen": frozen}
@@ -268,7 +268,7 @@ def memory() -> dict[str, Any]:
     full = sum(p.numel() for name, p in model.named_parameters() if ".experts." not in name)
     row = sum(p[0].numel() for name, p in model.named_parameters() if ".experts." not in name)
     _compiled(model)
-    shards = [p for p in model.parameters() if dense_shard_of(p) is not None]
+    shards = [p for p in model.parameters() if isinstance(shard_of(p), DenseShard)]
     alive = [_alive()]
     run_step(model, batch(0))
     alive.append(_alive())
@@ -345,16 +345,16 @@ def meta_device() -> dict[str, Any]:
     """Ranks other than 0 never allocate a whole dense parameter, and rank 0 one module's at a time."""
     from transformers import AutoModelForCausalLM
 
-    from hecate.wrap import expert_shards
+    from hecate.wrap import materialize
 
     allocated: list[int] = []
-    original = expert_shards._unwritten
+    original = materialize._unwritten
 
     def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
         allocated.append(_alive() if isinstance(like, nn.Parameter) else 0)
         return original(like, device)
 
-    expert_shards._unwritten = unwritten
+    materialize._unwritten = unwritten
     config = transformers_config("qwen3_moe", tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -367,7 +367,7 @@ def meta_device() -> dict[str, Any]:
     worst = step_and_compare(model, reference, batch(0)).gradient
     std = float(reference.model.layers[0].self_attn.q_proj.weight.std())
     tied = model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
-    whole = sum(shard_of(p) is None and dense_shard_of(p) is None for p in model.parameters())
+    whole = sum(shard_of(p) is None for p in model.parameters())
     return {
         "worst": worst, "std": std, "tied": tied, "whole": whole, "before": before, "allocations": len(allocated),
         "most": max(allocated[1:], default=0),
@@ -421,7 +421,7 @@ def extras() -> dict[str, Any]:
         models.append(WithExtras())
     model, reference = _compiled(models[0]), models[1]
     worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(2))
-    whole = [name for name, p in model.named_parameters() if shard_of(p) is None and dense_shard_of(p) is None]
+    whole = [name for name, p in model.named_parameters() if shard_of(p) is None]
     outside = list(model.head.weight.shape)
     used = message_of(lambda: model.norms[0].weight.square().sum().backward())
     model.norms[0].weight = nn.Parameter(torch.zeros(32))
@@ -442,7 +442,7 @@ def test_untraced_reads_and_parameters_that_stay_whole() -> None:
 
 def test_one_process_keeps_everything_whole() -> None:
     model = _compiled(build("plain"))
-    assert all(dense_shard_of(p) is None for p in model.parameters())
+    assert all(not isinstance(shard_of(p), DenseShard) for p in model.parameters())
     reference = build("plain")
     assert step_and_compare(model, reference, batch(0)).gradient < 1e-5
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.placement.planner import Placement, Rates, Topology
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import LayerView
-from hecate.wrap.expert_shards import shard_of
+from hecate.runtime.placement.topology import Topology
+from hecate.wrap.shard import shard_of
 from tests.support.adversaries import Anything, Moving
 from tests.support.models import batch, build
 from tests.support.parity import rank_and_size, run_step, step_and_compare
@@ -31,9 +34,8 @@ def _compiled(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
 
 def _moves(model: torch.nn.Module) -> list[int]:
-    from hecate.api import _state_of
 
-    return _state_of(model, "test").resharder.moves
+    return compiled_model_of(model, "test").owner_mover.moves
 
 
 def thirty_steps(nodes: list[int] | None, calibrates: bool, backend: str = "aot_eager") -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hecate.runtime.placement.planner import Rates
-from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.shard import shard_of
 from tests.support.models import batch, build
 from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
 from tests.support.ranks import run_ranks

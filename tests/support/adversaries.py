@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView, Policy
 
 

@@ -20,6 +20,16 @@ from hecate.runtime.state.layer import add_layer
 E, H, I, R = 4, 8, 5, 16  # noqa: E741
 
 
+_kept: list[Any] = []
+
+
+def number_of(record: Any) -> int:
+    """The number of a record that a hand-made graph names. No model keeps the record, so this does."""
+    _kept.append(record)
+    id: int = record.id
+    return id
+
+
 class GraphUnderTest:
     """Records calls into an FX graph, with the fake value of every node, and keeps real inputs for it."""
 
@@ -27,7 +37,7 @@ class GraphUnderTest:
         self.graph = Graph()
         self.inputs: list[torch.Tensor] = []
         self.mode = FakeTensorMode()
-        self.layer = add_layer(name="test", owners=Owners.contiguous(E, 1), world=SINGLE).id
+        self.layer = number_of(add_layer(name="test", owners=Owners.contiguous(E, 1), world=SINGLE))
 
     def input(self, value: torch.Tensor) -> Node:
         # Inputs come first, as in a captured graph.

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hecate.wrap.dense_shards import dense_shard_of
-from hecate.wrap.expert_shards import shard_of
+from hecate.wrap.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,8 @@ def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
         return 0.0 if parameter.grad is None and reference.grad is None else float("inf")
     expected, largest = reference.grad, float(reference.grad.abs().max())
     shard = shard_of(parameter)
-    dense = dense_shard_of(parameter)
     if shard is not None:
-        expected = expected[shard.experts]
-    elif dense is not None:
-        expected = dense.slice(expected)
+        expected = shard.slice(expected)
     if parameter.grad.shape != expected.shape:
         return float("inf")
     if not expected.numel():

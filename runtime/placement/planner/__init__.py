@@ -10,7 +10,6 @@ No process group, no clock, no device. The inputs are the counts that every exch
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
 """
 
-from hecate.runtime.placement.placement import Budget, Placement, Topology
 from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, local_split, owners_only, shed_excess
 from hecate.runtime.placement.planner.cost import CostModel, Rates, Sizes, StepTime
 from hecate.runtime.placement.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
@@ -24,7 +23,7 @@ from hecate.runtime.placement.planner.fastest import (
     split_fastest,
 )
 from hecate.runtime.placement.planner.forecast import predict
-from hecate.runtime.placement.planner.paper import materialize
+from hecate.runtime.placement.planner.paper import Budget, materialize
 from hecate.runtime.placement.planner.resharding import shard_owners
 from hecate.runtime.placement.planner.transfers import Stage, transfers
 
@@ -33,14 +32,12 @@ __all__ = [
     "Choice",
     "CostModel",
     "Dispatch",
-    "Placement",
     "Quotas",
     "Rates",
     "Recipe",
     "Sizes",
     "Stage",
     "StepTime",
-    "Topology",
     "assign_tokens",
     "balance",
     "balance_in_nodes",

@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Placement, Topology
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.topology import Topology
 
 # Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth.
 # Against the linear program that costs 0.1 % on average (tests/runtime/planner/test_dispatch.py).

@@ -9,9 +9,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints, Placement, Topology, changes
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement, changes
 from hecate.runtime.placement.planner.transfers import hops
+from hecate.runtime.placement.topology import Topology
 
 Floats = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Topology
+from hecate.runtime.placement.topology import Topology
 
 
 def deal(

@@ -8,9 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from hecate.runtime.placement.placement import Bools, Ints, Placement, Topology, changes
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Bools, Placement, changes
 from hecate.runtime.placement.planner.balance import balance
 from hecate.runtime.placement.planner.fastest import quota_matrix
+from hecate.runtime.placement.topology import Topology
 
 Dispatch = Literal["nearest", "balanced"]
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints, Placement, Topology
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only, shed_excess
 from hecate.runtime.placement.planner.cost import CostModel, StepTime
 from hecate.runtime.placement.planner.dealing import deal
+from hecate.runtime.placement.topology import Topology
 
 # Packing, adding up and a few microseconds of everything are not in the model; replicas must gain more than that.
 _WORTH = 0.95

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.owners import Ints
 
 
 def predict(history: Sequence[NDArray[np.integer]], window: int) -> Ints:

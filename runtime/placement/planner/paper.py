@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Budget, Placement, Topology
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner.dealing import deal
+from hecate.runtime.placement.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a step can afford.
+
+    Attributes:
+        overlap: t, how many experts' bytes the compute before the layer can hide.
+        slots: m, how many replicas fit into a rank's memory beside its own experts.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    overlap: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        if self.overlap < 0 or self.slots < 0:
+            raise ValueError(f"Budget: overlap and slots must not be negative, got {self}")
 
 
 def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, budget: Budget) -> Placement:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Topology
+from hecate.runtime.placement.topology import Topology
 
 
 def shard_owners(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hecate.runtime.placement.placement import Ints, Placement, Topology, changes
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement, changes
+from hecate.runtime.placement.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 
 import hecate
 from hecate.passes import PASSES
-from hecate.reports.explanation import LayerStats, Stats
+from hecate.reports.stats import LayerStats, Stats
 from tests.support.models import batch, build
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hecate
+from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement
-from hecate.runtime.placement.policy import Hecate, Static
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.policy import Static
 from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
 from hecate.simulator.capture import CaptureError
 from hecate.simulator.memory import count_memory
@@ -177,14 +178,14 @@ def test_memory_counts_states_and_replicas(made: Capture) -> None:
     plain = count_memory(made, step, optimizer_bytes=8)
     dense = sum(count * (2 * size + 8) for count, size in made.dense)
     mine = layer.num_experts // 4
-    assert plain.states == dense + len(made.layers) * mine * layer.expert_bytes * 4
-    assert plain.slots == (len(made.layers) + 1) * mine * layer.expert_bytes
+    assert plain.states == dense + len(made.layers) * mine * layer.sizes.expert_bytes * 4
+    assert plain.slots == (len(made.layers) + 1) * mine * layer.sizes.expert_bytes
     placement = Placement.with_replicas(owned(made).owners, [{3}, *[set() for _ in range(layer.num_experts - 1)]])
     more = count_memory(made, [layer_step(made, placement) for _ in made.layers], optimizer_bytes=8)
     # Rank 3 holds its own experts and the replica in slots of every layer, and gradients of one layer's slots.
-    assert more.slots == (len(made.layers) + 1) * (mine + 1) * layer.expert_bytes
+    assert more.slots == (len(made.layers) + 1) * (mine + 1) * layer.sizes.expert_bytes
     few = count_memory(made, [layer_step(made, placement)] * len(made.layers), optimizer_bytes=8, rematerialize=True)
-    assert few.slots == 3 * (mine + 1) * layer.expert_bytes
+    assert few.slots == 3 * (mine + 1) * layer.sizes.expert_bytes
 
 
 def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:

@@ -11,7 +11,7 @@ from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
-from tests.support.graphs import GraphUnderTest, apply, targets
+from tests.support.graphs import GraphUnderTest, apply, number_of, targets
 
 CONTEXT = PassContext(world_size=1)
 
@@ -25,7 +25,7 @@ class Reads:
 
     def shard(self, name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False) -> Node:
         node = self.g.input(torch.nn.Parameter(torch.randn(3, dtype=dtype), requires_grad=not frozen))
-        self.ids[node] = add_dense_shard(name, torch.Size((3,)), GradientSync(SINGLE)).id
+        self.ids[node] = number_of(add_dense_shard(name, torch.Size((3,)), GradientSync(SINGLE)))
         return node
 
     def read(self, shard: Node, dtype: torch.dtype | None = None) -> Node:

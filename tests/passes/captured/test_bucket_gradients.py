@@ -9,14 +9,14 @@ from torch.fx import Node
 
 from hecate.passes.captured.bucket_gradients import bucket_gradients
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate
-from tests.support.graphs import GraphUnderTest, apply, targets
+from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate
+from tests.support.graphs import GraphUnderTest, apply, number_of, targets
 
 MODULE = torch.nn.Linear(3, 1, bias=False)
 
 
 def read(g: GraphUnderTest, placeholder: Node) -> Node:
-    return g.call(replicate, placeholder, add_replica(MODULE, "weight", GradientSync(SINGLE)))
+    return g.call(replicate, placeholder, number_of(add_replicated(MODULE, "weight", GradientSync(SINGLE))))
 
 
 def test_reads_share_a_bucket_and_tied_reads_one_place() -> None:

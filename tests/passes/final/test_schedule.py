@@ -25,6 +25,7 @@ from hecate.runtime.ops.registration import COLLECTIVES, STARTS
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.layer import add_layer
+from tests.support.graphs import number_of
 
 E, H, R = 4, 8, 6
 # A link so slow that everything fits behind a transfer.
@@ -38,7 +39,9 @@ def traced(layers: int = 2) -> tuple[GraphModule, list[Any]]:
     Collectives stand where Dynamo would leave them: everything right where it is used. Beside the rows it returns
     what would be the gradients of the experts.
     """
-    ids = [add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE).id for n in range(layers)]
+    ids = [
+        number_of(add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE)) for n in range(layers)
+    ]
     ops = torch.ops.hecate
 
     def function(
@@ -179,7 +182,7 @@ def test_switched_off_everything_stays() -> None:
 
 def test_random_numbers_keep_their_order() -> None:
     """A dropout beside the experts does not move before the wait of an exchange, however slow the link is."""
-    layer = add_layer(name="random", owners=Owners.contiguous(E, 1), world=SINGLE).id
+    layer = number_of(add_layer(name="random", owners=Owners.contiguous(E, 1), world=SINGLE))
 
     def function(x: torch.Tensor, w: torch.Tensor, ticket: list[torch.Tensor]) -> torch.Tensor:
         rows = torch.ops.hecate.exchange(x, *ticket, layer)
@@ -234,7 +237,7 @@ def test_costs_are_expressions_in_the_symbols_of_the_graph() -> None:
 
 def test_data_dependent_sizes_are_guessed() -> None:
     """Slots: owned experts and replicas. Rows that arrive: as many as leave."""
-    layer = add_layer(name="guessed", owners=Owners.contiguous(E, 1), world=SINGLE).id
+    layer = number_of(add_layer(name="guessed", owners=Owners.contiguous(E, 1), world=SINGLE))
     ops = torch.ops.hecate
 
     def function(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

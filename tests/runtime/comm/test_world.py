@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hecate.runtime.comm.world import SINGLE, World, find_topology
-from hecate.runtime.placement.planner import Topology
+from hecate.runtime.placement.topology import Topology
 from tests.support.threads import on_threads
 
 

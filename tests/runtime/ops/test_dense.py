@@ -7,7 +7,7 @@ import torch
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import SINGLE, World
-from hecate.runtime.ops.dense import DenseShard, add_dense_shard, get_dense_shard, take_reduced
+from hecate.runtime.ops.dense import DenseShard, add_dense_shard, get_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from tests.support.threads import on_threads
 
@@ -64,7 +64,7 @@ def test_backward_leaves_each_rank_the_mean_of_its_rows() -> None:
         for shard, record, weight in zip(shards, records, _full(), strict=True):
             torch.testing.assert_close(shard.grad, record.slice(weight * 2))
             assert not shard.grad[record.counts[world.rank] :].any()
-            assert take_reduced(record) and not take_reduced(record)
+            assert record.take_averaged() and not record.take_averaged()
 
     on_threads(check)
 

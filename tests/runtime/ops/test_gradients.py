@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hecate.runtime.comm.world import SINGLE, World
-from hecate.runtime.ops.gradients import GradientSync, add_replica, replicate, replicate_bucket, take_averaged
+from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate, replicate_bucket
 from tests.support.threads import on_threads
 
 
@@ -25,12 +25,12 @@ def _gradient(rank: int, size: int) -> torch.Tensor:
 def test_bucket_averages_over_ranks() -> None:
     def check(world: World) -> None:
         sync, model = GradientSync(world), Two()
-        ids = [add_replica(model, key, sync) for key in ("a", "b")]
-        a, b = replicate_bucket([model.a, model.b], ids)
+        records = [add_replicated(model, key, sync) for key in ("a", "b")]
+        a, b = replicate_bucket([model.a, model.b], [record.id for record in records])
         (a * _gradient(world.rank, 3)).sum().add((b.flatten() * _gradient(world.rank, 4)).sum()).backward()
         assert torch.equal(model.a.grad, _gradient(1, 3))
         assert torch.equal(model.b.grad, _gradient(1, 4).view(2, 2))
-        assert take_averaged(ids[0]) and not take_averaged(ids[0])
+        assert records[0].take_averaged() and not records[0].take_averaged()
 
     on_threads(check)
 
@@ -41,12 +41,12 @@ def test_accumulation_averages_what_was_left_local(set_to_none: bool) -> None:
 
     def check(world: World) -> None:
         sync, model = GradientSync(world), Two()
-        id = add_replica(model, "a", sync)
+        record = add_replicated(model, "a", sync)
         for _ in range(2):
             model.zero_grad(set_to_none)
             for micro, enabled in enumerate((False, False, True)):
                 sync.enabled, sync.owed = enabled, True
-                (replicate(model.a, id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
+                (replicate(model.a, record.id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
                 if not enabled:
                     local = _gradient(world.rank, 3) * sum(range(1, micro + 2))
                     assert torch.equal(model.a.grad, local)
@@ -58,11 +58,11 @@ def test_accumulation_averages_what_was_left_local(set_to_none: bool) -> None:
 def test_accumulation_follows_a_replaced_parameter() -> None:
     def check(world: World) -> None:
         sync, model = GradientSync(world), Two()
-        id = add_replica(model, "a", sync)
+        record = add_replicated(model, "a", sync)
         model.load_state_dict({"a": torch.ones(3), "b": torch.ones(2, 2)}, assign=True)
         for enabled in (False, True):
             sync.enabled, sync.owed = enabled, True
-            (replicate(model.a, id) * _gradient(world.rank, 3)).sum().backward()
+            (replicate(model.a, record.id) * _gradient(world.rank, 3)).sum().backward()
         assert torch.equal(model.a.grad, _gradient(1, 3) * 2)
 
     on_threads(check)
@@ -70,13 +70,13 @@ def test_accumulation_follows_a_replaced_parameter() -> None:
 
 def test_reduce_dtype_keeps_the_gradient_dtype() -> None:
     model = Two()
-    id = add_replica(model, "a", GradientSync(SINGLE, dtype=torch.bfloat16))
-    (replicate(model.a, id) * torch.tensor([1.0, 2.0, 1.001])).sum().backward()
+    record = add_replicated(model, "a", GradientSync(SINGLE, dtype=torch.bfloat16))
+    (replicate(model.a, record.id) * torch.tensor([1.0, 2.0, 1.001])).sum().backward()
     assert model.a.grad.dtype == torch.float32
     assert model.a.grad.tolist() == [1.0, 2.0, 1.0]
 
 
 def test_average_gradients_opcheck() -> None:
     model = Two()
-    id = add_replica(model, "a", GradientSync(SINGLE))
-    torch.library.opcheck(torch.ops.hecate.average_gradients.default, ([torch.randn(3)], [id]))
+    record = add_replicated(model, "a", GradientSync(SINGLE))
+    torch.library.opcheck(torch.ops.hecate.average_gradients.default, ([torch.randn(3)], [record.id]))

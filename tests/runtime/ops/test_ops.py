@@ -12,8 +12,10 @@ from hecate.runtime.ops import reference
 from hecate.runtime.ops.registration import COLLECTIVES
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement, Topology, assign_tokens
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.policy import LayerView, Policy
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from tests.support.threads import on_threads
@@ -74,10 +76,10 @@ class Fixed(Policy):
 
 
 def replicating_layer(
-    world: World, placement: Placement, topology: Topology, later: Placement | None = None
+    world: World, placement: Placement, topology: Topology, later: Placement | None = None, name: str = "test"
 ) -> Layer:
     placer = Placer(Fixed(placement, later), topology, world)
-    return add_layer(name="test", owners=placement.owners, world=world, placer=placer)
+    return add_layer(name=name, owners=placement.owners, world=world, placer=placer)
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -217,7 +219,7 @@ def test_sums_do_not_depend_on_when_they_are_made() -> None:
 def test_owners_that_changed_before_the_backward_are_named() -> None:
     layer = add_layer(name="blocks.3.experts", owners=Owners((0, 0), 1), world=SINGLE)
     stale = torch.tensor([[2], [2]], dtype=torch.int8)
-    layer.owners = Owners((0, 0, 0), 1)
+    layer.placer.change_owners(Owners((0, 0, 0), 1))
     with pytest.raises(RuntimeError, match=r"blocks\.3\.experts changed owners"):
         torch.ops.hecate.sparse_reduce_scatter([torch.zeros(2, 3)], stale, 2, layer.id)
 
@@ -229,8 +231,8 @@ def test_ranks_that_plan_differently_are_told_layer_and_step() -> None:
     def check(world: World) -> None:
         # Rank 1 has another idea about expert 2.
         idea = [set(), set(), {0} if world.rank == 1 else set(), set(), set()]
-        layer = replicating_layer(world, Placement.with_replicas(owners, idea), TOPOLOGIES["one node"])
-        layer.name = "blocks.3.experts"
+        placement = Placement.with_replicas(owners, idea)
+        layer = replicating_layer(world, placement, TOPOLOGIES["one node"], name="blocks.3.experts")
         placed, _ = torch.ops.hecate.place(torch.zeros(1), layer.id)
         with pytest.raises(DisagreementError) as error:
             torch.ops.hecate.gather_counts(torch.zeros(5, dtype=torch.int32), placed, layer.id)

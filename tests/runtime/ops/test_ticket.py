@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hecate.runtime.comm.collectives import slices_of
 from hecate.runtime.ops import reference
 from hecate.runtime.ops.ticket import Ticket, join_segments, make_ticket, slots_of
-from hecate.runtime.placement.owners import Owners, slices_of
-from hecate.runtime.placement.planner import Placement, assign_tokens
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import assign_tokens
 from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
 
 

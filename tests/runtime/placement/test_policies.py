@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hecate.runtime.placement.hecate_policy import Hecate, Objective, overlap_degree
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement, Rates, Topology, split_fastest
-from hecate.runtime.placement.policy import Hecate, LayerView, Objective, Static, overlap_degree
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Rates, split_fastest
+from hecate.runtime.placement.policy import LayerView, Static
+from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
 LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=1e-3)

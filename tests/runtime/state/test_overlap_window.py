@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import hecate
-from hecate.api import _state_of
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.registration import STARTS
-from hecate.runtime.placement.planner import Rates, Topology
+from hecate.runtime.placement.planner import Rates
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.overlap_window import EXCHANGES, measure_hidden, predict_hidden
 from tests.support.models import batch, build
 from tests.support.ranks import run_ranks
@@ -123,7 +124,7 @@ def train(policy: str, given: bool) -> list[float]:
             loss = model(input_ids=ids, labels=ids).loss
         if step != 2:
             loss.backward()
-        hidden.append(_state_of(model, "the test").placer.rates.hidden)
+        hidden.append(compiled_model_of(model, "the test").placer.rates.hidden)
     return hidden
 
 

@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints
-from hecate.runtime.placement.planner import CostModel, Placement, Rates, Sizes, Topology
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import CostModel, Rates, Sizes
+from hecate.runtime.placement.topology import Topology
 
 FAST = settings(max_examples=150, deadline=None)
 SIZES = Sizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e6)

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Ints
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import (
     Budget,
     Dispatch,
-    Placement,
     Rates,
-    Topology,
     assign_tokens,
     balance,
     balance_in_nodes,
@@ -27,6 +25,7 @@ from hecate.runtime.placement.planner import (
     shed_excess,
     split_fastest,
 )
+from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, Case, cases, costs_of, placements, rates
 
 drawn_cases = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import (
     Budget,
     CostModel,
-    Placement,
     Rates,
     Sizes,
-    Topology,
     balance,
     local_split,
     materialize,
@@ -27,6 +26,7 @@ from hecate.runtime.placement.planner import (
     split_fastest,
     transfers,
 )
+from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 
 budgets = st.builds(Budget, overlap=st.integers(0, 14), slots=st.integers(0, 5))

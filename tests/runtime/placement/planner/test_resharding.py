@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Placement, Topology, rows_per_rank, shard_owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import rows_per_rank, shard_owners
+from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, Case, cases
 
 

@@ -1,0 +1,88 @@
+"""What ``hecate.compile`` refuses, warns about and compares, before anything changes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.compiled_model import is_compiled
+from hecate.config import Config
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.runtime.comm.world import World
+
+
+def check_usable(model: nn.Module, config: Config) -> None:
+    """Everything about the model alone that compile cannot work with; nothing has changed yet."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hecate.compile: expected an nn.Module, got {type(model).__name__}")
+    if is_compiled(model):
+        raise RuntimeError("hecate.compile: this model is compiled already; use it as it is")
+    inner = [name for name, module in model.named_modules() if is_compiled(module)]
+    if inner:
+        raise RuntimeError(f"hecate.compile: {inner[0]} inside this model is compiled already")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
+        raise RuntimeError("hecate.compile: the model went through torch.compile before; pass the plain model")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RuntimeError(
+            f"hecate.compile: the model is wrapped in {type(model).__name__}; pass the model inside, "
+            "Hecate averages gradients itself"
+        )
+    names = [function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)]
+    unknown = [name for name in config.disable_passes if name not in names]
+    if unknown:
+        raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
+
+
+def check_no_optimizer(model: nn.Module) -> None:
+    """An optimizer built before would go on updating parameters that the model no longer has."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    for thing in gc.get_objects():
+        # By type: isinstance would ask every proxy object in the process about its class.
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        held = [own[id(p)] for group in getattr(thing, "param_groups", ()) for p in group["params"] if id(p) in own]
+        if held:
+            raise RuntimeError(
+                f"hecate.compile: {type(thing).__name__} already holds parameters of this model "
+                f"({held[0]} and {len(held) - 1} more), which compile replaces. Build the optimizer after "
+                "hecate.compile; if it is left over from before, delete it."
+            )
+
+
+def describe_model(model: nn.Module, config: Config) -> list[str]:
+    """Model and options as lines that must be equal on all ranks."""
+    lines = [f"model {type(model).__name__}"]
+    lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if name != "dump"]
+    lines += [
+        f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    ]
+    lines += [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    return lines
+
+
+def warn_float16(model: nn.Module, world: World) -> None:
+    """Once, on rank 0."""
+    if world.rank == 0 and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
+        warnings.warn(
+            "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero and "
+            "torch.amp.GradScaler cannot help: it decides on each rank alone whether to skip a step, and ranks "
+            "hold different experts. Use bfloat16, or float32 with Config(mixed_precision=...).",
+            stacklevel=3,
+        )
+
+
+def refuse_ddp(model: nn.Module, world: World) -> None:
+    """DDP around a compiled model would copy rank 0's experts over everybody else's.
+
+    With every parameter on its ignore list it refuses by itself, whoever wraps the model.
+    """
+    if world.size > 1:
+        root: Any = model
+        root._ddp_params_and_buffers_to_ignore = [
+            name for name, _ in (*model.named_parameters(), *model.named_buffers())
+        ]

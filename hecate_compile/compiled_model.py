@@ -1,0 +1,71 @@
+"""What is remembered about a compiled model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hecate.config import Config
+from hecate.graph.backend import Backend
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.placer import Placer
+from hecate.training.forward import CompiledForward
+from hecate.training.move_owners import OwnerMover
+from hecate.wrap.find_experts import ExpertsModule, PassedOver
+
+_KEY = "_hecate_compiled"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledModel:
+    """The parts of one compiled model. The model holds it, so all of it goes when the model goes.
+
+    Attributes:
+        experts: the modules that were sharded.
+        passed_over: modules that look similar and were not.
+        layers: the runtime record of each of ``experts``.
+        replicated: records of the parameters that every rank has whole.
+    """
+
+    config: Config
+    world: World
+    experts: tuple[ExpertsModule, ...]
+    passed_over: tuple[PassedOver, ...]
+    layers: tuple[Layer, ...]
+    replicated: tuple[ReplicatedParameter, ...]
+    sync: GradientSync
+    backend: Backend
+    placer: Placer
+    owner_mover: OwnerMover
+    forward: CompiledForward
+
+    def attach(self, model: nn.Module) -> None:
+        """Let ``model`` hold this."""
+        # Not by setattr, which a model's own class may have replaced.
+        model.__dict__[_KEY] = self
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` went through ``hecate.compile``."""
+    return _KEY in module.__dict__
+
+
+def compiled_model_of(model: nn.Module, function: str) -> CompiledModel:
+    """The record of a compiled model.
+
+    Args:
+        function: who asks, for the message.
+
+    Raises:
+        ValueError: the model was not compiled.
+    """
+    found = model.__dict__.get(_KEY) if isinstance(model, nn.Module) else None
+    if not isinstance(found, CompiledModel):
+        raise ValueError(
+            f"hecate.{function}: this {type(model).__name__} was not compiled with hecate.compile. "
+            "Pass the object that hecate.compile returned, not a wrapper or a submodule of it."
+        )
+    return found

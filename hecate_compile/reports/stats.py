@@ -1,0 +1,93 @@
+"""What the last step carried: :func:`hecate.stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from hecate.reports.text import as_text
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
+from hecate.runtime.state.layer import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """One MoE layer in the last forward and its backward.
+
+    Attributes:
+        name: qualified name of the experts module.
+        rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
+        expert_rows: rows of each expert over all ranks, length E.
+        bytes_sent: bytes of rows that each rank sent to others, forward and backward, length W.
+        replicas: copies of experts on ranks that do not own them, over all ranks.
+        expert_bytes_sent: bytes of experts and their gradients that each rank sent to others, length W.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    expert_rows: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+    replicas: int
+    expert_bytes_sent: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest rank over the mean; 1.0 is balanced, and so is a step without rows."""
+        total = sum(self.rows)
+        return max(self.rows) * len(self.rows) / total if total else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What :func:`hecate.stats` returns; ``print`` it.
+
+    Attributes:
+        layers: one entry for each MoE layer that exchanges rows, in model order.
+    """
+
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Mean over layers of max/mean rows per rank; NaN if no layer exchanged rows."""
+        return sum(layer.imbalance for layer in self.layers) / len(self.layers) if self.layers else float("nan")
+
+    def __str__(self) -> str:
+        table = Table("layer", "rows per rank", "max/mean", "hottest expert", "replicas", "MB sent per rank")
+        for layer in self.layers:
+            hottest = max(range(len(layer.expert_rows)), key=layer.expert_rows.__getitem__)
+            sent = [rows + experts for rows, experts in zip(layer.bytes_sent, layer.expert_bytes_sent, strict=True)]
+            table.add_row(
+                layer.name, " ".join(map(str, layer.rows)), f"{layer.imbalance:.2f}",
+                f"{hottest} ({layer.expert_rows[hottest]})", str(layer.replicas),
+                " ".join(f"{size / 1e6:.2f}" for size in sent),
+            )  # fmt: skip
+        return as_text(table)
+
+
+def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
+    """Gather the last step's counts. A collective: all ranks call it together."""
+    seen = [layer for layer in layers if layer.counts is not None]
+    mine = [[layer.rows, layer.bytes_sent, layer.expert_bytes_sent] for layer in seen]
+    numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 3)
+    everyone = collectives.all_gather_even(numbers, world).cpu()
+    found = []
+    for index, layer in enumerate(seen):
+        assert layer.counts is not None
+        per_expert = layer.counts.cpu().sum(0)
+        rows, sent, experts_sent = everyone[:, index].t().tolist()
+        found.append(
+            LayerStats(
+                name=layer.name,
+                rows=tuple(rows) if world.size > 1 else (int(per_expert.sum()),),
+                expert_rows=tuple(per_expert.tolist()),
+                bytes_sent=tuple(sent),
+                replicas=layer.replicas,
+                expert_bytes_sent=tuple(experts_sent),
+            )
+        )
+    return Stats(layers=tuple(found))

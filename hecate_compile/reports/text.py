@@ -1,0 +1,16 @@
+"""Tables as plain text."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+
+def as_text(*tables: Table | str) -> str:
+    """What a terminal of 120 columns would show."""
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for table in tables:
+        console.print(table)
+    return console.export_text()

@@ -1,0 +1,134 @@
+"""The forward of a compiled model: what happens around the compiled code, step by step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.state.overlap_window import HiddenTime
+from hecate.runtime.state.step_mode import CurrentStep, StepMode
+from hecate.training.move_owners import OwnerMover
+from hecate.wrap.find_experts import ExpertsModule
+
+
+class CompiledForward:
+    """What ``model(...)`` calls.
+
+    Args:
+        compiled: the forward as torch.compile made it.
+        experts: modules whose shards Dynamo must see without gradients.
+        step: tells everything else of the model what runs now.
+        queue: where the model's collectives run.
+        owner_mover: may move experts before a training forward.
+        hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
+        precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
+
+    Attributes:
+        after: called at the end of every forward; see :func:`hecate.record`.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        *,
+        experts: Sequence[ExpertsModule],
+        step: CurrentStep,
+        queue: CollectiveQueue,
+        owner_mover: OwnerMover,
+        hidden_time: HiddenTime | None,
+        precision: Any,
+    ) -> None:
+        self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
+        self._owner_mover, self._hidden_time, self._precision = owner_mover, hidden_time, precision
+        self._dynamo = _dynamo_options()
+        self._compiled_modes: set[bool] = set()
+        self.after: Callable[[], None] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Step 1: what this forward is for.
+        training = torch.is_grad_enabled()
+        mode = StepMode(training=training, first=training not in self._compiled_modes)
+        # Step 2: between two steps, experts may change owners and rates may become known.
+        self._owner_mover.before_forward(mode)
+        if self._hidden_time is not None:
+            self._hidden_time.before_forward(mode)
+        # Step 3: inputs as mixed precision wants them.
+        args, kwargs = self._cast_inputs(args, kwargs)
+        # Step 4: the model itself.
+        with self._running(mode):
+            out = self._compiled(*args, **kwargs)
+        self._compiled_modes.add(training)
+        # Step 5: whoever watches, and the output's dtype.
+        if self.after is not None:
+            self.after()
+        return self._cast_output(out)
+
+    @contextmanager
+    def _running(self, mode: StepMode) -> Iterator[None]:
+        self._queue.begin_step()
+        self._step.mode = mode
+        try:
+            with torch._dynamo.config.patch(self._dynamo), _without_gradients(self._experts):
+                yield
+        finally:
+            self._step.mode = None
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        precision = self._precision
+        if precision is None or precision.param_dtype is None or not precision.cast_forward_inputs:
+            return args, kwargs
+        return _cast(args, precision.param_dtype), _cast(kwargs, precision.param_dtype)
+
+    def _cast_output(self, out: Any) -> Any:
+        precision = self._precision
+        return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
+
+
+def _dynamo_options() -> dict[str, Any]:
+    """What Dynamo must do differently while it traces the model."""
+    methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
+    return {
+        # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
+        "force_parameter_static_shapes": False,
+        # Routing makes sizes that depend on data; without these every one of them is a graph break.
+        "capture_dynamic_output_shape_ops": True,
+        "capture_scalar_outputs": True,
+        # So is a line in a log (the last two are what transformers adds); traced code does not log.
+        "ignore_logger_methods": {
+            *torch._dynamo.config.ignore_logger_methods,
+            *(getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)),
+        },
+    }
+
+
+@contextmanager
+def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
+    """Hide the gradients of shards while Dynamo may trace.
+
+    It makes a fake of ``.grad`` too, with a data-dependent length of its own, and then cannot tell that this
+    equals the parameter's.
+    """
+    # Looked up anew: load_state_dict(assign=True) makes new parameters.
+    shards = [p for e in experts for key in e.parameters if (p := e.module._parameters[key]) is not None]
+    gradients = [shard.grad for shard in shards]
+    for shard in shards:
+        shard.grad = None
+    try:
+        yield
+    finally:
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.grad = gradient
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def one(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return tree_map(one, tree)

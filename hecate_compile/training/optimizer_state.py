@@ -1,0 +1,136 @@
+"""Optimizer state that follows its experts, whoever built the optimizer.
+
+Each parameter group notes whose experts its state belongs to. Right before an optimizer's next step its state moves
+to where its experts went, so state that was saved under other owners finds its way too.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.state.layer import Layer
+from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
+from hecate.wrap.shard import shard_of
+
+# The key in a parameter group under which the owners stand as JSON: text survives every kind of checkpoint.
+_OWNERS = "hecate_owners"
+
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """From now on every optimizer's step counts, and takes its state along. The first call does it."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def state_that_cannot_move(layers: Collection[int]) -> list[str]:
+    """State of living optimizers, of experts in ``layers``, that does not have one line per expert."""
+    # Garbage lives on until it is collected, which is at another time on every rank.
+    gc.collect()
+    return [
+        f"{type(optimizer).__name__}'s {key!r}"
+        for optimizer in list(_stepped)
+        for group in optimizer.param_groups
+        for parameter, shard in _expert_shards_in(group)
+        if shard.layer.id in layers
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if not _can_move(value, parameter, _noted_owners(group, shard.layer))
+    ]
+
+
+def _expert_shards_in(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, ExpertShard]]:
+    for parameter in group["params"]:
+        shard = shard_of(parameter)
+        if is_expert_shard(shard) and shard.world.group is not None:
+            yield parameter, shard
+
+
+def _layers_in(group: dict[str, Any]) -> list[Layer]:
+    return list({shard.layer.id: shard.layer for _, shard in _expert_shards_in(group)}.values())
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """State moves to where its experts went since the last step, or since it was saved."""
+    # An optimizer step that is compiled itself counts no steps, so its experts stay where they are.
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if _OWNERS in group:
+            _follow(optimizer, group)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        layers = _layers_in(group)
+        for layer in layers:
+            layer.placer.model.optimizer_stepped = True
+        if any(layer.placer.model.policy.reshard_every for layer in layers):
+            _stepped.add(optimizer)
+            if _OWNERS not in group:
+                group[_OWNERS] = _as_text(layers)
+
+
+def _as_text(layers: Iterable[Layer]) -> str:
+    return json.dumps({layer.name: layer.owners.ranks for layer in layers})
+
+
+def _follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """A collective if owners changed; the note in the group is the same on all ranks."""
+    text = _as_text(_layers_in(group))
+    if text == group[_OWNERS]:
+        return
+    with torch.no_grad():
+        for parameter, shard in _expert_shards_in(group):
+            old = _noted_owners(group, shard.layer)
+            if old != shard.layer.owners:
+                _move(optimizer, parameter, shard, old)
+    group[_OWNERS] = text
+
+
+def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
+    """Bring one parameter's state from its old owners to those of now."""
+    state, layer = optimizer.state.get(parameter, {}), shard.layer
+    for key, value in sorted(state.items()):
+        if not _can_move(value, parameter, old):
+            raise ValueError(
+                f"hecate: {type(optimizer).__name__}'s {key!r} of {shard.name} was made or saved under other "
+                "owners of the experts, and cannot follow them: it has no line for each expert"
+            )
+        if isinstance(value, torch.Tensor) and value.ndim:
+            state[key] = collectives.move_shards(value, old, layer.owners, layer.world)
+
+
+def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
+    """Whose experts the group's state belongs to."""
+    noted: dict[str, Sequence[int]] = json.loads(group[_OWNERS]) if _OWNERS in group else {}
+    owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
+    if owners.num_experts != layer.num_experts:
+        raise ValueError(
+            f"hecate: optimizer state of {layer.name} was saved for {owners.num_experts} experts, "
+            f"the model has {layer.num_experts}"
+        )
+    return owners
+
+
+def _can_move(value: Any, parameter: nn.Parameter, owners: Owners) -> bool:
+    """A number, or a tensor with a line for each expert that this rank had under ``owners``."""
+    if isinstance(value, torch.Tensor):
+        shard = shard_of(parameter)
+        mine = owners.counts[shard.world.rank] if shard is not None else len(parameter)
+        return value.ndim == 0 or (value.ndim == parameter.ndim and len(value) == mine)
+    return value is None or isinstance(value, (int, float, str))

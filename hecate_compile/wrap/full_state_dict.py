@@ -1,0 +1,83 @@
+"""One logical tensor in ``state_dict``: shards are gathered into it and sliced out of it, whatever they are of."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
+
+Site = tuple[nn.Module, str]
+
+
+def keep_state_dicts_full(model: nn.Module, sites: ParameterSites) -> None:
+    """Make ``model.state_dict()`` show full tensors under the old names, and ``load_state_dict`` take them back.
+
+    Both are collectives then. Tied parameters are one tensor in a state dict too.
+    """
+    gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+    for module in model.modules():
+        firsts = {
+            key: sites.of(parameter)[0]
+            for key, parameter in module._parameters.items()
+            if parameter is not None and shard_of(parameter) is not None
+        }
+        if firsts:
+            _keep_full(module, firsts, gathered)
+
+
+def _keep_full(
+    module: nn.Module, firsts: dict[str, Site], gathered: weakref.WeakValueDictionary[int, torch.Tensor]
+) -> None:
+    """``firsts`` has the module's sharded keys, and the first site of the parameter: another one if it is tied."""
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key, first in firsts.items():
+            parameter = state.get(prefix + key)
+            if parameter is None:
+                continue
+            shard = _shard_at(module, prefix, key)
+            full = gathered.get(id(shard))
+            if first == (module, key) or full is None or not any(value is full for value in state.values()):
+                full = gathered[id(shard)] = shard.gather(parameter.detach())
+            state[prefix + key] = full
+
+    def slice(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        for key, (first, first_key) in firsts.items():
+            current, full = module._parameters[key], state.get(prefix + key)
+            if full is None or current is None:
+                continue
+            shard = _shard_at(module, prefix, key)
+            if tuple(full.shape) != tuple(shard.full_shape):
+                errors.append(
+                    f"{prefix + key}: the checkpoint has {list(full.shape)}, the model {list(shard.full_shape)}. "
+                    f"hecate models load full tensors; every rank slices its {shard.part} itself."
+                )
+                del state[prefix + key]
+                continue
+            loaded = first._parameters[first_key]
+            if metadata.get("assign_to_params_buffers") and loaded is not current:
+                # The first site of a tied parameter has its new shard already. A second one would train apart.
+                state[prefix + key] = loaded
+            else:
+                local = shard.slice(full.detach())
+                state[prefix + key] = as_parameter(local, shard, requires_grad=current.requires_grad)
+
+    module.register_state_dict_post_hook(gather)
+    module.register_load_state_dict_pre_hook(slice)
+
+
+def _shard_at(module: nn.Module, prefix: str, key: str) -> Shard:
+    shard = shard_of(module._parameters[key])
+    if shard is None:
+        raise RuntimeError(
+            f"hecate: {prefix + key} is no longer the shard that hecate.compile made; something replaced the "
+            "parameter. Load weights with load_state_dict."
+        )
+    return shard

@@ -1,0 +1,88 @@
+"""Give a model on the meta device storage, one module at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.runtime.comm.world import World
+from hecate.wrap.shard import ParameterSites
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer still has no storage."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def make_module_real(
+    model: nn.Module, name: str, world: World, sites: ParameterSites, skip: Sequence[str]
+) -> list[str]:
+    """Replace a module's own meta tensors, and initialize them on rank 0 as the model itself would.
+
+    With the nearest enclosing ``_init_weights``, or the module's ``reset_parameters``. Other ranks get their
+    values from rank 0.
+
+    Args:
+        skip: parameters that stay on the meta device here, because this rank keeps only a part of them.
+
+    Returns:
+        The names of what nothing wrote.
+    """
+    module = model.get_submodule(name)
+    fresh = _allocate(module, world.device, sites, skip)
+    if not fresh or world.rank != 0:
+        return []
+    versions = {key: tensor._version for key, tensor in fresh.items()}
+    _initialize(model, name, module)
+    return [f"{name}.{key}".lstrip(".") for key, tensor in fresh.items() if tensor._version == versions[key]]
+
+
+def _allocate(
+    module: nn.Module, device: torch.device, sites: ParameterSites, skip: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Replace the module's own meta tensors by NaN-filled ones, and return these; tied parameters stay tied."""
+    fresh: dict[str, torch.Tensor] = {}
+    for key, parameter in list(module._parameters.items()):
+        if parameter is None or not parameter.is_meta or key in skip or module._parameters[key] is not parameter:
+            continue
+        fresh[key] = real = nn.Parameter(_unwritten(parameter, device), requires_grad=parameter.requires_grad)
+        sites.replace(parameter, real)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = fresh[key] = _unwritten(buffer, device)
+    return fresh
+
+
+def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    real = torch.empty_like(like, device=device, requires_grad=False)
+    return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()
+
+
+def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Run the nearest enclosing ``_init_weights(module)``, or ``module.reset_parameters()``."""
+    with torch.no_grad():
+        path = name.split(".") if name else []
+        for depth in range(len(path), -1, -1):
+            outer: Any = model.get_submodule(".".join(path[:depth]))
+            if hasattr(outer, "_init_weights"):
+                outer._init_weights(module)
+                break
+        else:
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+
+def warn_uninitialized(names: Sequence[str]) -> None:
+    """Say what came from the meta device and has no values yet."""
+    if names:
+        warnings.warn(
+            f"hecate.compile: nothing initialized {', '.join(names[:8])}, which came from the meta device: "
+            "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
+            "with load_state_dict, or, for buffers that are not in it, by computing them again.",
+            stacklevel=5,
+        )

@@ -1,0 +1,92 @@
+"""What every shard of a parameter answers, be it of experts or of dense rows.
+
+A shard is a plain ``nn.Parameter`` under the parameter's old name, with a record attached. Why a plain parameter: see
+docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hecate.runtime.comm.world import World
+
+_SHARD = "_hecate_shard"
+
+
+class Shard(Protocol):
+    """What a shard parameter is a shard of.
+
+    Attributes:
+        name: qualified parameter name in the model; of a tied parameter, the first.
+        full_shape: shape of the whole parameter.
+        world: the ranks that share it.
+        part: what this rank has of it, for messages: "experts" or "rows".
+        length_varies: ranks keep parts of different lengths, which may change while the model trains.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def full_shape(self) -> torch.Size: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def length_varies(self) -> bool: ...
+
+    def slice(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``full``, with storage of its own."""
+        ...
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole from every rank's part. A collective."""
+        ...
+
+
+def shard_of(parameter: torch.Tensor | None) -> Shard | None:
+    """The record of a shard parameter; None for every other tensor."""
+    return getattr(parameter, _SHARD, None)
+
+
+def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
+    """``local`` as a parameter that knows what it is a shard of."""
+    parameter = nn.Parameter(local, requires_grad=requires_grad)
+    setattr(parameter, _SHARD, shard)
+    if shard.length_varies and shard.world.size > 1:
+        # A size that the graph must not know.
+        torch._dynamo.decorators.mark_unbacked(parameter, 0)
+    return parameter
+
+
+class ParameterSites:
+    """Where the parameters of a model hang: ``(module, key)``, several for a tied one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # By id, so that a parameter's memory is free as soon as it is replaced.
+        self._of: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._of.setdefault(id(parameter), []).append((module, key))
+
+    def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+        """All sites of a parameter, the first one first."""
+        return self._of[id(parameter)]
+
+    def replace_at(self, module: nn.Module, key: str, new: nn.Parameter) -> None:
+        """Hang ``new`` at one site alone; what else hangs there stays with the old one."""
+        old = module._parameters[key]
+        assert old is not None
+        self._of[id(old)].remove((module, key))
+        self._of[id(new)] = [(module, key)]
+        module._parameters[key] = new
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Hang ``new`` wherever ``old`` is."""
+        self._of[id(new)] = self._of.pop(id(old))
+        for module, key in self.of(new):
+            module._parameters[key] = new

@@ -1,0 +1,85 @@
+"""Every rank keeps its part of a model, with rank 0's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.placer import Placer
+from hecate.wrap.dense_shards import DenseSharding
+from hecate.wrap.expert_shards import shard_experts
+from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.full_state_dict import keep_state_dicts_full
+from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
+from hecate.wrap.shard import ParameterSites, shard_of
+
+
+def shard_model(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    world: World,
+    placer: Placer,
+    sync: GradientSync,
+    *,
+    shard_dense: bool,
+) -> list[Layer]:
+    """Shard the experts, and with ``shard_dense`` all else too; a meta-device model gets storage on the way.
+
+    A collective. Module by module, so that of what is sharded a rank holds one whole module at a time: rank 0
+    initializes it, the others only allocate what they keep.
+
+    Returns:
+        One record for each experts module, in order.
+    """
+    sites = ParameterSites(model)
+    dense = DenseSharding(found, sites, sync) if shard_dense else None
+    if has_meta(model):
+        layers = _shard_modules(model, found, world, placer, sites, dense)
+    else:
+        layers = shard_experts(found, sites, world, placer)
+        if dense is not None:
+            for name, module in model.named_modules():
+                dense.shard(name, module)
+    keep_state_dicts_full(model, sites)
+    _copy_from_rank0(model, world)
+    return layers
+
+
+def _shard_modules(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    world: World,
+    placer: Placer,
+    sites: ParameterSites,
+    dense: DenseSharding | None,
+) -> list[Layer]:
+    experts = {id(e.module): e for e in found}
+    layers: list[Layer] = []
+    uninitialized: list[str] = []
+    for name, module in model.named_modules():
+        own = experts.get(id(module))
+        elsewhere = (*(own.parameters if own else ()), *(dense.keys(module) if dense else ()))
+        skip = elsewhere if world.rank != 0 else ()
+        uninitialized += make_module_real(model, name, world, sites, skip)
+        if own is not None:
+            layers += shard_experts([own], sites, world, placer)
+        if dense is not None:
+            dense.shard(name, module)
+    warn_uninitialized(uninitialized)
+    return layers
+
+
+def _copy_from_rank0(model: nn.Module, world: World) -> None:
+    """Whole parameters and buffers take rank 0's values, so that differently seeded ranks train one model."""
+    if world.group is None:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if shard_of(tensor) is None and tensor.numel():
+                collectives.broadcast(tensor.detach(), world)

@@ -1,0 +1,55 @@
+"""Records that graphs name by number.
+
+A graph must not hold what changes between steps. It holds a number, and operators look the record up here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Numbers for records of one kind. A record is forgotten as soon as the model that it is of is collected.
+
+    Numbers count up and none is given twice. So they are the same on all ranks, which compile the same models in the
+    same order, whatever has been collected where.
+
+    Args:
+        what: one record in words, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._numbers = itertools.count()
+        self._records: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, make: Callable[[int], T]) -> T:
+        """Make a record from its number. Who gets it must keep it: the registry does not."""
+        number = next(self._numbers)
+        record = self._records[number] = make(number)
+        return record
+
+    def __getitem__(self, number: int) -> T:
+        """The record with this number.
+
+        Raises:
+            LookupError: there is none, any more or in this process.
+        """
+        try:
+            return self._records[number]
+        except KeyError:
+            raise LookupError(
+                f"hecate: a graph names {self._what} {number}, which this process does not have ({len(self)} are "
+                "alive). The graph was compiled in another process, or its model is gone."
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._records.values()))
