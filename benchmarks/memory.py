@@ -84,10 +84,12 @@ class Tracked:
 
 
 def _kind(func: Any) -> str | None:
-    name = func.name().removeprefix("hecate::")
-    if name in ("sparse_all_gather_wait", "gather_dense_wait", "gather_experts_wait"):
+    from hecate.runtime.comm.collective import wait_of
+
+    collective = wait_of(func)
+    if collective is not None and collective.role == "gather":
         return "gathered"
-    return "gradients" if name == "grouped_mm_weight_grad" else None
+    return "gradients" if func is torch.ops.hecate.grouped_mm_weight_grad.default else None
 
 
 def build_model(layers: int) -> torch.nn.Module:

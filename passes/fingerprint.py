@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.fx import arg, operands, value_of
+from hecate.passes.captured.torch_values import value_of
+from hecate.passes.fx import arg, operands
 
 
 def fingerprint(gm: GraphModule) -> list[str]:

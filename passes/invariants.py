@@ -1,9 +1,18 @@
-"""What a graph of this compiler must look like after every pass.
+"""What graphs of this compiler must look like after every pass.
+
+A captured graph (:func:`verify`):
 
 1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``.
 2. A grouped matmul on slots (own experts, replicas) uses the offsets of a ``route`` (or ``count_rows`` at one
    rank), one on gathered experts never does.
 3. Every route's result is used: rows that leave come back.
+
+A forward or backward graph (:func:`verify_final`):
+
+4. Every start of a collective has exactly one wait, of the same collective, behind it; every wait has its start.
+5. As far as starts are tied to each other, they form one chain: each names the start right before it, and none is
+   left out between.
+6. The note of every start can be read, and names the collective that it is on.
 """
 
 from __future__ import annotations
@@ -14,16 +23,22 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.fx import ancestors, arg, calls, is_getitem, operands
-from hecate.runtime.ops import own_experts
+from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.final.collective_notes import read_note
+from hecate.passes.fx import arg, calls, is_getitem, operands
+from hecate.runtime.comm.collective import collective_of, start_of, wait_of
+from hecate.runtime.ops.experts import own_experts
 
 
 class InvalidGraphError(RuntimeError):
     """A pass broke an invariant: a bug in Hecate. Switch the pass off by name and report it."""
 
 
+# --- captured graphs ---
+
+
 def verify(gm: GraphModule) -> None:
-    """Lint the graph and check the invariants above.
+    """Lint a captured graph and check invariants 1 to 3.
 
     Raises:
         InvalidGraphError: names the node.
@@ -31,10 +46,11 @@ def verify(gm: GraphModule) -> None:
     gm.graph.lint()
     backs: set[Node] = set()
     for node in gm.graph.nodes:
-        if calls(node, torch.ops.hecate.exchange):
-            _route_of(node, node.args[1:4])
-        elif calls(node, torch.ops.hecate.exchange_back):
-            backs.add(_route_of(node, node.args[1:4]))
+        collective = collective_of(node.target) if node.op == "call_function" else None
+        if collective is not None and collective.carries == "rows":
+            route = _route_of(node, node.args[1:4])
+            if collective.homeward:
+                backs.add(route)
         elif calls(node, torch.ops.hecate.grouped_mm):
             _check_offsets(node)
     for node in gm.graph.nodes:
@@ -54,13 +70,91 @@ def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
 
 
 def _check_offsets(node: Node) -> None:
-    hecate = torch.ops.hecate
     _, weight, offsets = operands(node)
-    sources = ancestors([weight]) | {weight}
-    own = any(calls(n, own_experts, hecate.sparse_all_gather, hecate.top_up) for n in sources)
+    own = _comes_from_slots(weight)
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
         is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)
     )
     if own != routed:
         what = "slots with unrouted" if own else "gathered experts with routed"
         raise InvalidGraphError(f"hecate: {node.name} uses {what} offsets {offsets}")
+
+
+def _comes_from_slots(weight: Node) -> bool:
+    """Whether a weight is made from own experts and replicas; a collective that gathers parameters is looked into
+    no further."""
+    seen, stack = {weight}, [weight]
+    while stack:
+        node = stack.pop()
+        collective = collective_of(node.target) if node.op == "call_function" else None
+        if calls(node, own_experts) or (collective is not None and collective.carries == "replicas"):
+            return True
+        if collective is None:
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return False
+
+
+# --- forward and backward graphs ---
+
+
+def verify_final(gm: GraphModule) -> None:
+    """Lint a forward or backward graph and check invariants 4 to 6.
+
+    Raises:
+        InvalidGraphError: names the node.
+    """
+    gm.graph.lint()
+    starts, waited = [], set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if start_of(node.target) is not None:
+            starts.append(node)
+        elif wait_of(node.target) is not None:
+            waited.add(_start_behind(node))
+    for start in starts:
+        if start not in waited:
+            raise InvalidGraphError(f"hecate: nothing waits for {start.name}")
+        _check_note(start)
+    _check_chain(starts)
+
+
+def _start_behind(wait: Node) -> Node:
+    """The start that a wait is of."""
+    token = wait.args[0]
+    collective = wait_of(wait.target)
+    if not isinstance(token, Node) or token.op != "call_function" or start_of(token.target) is None:
+        raise InvalidGraphError(f"hecate: {wait.name} waits for nothing that was started: {token}")
+    if start_of(token.target) is not collective:
+        raise InvalidGraphError(f"hecate: {wait.name} waits for a collective of another kind, {token.name}")
+    others = [user.name for user in token.users if user is not wait and wait_of(user.target) is not None]
+    if others:
+        raise InvalidGraphError(f"hecate: {token.name} is waited for twice, by {wait.name} and {others[0]}")
+    return token
+
+
+def _check_chain(starts: list[Node]) -> None:
+    """Before ``order_collectives`` no start names another; after it each names the one before it."""
+    named: list[Any] = [arguments_of(start)["after"] for start in starts]
+    if not any(named):
+        return
+    for before, start, after in zip([None, *starts], starts, named, strict=False):
+        wanted = [before] if before is not None else []
+        if list(after) != wanted:
+            raise InvalidGraphError(
+                f"hecate: {start.name} starts after {list(after)}, and not after {wanted}: there is no one order"
+            )
+
+
+def _check_note(start: Node) -> None:
+    collective = start_of(start.target)
+    assert collective is not None
+    text = arguments_of(start)["note"]
+    try:
+        note = read_note(text)
+    except ValueError as error:
+        raise InvalidGraphError(f"hecate: the note of {start.name} cannot be read: {error}") from None
+    if note.operator != collective.name:
+        raise InvalidGraphError(f"hecate: the note of {start.name} is one of {note.operator}: {text!r}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.compare import shapes
 from benchmarks.compare.cells import BOUNDS
+from hecate.runtime.ops import collective_named
 
 BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
 # The time objective in all settings, which is not compared with itself.
@@ -222,9 +223,11 @@ def draw_timelines(path: Path, cell: dict[str, Any]) -> None:
     plt.close(figure)
 
 
+_KINDS = {
+    "rows": "tokens", "counts": "counts", "replicas": "experts", "experts": "experts", "dense": "dense gradients",
+    "bucket": "dense gradients",
+}  # fmt: skip
+
+
 def _kind(operator: str) -> str:
-    if operator.startswith("exchange"):
-        return "tokens"
-    if operator == "gather_counts":
-        return "counts"
-    return "dense gradients" if operator == "average_gradients" else "experts"
+    return _KINDS[collective_named(operator).carries]

@@ -12,6 +12,8 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hecate.passes.fx import calls
+from hecate.runtime.comm.collective import collectives
+from hecate.runtime.ops.registration import PLANS
 
 _BODY = torch.ops.higher_order.tag_activation_checkpoint
 _KEY = "_checkpoint_context_fn"
@@ -42,11 +44,9 @@ def keep_plans(gm: GraphModule, rematerialize: bool) -> None:
 
 
 def _kept(rematerialize: bool) -> frozenset[Any]:
-    hecate = torch.ops.hecate
-    plans = hecate.place, hecate.gather_counts, hecate.calibrate, hecate.route
-    rows = hecate.exchange, hecate.exchange_back
-    experts = () if rematerialize else (hecate.sparse_all_gather, hecate.top_up)
-    return frozenset(packet.default for packet in (*plans, *rows, *experts))
+    """Operators whose results are saved: plans, and what would travel again."""
+    saved = ("always",) if rematerialize else ("always", "unless rematerialized")
+    return frozenset(PLANS) | {c.whole for c in collectives() if c.saved_in_checkpoints in saved}
 
 
 def _contexts(kept: frozenset[Any], users: Callable[[], Any] | None) -> Any:

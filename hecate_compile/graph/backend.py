@@ -18,8 +18,8 @@ from hecate.config import Config
 from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
+from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fingerprint import fingerprint
-from hecate.passes.fx import same_on_all_ranks
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
@@ -144,18 +144,19 @@ class Backend:
 def _tokens(gm: GraphModule) -> int:
     """Rows of the batch: the two leading sizes of the largest input of ids, or of what else is no parameter."""
     ids, others = [0], [0]
+    facts = GraphFacts(gm.graph)
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node):
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node, facts):
             count = math.prod(_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
 
 
-def _of_model(node: Node) -> bool:
+def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
     source = getattr(node, "_dynamo_source", None)
-    return same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
+    return facts.same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule
 
 import hecate.passes
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
-from hecate.passes.final.collective_notes import describe, starts_of
+from hecate.passes.final.collective_notes import notes_in, schedule_lines
+from hecate.passes.invariants import verify_final
 from hecate.passes.runner import GraphDump, run_passes
 
 Compiled = Callable[..., Any]
@@ -77,9 +78,10 @@ def lower(
         if context.world_size > 1:
             dump = GraphDump(folder, number, part) if folder else None
             here = replace(context, part=part)
-            run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=_lint)
+            check = _lint if part == "joint" else verify_final
+            run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check)
             if dump and part != "joint":
-                dump.write_text("schedule", describe(starts_of(gm.graph.nodes), measured=False))
+                dump.write_text("schedule", schedule_lines(notes_in(gm.graph.nodes), measured=False))
 
     kept = _capture.get()
     if kept is not None:

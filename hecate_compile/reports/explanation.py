@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hecate.graph.backend import GraphRecord
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Skip, summary_of
-from hecate.passes.final.collective_notes import describe
+from hecate.passes.final.collective_notes import schedule_lines
 from hecate.reports.text import as_text
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
@@ -68,7 +68,7 @@ class Explanation:
             parts.append("after autograd: " + ", ".join(f"{n} (off)" if n in self.disabled else n for n in later))
         if self.spans:
             parts.append("schedule of the last step: predicted ms behind ms of compute (measured)")
-            parts += describe(self.spans, measured=True)
+            parts += schedule_lines(self.spans, measured=True)
         for skip in dict.fromkeys(self.skipped):
             parts.append(f"left alone: {skip.where}: {skip.reason}")
         return as_text(*parts)

@@ -15,7 +15,7 @@ from hecate.api import compile
 from hecate.compiled_model import compiled_model_of
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
-from hecate.passes.fx import arguments_of
+from hecate.passes.final.aten_values import arguments_of
 from hecate.runtime.placement.planner import Sizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from hecate.graph.lowering import Captured
-from hecate.passes.final.node_cost import Clock, bytes_of, flops, payload_of, traffic
-from hecate.passes.fx import arguments_of, calls, is_getitem, operator_name
-from hecate.runtime.ops.registration import STARTS, WAITS
+from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of
+from hecate.passes.fx import calls, is_getitem
+from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
 
 Floats = NDArray[np.float64]
 What = Literal["rows", "slots", "owned"]
@@ -49,7 +50,7 @@ class Start:
 
     Attributes:
         token: its number in this program.
-        operator: without its namespace, such as ``exchange``.
+        operator: name of the collective, such as ``exchange``.
         layer: id of the MoE layer, or None.
         unit: bytes of one row or one expert; of everything, where there are neither.
     """
@@ -58,6 +59,10 @@ class Start:
     operator: str
     layer: int | None
     unit: float
+
+    @property
+    def collective(self) -> Collective:
+        return collective_named(self.operator)
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,6 @@ class Wait:
 
 
 Item = Compute | Start | Wait
-# Collectives whose bytes depend neither on rows nor on experts.
-WHOLE = ("average_gradients", "gather_dense", "reduce_scatter_dense", "gather_counts")
-# What passes from rank to rank, and how often around all of them: an all-reduce sums, then shares. All others send
-# straight to where it belongs.
-RINGS = {"average_gradients": 2, "gather_dense": 1, "gather_counts": 1, "gather_experts": 1}
 
 
 def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]) -> list[Item]:
@@ -96,11 +96,11 @@ def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in STARTS:
+        if start_of(node.target) is not None:
             flush()
             tokens[node] = len(tokens)
             items.append(_start(node, tokens[node], clock))
-        elif node.target in WAITS:
+        elif wait_of(node.target) is not None:
             flush()
             items.append(Wait(tokens[node.args[0]]))
         elif not is_getitem(node):
@@ -129,7 +129,7 @@ def _note(symbols: dict[sympy.Symbol, tuple[int, What]], size: Any, layer: int, 
 def _compute(nodes: Sequence[Node], clock: Clock, symbols: Mapping[sympy.Symbol, tuple[int, What]]) -> Compute:
     fixed, routed, operators = [], [], 0
     for node in nodes:
-        operations, moved = sympy.sympify(flops(node)), sympy.sympify(traffic(node))
+        operations, moved = sympy.sympify(flops(node)), sympy.sympify(memory_bytes(node))
         if not operations and not moved:
             continue
         operators += 1
@@ -169,11 +169,17 @@ def _function(
 
 
 def _start(node: Node, token: int, clock: Clock) -> Start:
-    name, arguments = operator_name(node).removesuffix("_start"), arguments_of(node)
+    collective, arguments = start_of(node.target), arguments_of(node)
+    assert collective is not None
     tensors = [part.meta["val"] for part in payload_of(node)]
-    if name in WHOLE:
-        unit = clock.number(bytes_of(tensors))
-    else:
+    if depends_on_routing(collective):
         # One line of each tensor.
         unit = sum(clock.number(prod(t.shape[1:])) * t.element_size() for t in tensors)
-    return Start(token=token, operator=name, layer=arguments.get("layer"), unit=float(unit))
+    else:
+        unit = clock.number(bytes_of(tensors))
+    return Start(token=token, operator=collective.name, layer=arguments.get("layer"), unit=float(unit))
+
+
+def depends_on_routing(collective: Collective) -> bool:
+    """Whether its bytes depend on rows or on who holds which experts."""
+    return collective.carries in ("rows", "replicas", "experts")

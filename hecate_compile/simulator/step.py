@@ -16,7 +16,7 @@ from hecate.runtime.placement.planner import transfers
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.capture import Capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.program import RINGS, WHOLE, Compute, Item, Sizes, Start, Wait, What, program_of
+from hecate.simulator.program import Compute, Item, Sizes, Start, Wait, What, depends_on_routing, program_of
 from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
@@ -127,7 +127,7 @@ class _Links:
 
     def __init__(self, cluster: ClusterSpec, layers: Mapping[int, LayerStep]) -> None:
         self.cluster, self.topology = cluster, cluster.topology
-        self.layers = {id: _Traffic(layer, cluster.topology) for id, layer in layers.items()}
+        self.layers = {id: _Carried(layer, cluster.topology) for id, layer in layers.items()}
         # Until when links out of and into nodes, and out of and into ranks, have something to carry.
         self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
@@ -137,12 +137,12 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        rounds = RINGS.get(start.operator, 0)
+        rounds = start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
         ended, leaving = begun + self.cluster.latency + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
-        crowded = self.cluster.crowded if start.operator in ("exchange", "exchange_back") else 1.0
+        crowded = self.cluster.crowded if start.collective.carries == "rows" else 1.0
         for matrix in self._matrices(start):
             ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
             leaving += sent
@@ -150,45 +150,42 @@ class _Links:
 
     def packed(self, start: Start) -> Floats:
         """Bytes that every rank copies before it sends."""
-        if start.operator in WHOLE:
+        collective = start.collective
+        if not depends_on_routing(collective):
             return np.full(self.cluster.ranks, start.unit)
         assert start.layer is not None
-        traffic = self.layers[start.layer]
-        if start.operator == "exchange":
-            return traffic.rows.sum(1) * start.unit
-        if start.operator == "exchange_back":
-            return traffic.rows.sum(0) * start.unit
-        if start.operator == "sparse_reduce_scatter":
-            return _per_rank(traffic.layer.placement) * start.unit
+        carried = self.layers[start.layer]
+        if collective.carries == "rows":
+            return carried.rows.sum(0 if collective.homeward else 1) * start.unit
+        if collective.carries == "replicas" and collective.role == "reduce":
+            return _per_rank(carried.layer.placement) * start.unit
         # A rank's own experts are copied into its slots.
-        return np.asarray(traffic.owned) * start.unit
+        return np.asarray(carried.owned) * start.unit
 
     def _matrices(self, start: Start) -> list[Floats]:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
-        size = self.cluster.ranks
-        if start.operator == "reduce_scatter_dense":
-            return [np.full((size, size), 1 / size)]
-        traffic = self.layers[start.layer] if start.layer is not None else None
-        if start.operator in RINGS:
+        size, collective = self.cluster.ranks, start.collective
+        carried = self.layers[start.layer] if start.layer is not None else None
+        if collective.ring_rounds:
             # In each round every rank passes on all parts but one. A sum is cut into a part for each rank; gathered
             # experts are padded to the rank that owns most.
-            part = 1.0 if start.operator.startswith("gather") else 1 / size
-            part *= max(traffic.owned) if traffic is not None else 1
-            return [RINGS[start.operator] * (size - 1) * part * np.roll(np.eye(size), 1, axis=1)]
-        assert traffic is not None
-        if start.operator == "exchange":
-            return [traffic.rows]
-        if start.operator == "exchange_back":
-            return [traffic.rows.T]
-        if start.operator == "sparse_all_gather":
-            return traffic.planned
-        if start.operator == "top_up":
-            return traffic.late
-        if start.operator == "sparse_reduce_scatter":
-            # First inside nodes, then between them.
-            return [stage.T for stage in reversed(traffic.all)]
-        # Gradients of all experts go to their owners.
-        return [np.tile(np.asarray(traffic.owned, dtype=np.float64), (size, 1))]
+            part = 1 / size if collective.ring_rounds == 2 else 1.0
+            part *= max(carried.owned) if carried is not None else 1
+            return [collective.ring_rounds * (size - 1) * part * np.roll(np.eye(size), 1, axis=1)]
+        if collective.carries == "dense":
+            return [np.full((size, size), 1 / size)]
+        assert carried is not None
+        if collective.carries == "rows":
+            return [carried.rows.T if collective.homeward else carried.rows]
+        if collective.carries == "replicas":
+            if collective.role == "reduce":
+                # First inside nodes, then between them.
+                return [stage.T for stage in reversed(carried.all)]
+            return carried.planned if collective.role == "gather" else carried.late
+        if collective.carries == "experts":
+            # Gradients of all experts go to their owners.
+            return [np.tile(np.asarray(carried.owned, dtype=np.float64), (size, 1))]
+        raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
         """When each rank has sent and received everything, and bytes that leave each node.
@@ -239,7 +236,7 @@ def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
     return done
 
 
-class _Traffic:
+class _Carried:
     """Rows and experts of one layer between ranks."""
 
     def __init__(self, layer: LayerStep, topology: Topology) -> None:

@@ -15,16 +15,16 @@ its gradients are there.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.fx import calls, grad_modes, is_getitem, operands, refuse_changes_of, value_of
+from hecate.passes.captured.torch_values import GraphFacts, value_of
+from hecate.passes.fx import Builder, calls, is_getitem, operands
 from hecate.runtime.ops.dense import get_dense_shard
 
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
@@ -48,30 +48,29 @@ class _Read:
 
 def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
     """Group the reads of each block at its first read."""
-    groups, skipped = 0, []
+    groups, skipped, facts = 0, [], GraphFacts(gm.graph)
     end = next(iter(reversed(gm.graph.nodes)))
-    for reads in _by_block(gm):
+    for reads in _by_block(gm.graph, facts):
         if len(reads) == 1:
             continue
         try:
             # Of the results too: two reads that become one would see each other's changes.
-            refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
+            facts.refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
         except Refused as reason:
             skipped.append(Skip(where=get_dense_shard(reads[0].id).name, reason=str(reason), fallback=False))
             continue
-        _merge(gm, reads)
+        _merge(reads)
         groups += 1
     return Outcome(rewritten=groups, skipped=tuple(skipped))
 
 
-def _by_block(gm: GraphModule) -> list[list[_Read]]:
+def _by_block(graph: Graph, facts: GraphFacts) -> list[list[_Read]]:
     """The reads of each group, in graph order."""
-    modes = grad_modes(gm.graph)
     groups: dict[Hashable, list[_Read]] = {}
     group_of: dict[Hashable, Hashable] = {}
     block: str | None = None
     passed = 0
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         # A block that is recomputed is a graph of its own, but what comes after it is still not what was before.
         passed += isinstance(node.target, torch._ops.HigherOrderOperator)
         read = _read_at(node)
@@ -82,7 +81,7 @@ def _by_block(gm: GraphModule) -> list[list[_Read]]:
             block = found.group()
             passed += 1
         value = value_of(read.shard)
-        kind = (value.dtype, value.device, value.requires_grad, read.dtype, modes[node])
+        kind = (value.dtype, value.device, value.requires_grad, read.dtype, facts.grad_modes[node])
         # A second read of a shard belongs to the first, wherever it is.
         group = group_of.setdefault((read.shard, kind), (block if found is not None else passed, kind))
         groups.setdefault(group, []).append(read)
@@ -99,16 +98,15 @@ def _read_at(node: Node) -> _Read | None:
     return _Read(gather=node, part=part, shard=shards[0], id=ids[0], dtype=dtype)
 
 
-def _merge(gm: GraphModule, reads: Sequence[_Read]) -> None:
-    graph = gm.graph
+def _merge(reads: Sequence[_Read]) -> None:
+    graph = reads[0].gather.graph
     firsts = list({read.shard: read for read in reversed(reads)}.values())[::-1]
-    parts: dict[Node, Node] = {}
-    with graph.inserting_before(reads[0].gather):
-        shards, ids = [read.shard for read in firsts], [read.id for read in firsts]
-        whole = graph.call_function(torch.ops.hecate.gather_dense.default, (shards, ids, reads[0].dtype))
-        for index, read in enumerate(firsts):
-            parts[read.shard] = graph.call_function(operator.getitem, (whole, index))
-            parts[read.shard].meta = dict(read.part.meta)
+    here = Builder(graph, before=reads[0].gather)
+    shards, ids = [read.shard for read in firsts], [read.id for read in firsts]
+    whole = here.call(torch.ops.hecate.gather_dense.default, shards, ids, reads[0].dtype)
+    parts = dict(zip(shards, here.parts(whole, len(shards)), strict=True))
+    for read in firsts:
+        parts[read.shard].meta = dict(read.part.meta)
     for read in reads:
         read.part.replace_all_uses_with(parts[read.shard])
         graph.erase_node(read.part)

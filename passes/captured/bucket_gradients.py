@@ -12,14 +12,14 @@ its first use, so that autograd runs its all-reduce as soon as the last of its g
 
 from __future__ import annotations
 
-import operator
 from itertools import groupby
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import arg, calls, grad_modes, positions, value_of
+from hecate.passes.captured.torch_values import GraphFacts, value_of
+from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
@@ -34,13 +34,13 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
     for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
         buckets += _fill(list(same))
     for bucket in buckets:
-        _merge(gm, bucket, reads)
+        _merge(bucket, reads)
     return Outcome(rewritten=len(buckets))
 
 
 def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
     """Placeholder -> its replicate nodes that gradients flow through, in order of first use."""
-    modes = grad_modes(gm.graph)
+    modes = GraphFacts(gm.graph).grad_modes
     reads: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         if calls(node, replicate) and modes[node] and node.users and arg(node, 0).op == "placeholder":
@@ -66,19 +66,13 @@ def _fill(parameters: list[Node]) -> list[list[Node]]:
     return [bucket for bucket in buckets if bucket]
 
 
-def _merge(gm: GraphModule, bucket: list[Node], reads: dict[Node, list[Node]]) -> None:
-    graph = gm.graph
-    place = positions(graph)
-    first = min((read for parameter in bucket for read in reads[parameter]), key=place.__getitem__)
+def _merge(bucket: list[Node], reads: dict[Node, list[Node]]) -> None:
+    first = min(read for parameter in bucket for read in reads[parameter])
     ids = [arg(reads[parameter][0], 1) for parameter in bucket]
-    with graph.inserting_before(first):
-        whole = graph.call_function(replicate_bucket, (list(bucket), ids))
-    after = whole
-    for index, parameter in enumerate(bucket):
-        with graph.inserting_after(after):
-            part = graph.call_function(operator.getitem, (whole, index))
+    here = Builder(first.graph, before=first)
+    parts = here.parts(here.call(replicate_bucket, list(bucket), ids), len(bucket))
+    for parameter, part in zip(bucket, parts, strict=True):
         part.meta = dict(reads[parameter][0].meta)
-        after = part
         for read in reads[parameter]:
             read.replace_all_uses_with(part)
-            graph.erase_node(read)
+            read.graph.erase_node(read)

@@ -16,36 +16,37 @@ Every other region falls back to the gather, with the reason.
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.find_region import Region, find_region
-from hecate.passes.fx import arg, gathers_by_layer, grad_modes, positions
-from hecate.runtime.ops import own_experts
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.fx import Builder, arg
+from hecate.runtime.ops.experts import own_experts
 
 
 def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the region of every layer in ``gm``."""
-    rewritten, skipped = 0, []
+    rewritten, skipped, facts = 0, [], GraphFacts(gm.graph)
     for layer, gathers in gathers_by_layer(gm.graph).items():
         try:
-            region = find_region(gm.graph, layer, gathers)
+            region = find_region(facts, layer, gathers)
             if context.world_size > 1 and context.replicates:
-                _check_same_mode(gm.graph, region, context)
+                _check_same_mode(facts, region, context)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=str(reason)))
             continue
-        _rewrite(gm.graph, region, context)
+        _rewrite(region, context)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
-def _check_same_mode(graph: Graph, region: Region, context: PassContext) -> None:
+def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) -> None:
     """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
-    modes = grad_modes(graph)
+    modes = facts.grad_modes
     if len({modes[gather] for gather in region.gathers}) != 1:
         raise Refused("some of the experts' parameters are read with gradients and some without")
     # What calibrate adds is gathered where the rows have been counted.
@@ -53,140 +54,131 @@ def _check_same_mode(graph: Graph, region: Region, context: PassContext) -> None
         raise Refused("rows are counted without gradients; calibrate=False avoids this")
 
 
-def _rewrite(graph: Graph, region: Region, context: PassContext) -> None:
-    """Copy the body onto exchanged rows, then remove what nobody uses any more."""
+def _rewrite(region: Region, context: PassContext) -> None:
+    """Put the body onto this rank's slots and onto the rows that are exchanged for them."""
     new: dict[Node, Node] = {}
-    world_size = context.world_size
-
-    # Step 1: the parameters become this rank's slots.
-    placement: Node | None = None
-    held: Node | None = None
-    shards: list[Node] = []
-    if world_size > 1:
-        placement, held, shards = _place(graph, region)
-    if held is not None and context.replicates:
-        with graph.inserting_after(held):
-            gathered = graph.call_function(
-                torch.ops.hecate.sparse_all_gather.default, (shards, placement, held, region.layer)
-            )
-        new.update(zip(region.gathers, _take_apart(graph, gathered, len(shards)), strict=True))
+    if context.world_size == 1:
+        _read_in_place(region, new)
+        ticket = None
     else:
-        for gather in region.gathers:
-            with graph.inserting_before(gather):
-                new[gather] = graph.call_function(own_experts, (arg(gather, 0), world_size))
+        slots = _fill_slots(region, context, new)
+        ticket = _exchange(region, context, slots, new)
+    _copy_body(region, context, new)
+    _return_rows(region, ticket, new)
 
-    # Step 2: rows and offsets, as they are at one rank, exchanged at more.
-    ticket: list[Node] = []
-    if placement is None or held is None:
-        with graph.inserting_after(region.offsets):
-            counted = torch.ops.hecate.count_rows.default
-            new[region.offsets] = graph.call_function(counted, (region.offsets, region.layer))
+
+def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
+    """At one rank all experts are here, and rows are only counted."""
+    for gather in region.gathers:
+        new[gather] = Builder(gather.graph, before=gather).call(own_experts, arg(gather, 0), 1)
+    counted = Builder(region.offsets.graph, after=region.offsets)
+    new[region.offsets] = counted.call(torch.ops.hecate.count_rows.default, region.offsets, region.layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """What a rank holds of a layer, as nodes.
+
+    Attributes:
+        placement: who holds what.
+        held: the experts in this rank's slots.
+        shards: the parameters' own shards.
+        contents: the parameters' slots, one for each gather of the region.
+    """
+
+    placement: Node
+    held: Node
+    shards: list[Node]
+    contents: list[Node]
+
+
+def _fill_slots(region: Region, context: PassContext, new: dict[Node, Node]) -> _Slots:
+    """The parameters become this rank's slots; the placement is taken where the first of them is read."""
+    hecate, graph = torch.ops.hecate, region.offsets.graph
+    first = min(region.gathers)
+    here = Builder(graph, before=first)
+    shards = []
+    for gather in region.gathers:
+        shard = arg(gather, 0)
+        # One that comes later is a cast of a parameter, which is there from the start.
+        shards.append(here.copy(shard, {}) if shard > first else shard)
+    placement, held = here.parts(here.call(hecate.place.default, shards[0], region.layer), 2)
+    if context.replicates:
+        gathered = here.call(hecate.sparse_all_gather.default, shards, placement, held, region.layer)
+        contents = here.parts(gathered, len(shards))
     else:
-        ticket = _exchange(graph, region, context, new, placement, held, shards)
+        # Owners alone hold experts: each parameter's slots are its shard, read where the parameter was.
+        contents = [
+            Builder(graph, before=gather).call(own_experts, arg(gather, 0), context.world_size)
+            for gather in region.gathers
+        ]
+    new.update(zip(region.gathers, contents, strict=True))
+    return _Slots(placement=placement, held=held, shards=shards, contents=contents)
 
-    # Step 3: the body, unchanged, on the new values. A lookup by id waits for its first user, because the
-    # ids of exchanged rows may be known later than those of the original rows.
-    place = positions(graph)
+
+def _exchange(region: Region, context: PassContext, slots: _Slots, new: dict[Node, Node]) -> list[Node]:
+    """Rows and offsets become those of the slots; returns the ticket: splits, send and receive index."""
+    hecate, graph = torch.ops.hecate, region.offsets.graph
+    # Step 1: who has how many rows. The route needs the number of slots, which is known before their contents have
+    # come. Own experts that are read later than the first matmul do not delay it.
+    needed = slots.contents if context.calibrates else [slots.held] if context.replicates else slots.contents[:1]
+    here = Builder(graph, after=max(region.offsets, *needed))
+    counts = here.call(hecate.gather_counts.default, region.offsets, slots.placement, region.layer)
+
+    # Step 2: perhaps more slots, now that the rows are known.
+    placement, held = slots.placement, slots.held
+    if context.calibrates:
+        calibrated = here.call(hecate.calibrate.default, counts, placement, region.layer)
+        placement, held = here.parts(calibrated, 2)
+        beside = Builder(graph, after=here.last)
+        more = beside.call(
+            hecate.top_up.default, slots.shards, slots.contents, slots.placement, placement, held, region.layer
+        )
+        new.update(zip(region.gathers, beside.parts(more, len(slots.contents)), strict=True))
+
+    # Step 3: where each row goes.
+    size = here.length(held if context.replicates else new[region.gathers[0]])
+    route = here.call(hecate.route.default, counts, placement, region.offsets, size, region.layer)
+    new[region.offsets], *ticket = here.parts(route, 4)
+
+    # Step 4: the rows go there, and so does what is looked up by expert.
+    body = set(region.body)
+    for entry in region.entries:
+        # Where the rows are first used: in its grad mode, and after whatever happened to them before.
+        user = min(user for user in entry.users if user in body)
+        new[entry] = Builder(graph, before=user).call(hecate.exchange.default, entry, *ticket, region.layer)
+    if region.ids is not None:
+        rows = here.length(ticket[2])
+        new[region.ids] = here.call(hecate.row_slots.default, new[region.offsets], rows)
+    return ticket
+
+
+def _copy_body(region: Region, context: PassContext, new: dict[Node, Node]) -> None:
+    """The body, unchanged, on the new values.
+
+    A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
+    original rows.
+    """
     for node in region.body:
-        spot = min(node.users, key=place.__getitem__) if node in region.lookups else node
-        with graph.inserting_before(spot):
-            copy = graph.node_copy(node, lambda n: new.get(n, n))
-        if world_size > 1:
+        spot = min(node.users) if node in region.lookups else node
+        copy = new[node] = Builder(node.graph, before=spot).copy(node, new)
+        if context.world_size > 1:
             copy.meta.pop("example_value", None)
         copy.meta["hecate_layer"] = region.layer
-        new[node] = copy
 
-    # Step 4: results go home.
-    body = set(region.body)
+
+def _return_rows(region: Region, ticket: list[Node] | None, new: dict[Node, Node]) -> None:
+    """Results go home, and what nobody uses any more is removed."""
+    body, graph = set(region.body), region.offsets.graph
     for exit in region.exits:
         result = new[exit]
-        if world_size > 1:
-            with graph.inserting_after(new[exit]):
-                rows = _num_rows(graph, region.entries[0])
-            with graph.inserting_after(rows):
-                result = graph.call_function(
-                    torch.ops.hecate.exchange_back.default, (new[exit], *ticket, rows, region.layer)
-                )
+        if ticket is not None:
+            here = Builder(graph, after=result)
+            rows = here.length(region.entries[0])
+            result = here.call(torch.ops.hecate.exchange_back.default, result, *ticket, rows, region.layer)
             if "example_value" in exit.meta:
                 result.meta["example_value"] = exit.meta["example_value"]
         exit.replace_all_uses_with(result, delete_user_cb=lambda user: user not in body)
     for node in reversed((*region.gathers, *region.body)):
         if not node.users:
             graph.erase_node(node)
-
-
-def _place(graph: Graph, region: Region) -> tuple[Node, Node, list[Node]]:
-    """Insert ``place`` where the first expert parameter is read; returns its two results, and the shards by then."""
-    place = positions(graph)
-    first = min(region.gathers, key=place.__getitem__)
-    shards = []
-    with graph.inserting_before(first):
-        for gather in region.gathers:
-            shard = arg(gather, 0)
-            if place[shard] > place[first]:
-                # A cast of a parameter, which is there from the start.
-                shard = graph.node_copy(shard)
-            shards.append(shard)
-        placed = graph.call_function(torch.ops.hecate.place.default, (shards[0], region.layer))
-    placement, held = _take_apart(graph, placed, 2)
-    return placement, held, shards
-
-
-def _take_apart(graph: Graph, call: Node, count: int) -> list[Node]:
-    parts: list[Node] = []
-    for index in range(count):
-        with graph.inserting_after(parts[-1] if parts else call):
-            parts.append(graph.call_function(operator.getitem, (call, index)))
-    return parts
-
-
-def _exchange(
-    graph: Graph,
-    region: Region,
-    context: PassContext,
-    new: dict[Node, Node],
-    placement: Node,
-    held: Node,
-    shards: list[Node],
-) -> list[Node]:
-    """Insert counts, route and one exchange per entry; returns the ticket: splits, send and receive index."""
-    place = positions(graph)
-    hecate = torch.ops.hecate
-    # The route needs the number of slots, which is known before their contents have come. Own experts that are read
-    # later than the first matmul do not delay it.
-    read = [new[gather] for gather in region.gathers]
-    needed = read if context.calibrates else [held] if context.replicates else read[:1]
-    latest = max((region.offsets, *needed), key=place.__getitem__)
-    with graph.inserting_after(latest):
-        counts = latest = graph.call_function(hecate.gather_counts.default, (region.offsets, placement, region.layer))
-    if context.calibrates:
-        with graph.inserting_after(latest):
-            calibrated = graph.call_function(hecate.calibrate.default, (counts, placement, region.layer))
-        before = placement
-        placement, held = _take_apart(graph, calibrated, 2)
-        with graph.inserting_after(held):
-            more = graph.call_function(hecate.top_up.default, (shards, read, before, placement, held, region.layer))
-        new.update(zip(region.gathers, _take_apart(graph, more, len(read)), strict=True))
-        latest = held
-    with graph.inserting_after(latest):
-        source = held if context.replicates else new[region.gathers[0]]
-        slots = graph.call_function(torch.ops.aten.sym_size.int, (source, 0))
-    with graph.inserting_after(slots):
-        route = graph.call_function(hecate.route.default, (counts, placement, region.offsets, slots, region.layer))
-    new[region.offsets], *ticket = parts = _take_apart(graph, route, 4)
-    body = set(region.body)
-    for entry in region.entries:
-        # Where the rows are first used: in its grad mode, and after whatever happened to them before.
-        first = min((user for user in entry.users if user in body), key=place.__getitem__)
-        with graph.inserting_before(first):
-            new[entry] = graph.call_function(torch.ops.hecate.exchange.default, (entry, *ticket, region.layer))
-    if region.ids is not None:
-        with graph.inserting_after(parts[-1]):
-            rows = _num_rows(graph, ticket[2])
-        with graph.inserting_after(rows):
-            new[region.ids] = graph.call_function(torch.ops.hecate.row_slots.default, (new[region.offsets], rows))
-    return ticket
-
-
-def _num_rows(graph: Graph, rows: Node) -> Node:
-    return graph.call_function(torch.ops.aten.sym_size.int, (rows, 0))

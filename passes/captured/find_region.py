@@ -8,27 +8,18 @@ router or a top-k, which differ in every model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from hecate.passes.base import Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.fx import (
-    ancestors,
-    arg,
-    calls,
-    descendants,
-    describe,
-    grad_modes,
-    is_getitem,
-    positions,
-    refuse_changes_of,
-    same_on_all_ranks,
-)
+from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.fx import arg, between, calls, closure_backward, describe, is_getitem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,75 +47,116 @@ class Region:
     exits: tuple[Node, ...]
 
 
-def find_region(graph: Graph, layer: int, gathers: Sequence[Node]) -> Region:
+def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Region:
     """The region of one layer, checked.
+
+    Args:
+        facts: of the graph.
+        gathers: the layer's ``gather_experts`` nodes, in graph order.
 
     Raises:
         Refused: the experts are used in a way that is not rows sorted by expert through grouped matmuls.
     """
-    place = positions(graph)
-    slots = _slot_values(graph, gathers)
-    matmuls = [n for n in graph.nodes if _is_matmul(n, slots)]
-    lookups = [n for n in graph.nodes if _is_lookup(n, slots)]
+    # Step 1: the anchors, which are matmuls by expert and lookups by expert id, and what they have in common.
+    slots = _slot_values(gathers)
+    users = sorted({user for value in slots for user in value.users})
+    matmuls = [n for n in users if _is_matmul(n, slots)]
+    lookups = [n for n in users if _is_lookup(n, slots)]
     if not matmuls:
-        users = sorted({u for g in gathers for u in g.users}, key=place.__getitem__)
-        raise Refused(f"no grouped matmul uses them; they go to {describe(users[0]) if users else 'nothing'}")
-
+        first = sorted({user for gather in gathers for user in gather.users})
+        raise Refused(f"no grouped matmul uses them; they go to {describe(first[0]) if first else 'nothing'}")
     offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
     ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
     if ids is not None and not _ids_match_offsets(ids, offsets):
         raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row")
 
-    # Between the cuts: everything on a path from one anchor to another.
+    # Step 2: the body is everything on a path from one anchor to another, and the views of the parameters.
     anchors = {*matmuls, *lookups}
-    needed = anchors | _joins(graph, matmuls, lookups)
-    inside = needed | (descendants(anchors) & ancestors(needed))
+    needed = anchors | _joins(matmuls, lookups)
+    inside = needed | between(anchors, needed)
     if offsets in inside or (ids is not None and ids in inside):
         raise Refused("the routing depends on the experts' own result")
-    body = sorted(inside | (slots - set(gathers)), key=place.__getitem__)
+    body = sorted(inside | (slots - set(gathers)))
     used = tuple(g for g in gathers if any(u in inside or u in slots for u in g.users))
     entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
     exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
+
+    # Step 3: nothing but rows, slots and what all ranks have alike flows in, and nothing changes on the way.
     outside = {s for n in body for s in n.all_input_nodes} - set(body)
-    refuse_changes_of(outside | set(body), until=body[-1])
+    facts.refuse_changes_of(outside | set(body), until=body[-1])
     for node in outside - {*used, *entries, offsets, ids}:
-        if not same_on_all_ranks(node):
+        if not facts.same_on_all_ranks(node):
             raise Refused(f"{describe(node)} is computed from this rank's own tokens and used on rows of others")
-    if any(place[user] < place[offsets] for lookup in lookups for user in lookup.users):
+    if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
-    modes = grad_modes(graph)
-    if len({modes[node] for node in inside}) != 1:
+    if len({facts.grad_modes[node] for node in inside}) != 1:
         raise Refused("gradients are switched on and off between the expert matmuls")
 
+    # Step 4: every row is computed on its own.
     inputs = dict.fromkeys(used, Kind.SLOTS) | dict.fromkeys(entries, Kind.ROWS) | {offsets: Kind.OFFSETS}
     if ids is not None:
         inputs[ids] = Kind.IDS
-    check_rowwise(list(body), inputs, dict.fromkeys(exits, Kind.ROWS))
+    check_rowwise(body, inputs, dict.fromkeys(exits, Kind.ROWS))
     return Region(
         layer=layer, gathers=used, offsets=offsets, ids=ids, lookups=tuple(lookups), entries=entries,
         body=tuple(body), exits=exits,
     )  # fmt: skip
 
 
-def _slot_values(graph: Graph, gathers: Sequence[Node]) -> set[Node]:
+def _slot_values(gathers: Sequence[Node]) -> set[Node]:
     """The gathers, and what is computed from them alone on the way to a matmul or a lookup by id."""
-    slots: set[Node] = set(gathers)
-    for node in graph.nodes:
-        if node.all_input_nodes and all(source in slots for source in node.all_input_nodes):
+    slots, waiting = set(gathers), _Waiting(gathers)
+    while waiting:
+        node = waiting.next()
+        if all(source in slots for source in node.all_input_nodes):
             slots.add(node)
-    ends = [n for n in graph.nodes if _is_matmul(n, slots) or _is_lookup(n, slots)]
-    return slots & (ancestors(ends) | set(gathers))
+            waiting.add_users(node)
+    ends = [n for value in slots for n in value.users if _is_matmul(n, slots) or _is_lookup(n, slots)]
+    return slots & (closure_backward(ends, since=min(gathers)) | set(gathers))
 
 
-def _joins(graph: Graph, matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
+def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
     """Where what was looked up by expert meets the rows of a matmul."""
-    multiplied = descendants(matmuls) | set(matmuls)
-    looked_up: set[Node] = set(lookups)
-    joins: set[Node] = set()
-    for node in graph.nodes:
-        if any(source in looked_up for source in node.all_input_nodes):
-            (joins if node in multiplied else looked_up).add(node)
+    multiplied, looked_up, joins = set(matmuls), set(lookups), set()
+    waiting = _Waiting((*matmuls, *lookups))
+    # Users of looked-up values that have not been seen. When there are none, no further join can come.
+    open_ends = {user for lookup in lookups for user in lookup.users}
+    while open_ends:
+        node = waiting.next()
+        met = any(source in multiplied for source in node.all_input_nodes)
+        if met:
+            multiplied.add(node)
+        if node in open_ends:
+            open_ends.remove(node)
+            if met:
+                joins.add(node)
+            else:
+                looked_up.add(node)
+                open_ends |= set(node.users)
+        waiting.add_users(node)
     return joins
+
+
+class _Waiting:
+    """Nodes to look at, in graph order: users of some nodes, each once and after all its sources."""
+
+    def __init__(self, starts: Iterable[Node]) -> None:
+        self._heap: list[Node] = []
+        self._seen: set[Node] = set()
+        for node in starts:
+            self.add_users(node)
+
+    def add_users(self, node: Node) -> None:
+        for user in node.users:
+            if user not in self._seen:
+                self._seen.add(user)
+                heapq.heappush(self._heap, user)
+
+    def next(self) -> Node:
+        return heapq.heappop(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
 
 
 def _is_matmul(node: Node, slots: set[Node]) -> bool:

@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.fx import arg, calls, describe, grad_modes, mutates, positions, value_of
+from hecate.passes.captured.torch_values import GraphFacts, mutates, value_of
+from hecate.passes.fx import arg, calls, describe
 
 _PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -30,17 +31,17 @@ _METHODS = {
 def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
     """Follow each matmul result through the in-place operations on it."""
     rewritten, skipped = 0, []
-    place, modes = positions(gm.graph), grad_modes(gm.graph)
+    modes = GraphFacts(gm.graph).grad_modes
     for node in list(gm.graph.nodes):
         if not calls(node, torch.ops.hecate.grouped_mm):
             continue
         current = node
         while True:
-            changes = sorted((u for u in current.users if mutates(u) is current), key=place.__getitem__)
+            changes = sorted(u for u in current.users if mutates(u) is current)
             if not changes:
                 break
             change = changes[0]
-            early = [u for u in current.users if u is not change and place[u] < place[change]]
+            early = [u for u in current.users if u is not change and u < change]
             plain = _plain_target(change) if modes[change] == modes[node] else None
             if early or plain is None:
                 why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
@@ -48,7 +49,6 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
                 skipped.append(Skip(where=str(node), reason=reason, fallback=False))
                 break
             current = _replace(gm, current, change, plain)
-            place[current] = place[change]
             rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 

@@ -14,30 +14,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.fx import (
-    ancestors,
-    arg,
-    calls,
-    descendants,
-    describe,
-    gathers_by_layer,
-    grad_modes,
-    is_getitem,
-    mutates,
-    operands,
-    positions,
-    refuse_changes_of,
-    storage_of,
-    value_of,
-)
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, mutates, storage_of, value_of
+from hecate.passes.fx import Builder, arg, between, calls, closure_forward, describe, is_getitem, operands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,48 +44,72 @@ class _Turn:
 
 def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the loop of every layer in ``gm``."""
-    rewritten, skipped = 0, []
+    rewritten, skipped, facts = 0, [], GraphFacts(gm.graph)
     for layer, gathers in gathers_by_layer(gm.graph).items():
         gathers = [g for g in gathers if any(_is_one_expert(user) for user in g.users)]
         if not gathers:
             continue
         try:
-            turns = _find_turns(gm.graph, gathers)
-            _check_order(gm.graph, turns)
+            loop = _Loop.of(_find_turns(gathers))
+            _check_order(facts, loop)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=f"loop over experts: {reason}"))
             continue
-        _group(gm.graph, turns)
+        _group(facts, loop)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """All turns, and what stands around them.
+
+    Attributes:
+        turns: one for each expert.
+        inputs: everything that the turns compute from.
+        last: the last of these; the grouped computation stands behind it.
+        delayed: what depends on a turn's result and stands before ``last``; it moves behind the whole.
+    """
+
+    turns: tuple[_Turn, ...]
+    inputs: frozenset[Node]
+    last: Node
+    delayed: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, turns: Sequence[_Turn]) -> _Loop:
+        inputs: set[Node] = set()
+        for turn in turns:
+            own = {*turn.views, *turn.body}
+            inputs |= {source for node in own for source in node.all_input_nodes} - own
+        last = max(inputs)
+        delayed = sorted(closure_forward([turn.exit for turn in turns], until=last))
+        return cls(turns=tuple(turns), inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
 def _is_one_expert(node: Node) -> bool:
     return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
 
 
-def _find_turns(graph: Graph, gathers: Sequence[Node]) -> list[_Turn]:
+def _find_turns(gathers: Sequence[Node]) -> list[_Turn]:
     """One turn per expert, all of the same form.
 
     Raises:
         Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
     """
     num_experts = arg(gathers[0], 1)
-    place = positions(graph)
     picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
     for gather in gathers:
         for user in filter(_is_one_expert, gather.users):
             picked[arg(user, 1) % num_experts].append(user)
     if not all(picked.values()):
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
-    views = {expert: _views(nodes, place) for expert, nodes in picked.items()}
+    views = {expert: _views(nodes) for expert, nodes in picked.items()}
     everything = {view for nodes in views.values() for view in nodes}
-    turns = [_turn(graph, views[expert], everything, place) for expert in range(num_experts)]
-    shared = _shared_inputs(turns)
-    turns = [
-        _Turn(views=t.views, body=t.body, entries=tuple(n for n in t.entries if n not in shared), exit=t.exit)
-        for t in turns
-    ]
+    turns = [_turn(views[expert], everything) for expert in range(num_experts)]
+    # What is the same node in every turn is no rows.
+    shared = set.intersection(*(set(turn.entries) for turn in turns))
+    turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
     for expert, turn in enumerate(turns[1:], start=1):
         _check_same(turns[0], turn, expert)
     first = turns[0]
@@ -120,34 +129,29 @@ def _num_rows(entry: Node) -> str:
     return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
 
 
-def _views(picked: list[Node], place: dict[Node, int]) -> tuple[Node, ...]:
-    found = set(picked)
-    for node in sorted(descendants(picked), key=place.__getitem__):
-        if all(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return tuple(sorted(found, key=place.__getitem__))
+def _views(picked: list[Node]) -> tuple[Node, ...]:
+    """``w[e]``, and what is computed from it alone."""
+    found, stack = set(picked), sorted(picked, reverse=True)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and all(source in found for source in user.all_input_nodes):
+                found.add(user)
+                stack.append(user)
+    return tuple(sorted(found))
 
 
-def _turn(graph: Graph, views: tuple[Node, ...], everything: set[Node], place: dict[Node, int]) -> _Turn:
+def _turn(views: tuple[Node, ...], everything: set[Node]) -> _Turn:
     own = set(views)
     anchors = {user for view in views for user in view.users if user not in own}
     if any(source in everything - own for anchor in anchors for source in anchor.all_input_nodes):
         raise Refused("two experts meet in one operation")
-    inside = anchors | (descendants(anchors) & ancestors(anchors))
-    body = tuple(sorted(inside, key=place.__getitem__))
+    inside = anchors | between(anchors, anchors)
+    body = tuple(sorted(inside))
     entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in own))
     exits = [n for n in body if any(user not in inside for user in n.users)]
     if len(exits) != 1:
         raise Refused(f"{len(exits)} values leave a turn, one is expected")
     return _Turn(views=views, body=body, entries=entries, exit=exits[0])
-
-
-def _shared_inputs(turns: list[_Turn]) -> set[Node]:
-    """Inputs that are the same node in every turn: not rows."""
-    shared = set(turns[0].entries)
-    for turn in turns[1:]:
-        shared &= set(turn.entries)
-    return shared
 
 
 def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
@@ -165,46 +169,35 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
             raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}")
 
 
-def _check_order(graph: Graph, turns: list[_Turn]) -> None:
+def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     """Grouping computes all turns after the last entry is known: nothing before that may need an early turn."""
-    place = positions(graph)
-    after = descendants([turn.exit for turn in turns])
-    inputs = _inputs(turns)
-    if inputs & (after | {turn.exit for turn in turns}):
+    turns, modes = loop.turns, facts.grad_modes
+    exits = {turn.exit for turn in turns}
+    if loop.inputs & (exits | set(loop.delayed)):
         raise Refused("a turn needs the result of an earlier one")
     bodies = {node for turn in turns for node in turn.body}
-    refuse_changes_of(inputs, until=max(inputs | bodies, key=place.__getitem__))
+    facts.refuse_changes_of(loop.inputs, until=max(loop.inputs | bodies))
     for turn in turns:
-        refuse_changes_of(turn.body, until=turn.body[-1])
-    last = max(place[node] for node in inputs)
-    delayed = [n for n in graph.nodes if n in after and place[n] <= last]
-    modes = grad_modes(graph)
-    behind = next(node for node, index in place.items() if index == last).next
-    if len({modes[node] for node in (*bodies, *delayed, behind)}) != 1:
+        facts.refuse_changes_of(turn.body, until=turn.body[-1])
+    if len({modes[node] for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
         raise Refused("gradients are switched on and off in it")
-    if _under_autocast(graph):
+    if _under_autocast(facts.graph):
         raise Refused("it runs under autocast, which a grouped matmul does not know")
-    changed = {storage_of(target) for node in delayed if (target := mutates(node)) is not None}
+    changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
     if None in changed:
         raise Refused("an in-place operation between turns, on a tensor that nothing is known about")
-    for node in graph.nodes:
-        between = delayed and place[delayed[0]] < place[node] <= last and node not in after
-        if between and any(storage_of(source) in changed for source in node.all_input_nodes):
+    if not changed:
+        return
+    delayed, node = set(loop.delayed), loop.delayed[0]
+    while node <= loop.last:
+        if node not in delayed and any(storage_of(source) in changed for source in node.all_input_nodes):
             raise Refused(f"{describe(node)} reads what an earlier turn changed in place")
+        node = node.next
 
 
 def _under_autocast(graph: Graph) -> bool:
     inside = any(calls(node, torch.amp.autocast_mode._enter_autocast) for node in graph.nodes)
     return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-def _inputs(turns: list[_Turn]) -> set[Node]:
-    """Everything that the turns compute from."""
-    found: set[Node] = set()
-    for turn in turns:
-        own = {*turn.views, *turn.body}
-        found |= {source for node in own for source in node.all_input_nodes} - own
-    return found
 
 
 def _check_forms(turn: _Turn) -> None:
@@ -246,104 +239,86 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
     raise Refused(f"no grouped form of {describe(node)}")
 
 
-def _group(graph: Graph, turns: list[_Turn]) -> None:
-    first = turns[0]
-    place = positions(graph)
-    last = max(_inputs(turns), key=place.__getitem__)
-    after = descendants([turn.exit for turn in turns])
-    delayed = [n for n in graph.nodes if n in after and place[n] < place[last]]
-
-    builder = _Builder(graph, last)
+def _group(facts: GraphFacts, loop: _Loop) -> None:
+    """All turns in one, behind the last of their inputs."""
+    first, here = loop.turns[0], Builder(facts.graph, after=loop.last)
     # Step 1: rows of all experts in expert order, and where each expert's rows end.
-    sizes = [builder.method("size", turn.entries[0], 0) for turn in turns]
-    offsets = builder.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first.entries[0])
+    sizes = [here.method("size", turn.entries[0], 0) for turn in loop.turns]
+    offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first.entries[0])
+    offsets.meta["example_value"] = value_of(first.entries[0]).new_empty(len(sizes), dtype=torch.int32)
     new: dict[Node, Node] = {}
-    for index, entry in enumerate(first.entries):
-        new[entry] = builder.call(torch.cat, [turn.entries[index] for turn in turns])
+    for entries in zip(*(turn.entries for turn in loop.turns), strict=True):
+        rows = new[entries[0]] = here.call(torch.cat, list(entries))
         # For the checks of later passes; they look at the row width and replace the number of rows.
-        new[entry].meta["example_value"] = value_of(entry)
-    offsets.meta["example_value"] = value_of(first.entries[0]).new_empty(len(turns), dtype=torch.int32)
-    rows = next(iter(new.values()))
+        rows.meta["example_value"] = value_of(entries[0])
 
     # Step 2: the first turn's computation, on all experts.
-    views = set(first.views)
+    by_id = _ByExpert(here, offsets, new[first.entries[0]])
     for view in first.views:
-        new[view] = _grouped_view(builder, view, new)
+        new[view] = _grouped_view(here, view, new)
+    anchors = _anchors(first)
     for node in first.body:
-        use = _matrix_operand(node, views) if node in _anchors(first) else None
-        if use is None:
-            new[node] = builder.add(graph_copy=node, new=new)
-        elif use == "bias":
-            a, b = operands(node)
-            bias, x = (a, b) if a in views else (b, a)
-            new[node] = builder.call(operator.add, new.get(x, x), builder.lookup(new[bias], offsets, rows))
+        if node in anchors:
+            new[node] = _grouped_anchor(here, node, set(first.views), new, by_id)
         else:
-            x, w, *bias = operands(node)
-            weight = new[w]
-            if use == "linear":
-                weight = builder.method("transpose", weight, 1, 2)
-            out = builder.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, offsets)
-            if bias and bias[0] is not None:
-                value = new.get(bias[0], bias[0])
-                value = builder.lookup(value, offsets, rows) if bias[0] in views else value
-                out = builder.call(operator.add, out, value)
-            new[node] = out
+            new[node] = here.copy(node, new)
+            new[node].meta.pop("example_value", None)
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
     # Step 3: every turn's result is its part of the whole.
-    changed = {storage_of(target) for node in graph.nodes if (target := mutates(node)) is not None}
-    parts = builder.call(torch.split, new[first.exit], sizes)
-    for expert, turn in enumerate(turns):
-        part = builder.call(operator.getitem, parts, expert)
+    changed = {storage for _, storage in facts.changes}
+    parts = here.call(torch.split, new[first.exit], sizes)
+    for expert, turn in enumerate(loop.turns):
+        part = here.call(operator.getitem, parts, expert)
         if storage_of(turn.exit) in changed:
             # A part of a split is a view that autograd does not let anybody change in place.
-            part = builder.method("clone", part)
+            part = here.method("clone", part)
         if "example_value" in turn.exit.meta:
             part.meta["example_value"] = turn.exit.meta["example_value"]
         turn.exit.replace_all_uses_with(part)
 
     # Step 4: what used early turns follows the whole; the old turns go.
-    for node in delayed:
-        if any(node in turn.body for turn in turns):
-            continue
-        builder.last.append(node)
-        builder.last = node
-    for turn in turns:
+    old = {node for turn in loop.turns for node in turn.body}
+    last = here.last
+    for node in loop.delayed:
+        if node not in old:
+            last.append(node)
+            last = node
+    for turn in loop.turns:
         for node in reversed((*turn.views, *turn.body)):
             if not node.users:
-                graph.erase_node(node)
+                facts.graph.erase_node(node)
 
 
-class _Builder:
-    """Appends nodes one after another behind a given one."""
+def _grouped_anchor(here: Builder, node: Node, views: set[Node], new: dict[Node, Node], by_id: _ByExpert) -> Node:
+    """A product or sum with one expert's parameter as one with those of all experts."""
+    use = _matrix_operand(node, views)
+    if use == "bias":
+        a, b = operands(node)
+        bias, x = (a, b) if a in views else (b, a)
+        return here.call(operator.add, new.get(x, x), by_id.lookup(new[bias]))
+    x, w, *biases = operands(node)
+    weight = here.method("transpose", new[w], 1, 2) if use == "linear" else new[w]
+    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, by_id.offsets)
+    if biases and biases[0] is not None:
+        bias = new.get(biases[0], biases[0])
+        out = here.call(operator.add, out, by_id.lookup(bias) if biases[0] in views else bias)
+    return out
 
-    def __init__(self, graph: Graph, after: Node) -> None:
-        self.graph, self.last = graph, after
-        self.ids: Node | None = None
 
-    def call(self, target: Any, *args: Any) -> Node:
-        with self.graph.inserting_after(self.last):
-            self.last = self.graph.call_function(target, args)
-        return self.last
+class _ByExpert:
+    """Looks parameters ``[E, N]`` up by the expert of each row; the ids are made when they are first needed."""
 
-    def method(self, name: str, *args: Any) -> Node:
-        with self.graph.inserting_after(self.last):
-            self.last = self.graph.call_method(name, args)
-        return self.last
+    def __init__(self, here: Builder, offsets: Node, rows: Node) -> None:
+        self.here, self.offsets, self.rows = here, offsets, rows
+        self._ids: Node | None = None
 
-    def add(self, *, graph_copy: Node, new: dict[Node, Node]) -> Node:
-        with self.graph.inserting_after(self.last):
-            self.last = self.graph.node_copy(graph_copy, lambda n: new.get(n, n))
-        self.last.meta.pop("example_value", None)
-        return self.last
-
-    def lookup(self, parameter: Node, offsets: Node, rows: Node) -> Node:
-        """A parameter ``[E, N]`` by the expert of each row."""
-        if self.ids is None:
-            num_rows = self.method("size", rows, 0)
-            self.ids = self.call(torch.ops.hecate.row_slots.default, offsets, num_rows)
-            self.ids.meta["example_value"] = value_of(offsets).new_empty(1, dtype=torch.int64)
-        return self.call(operator.getitem, parameter, self.ids)
+    def lookup(self, parameter: Node) -> Node:
+        if self._ids is None:
+            num_rows = self.here.method("size", self.rows, 0)
+            self._ids = self.here.call(torch.ops.hecate.row_slots.default, self.offsets, num_rows)
+            self._ids.meta["example_value"] = value_of(self.offsets).new_empty(1, dtype=torch.int64)
+        return self.here.call(operator.getitem, parameter, self._ids)
 
 
 _CASTS = ("to", "float", "bfloat16", "half", "contiguous", "type_as")
@@ -361,10 +336,12 @@ def _is_transpose(node: Node) -> bool:
     return name in ("t", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
 
 
-def _grouped_view(builder: _Builder, view: Node, new: dict[Node, Node]) -> Node:
+def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:
     """The view of one expert's matrix as a view of all: a leading dimension more."""
     if arg(view, 0) not in new:
         return arg(view, 0)
     if _is_transpose(view):
-        return builder.method("transpose", new[arg(view, 0)], 1, 2)
-    return builder.add(graph_copy=view, new=new)
+        return here.method("transpose", new[arg(view, 0)], 1, 2)
+    copy = here.copy(view, new)
+    copy.meta.pop("example_value", None)
+    return copy

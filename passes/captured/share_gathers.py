@@ -15,13 +15,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import arg, calls, grad_modes
+from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.fx import arg, calls
 
 
 def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
     """Keep the first gather of each shard in each grad mode."""
     first: dict[Any, Node] = {}
-    modes = grad_modes(gm.graph)
+    modes = GraphFacts(gm.graph).grad_modes
     merged = 0
     for node in list(gm.graph.nodes):
         if calls(node, torch.ops.hecate.gather_experts):

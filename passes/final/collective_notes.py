@@ -1,35 +1,61 @@
-"""What a collective is called in explanations and timelines, and what was predicted for it.
+"""Notes: what a collective is, for whom, and what was predicted for it, as text in the graph.
 
-A label is text in the graph, because a graph that comes from a cache brings nothing else along: part of the graph,
-operator, predicted seconds, seconds of compute meanwhile, and the layer or what it carries, with spaces between.
+Text, because a graph that comes from a cache brings nothing else along: part of the graph, operator, predicted
+seconds, seconds of compute meanwhile, and the layer or what it carries, with spaces between. The queue reads the note
+when the collective starts (``hecate.runtime.comm.queue.Span``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import assert_never
 
 from torch.fx import Node
 
 from hecate.passes.base import PassContext
-from hecate.passes.fx import arguments_of, operator_name
+from hecate.passes.final.aten_values import arguments_of
+from hecate.runtime.comm.collective import Carries, collective_of, start_of
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops.dense import get_dense_shard
-from hecate.runtime.ops.registration import STARTS
 
 
-def label(node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0) -> str:
-    """The label of a collective, whole or its start."""
-    operator, arguments = operator_name(node).removesuffix("_start"), arguments_of(node)
-    if "layer" in arguments:
-        subject = context.name(arguments["layer"])
-    elif "ids" in arguments:
-        subject = f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"
-    else:
-        subject = f"{len(arguments['replicas'])} dense parameters"
-    return f"{context.part} {operator} {predicted:.6f} {behind:.6f} {subject}"
+def write_note(node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0) -> str:
+    """The note of a collective, whole or its start.
+
+    Args:
+        predicted: seconds that it will take.
+        behind: seconds of compute meanwhile.
+    """
+    collective = collective_of(node.target)
+    if collective is None:
+        raise LookupError(f"hecate: {node.name} is no collective")
+    subject = _subject_of(node, collective.carries, context)
+    return f"{context.part} {collective.name} {predicted:.6f} {behind:.6f} {subject}"
 
 
-def describe(spans: Iterable[Span], *, measured: bool) -> list[str]:
+def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
+    arguments = arguments_of(node)
+    match carries:
+        case "rows" | "counts" | "replicas" | "experts":
+            return context.name(arguments["layer"])
+        case "dense":
+            return f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"
+        case "bucket":
+            return f"{len(arguments['replicas'])} dense parameters"
+        case _:
+            assert_never(carries)
+
+
+def read_note(text: str) -> Span:
+    """The inverse of :func:`write_note`, as a span that has not run.
+
+    Raises:
+        ValueError: it is no note.
+    """
+    return Span.of(text)
+
+
+def schedule_lines(spans: Iterable[Span], *, measured: bool) -> list[str]:
     """A line for each layer in each part of the graph, with milliseconds: what travels, behind how much compute.
 
     Args:
@@ -44,8 +70,10 @@ def describe(spans: Iterable[Span], *, measured: bool) -> list[str]:
     return [f"{part} {subject}: {'; '.join(texts)}" for (part, subject), texts in lines.items()]
 
 
-def starts_of(nodes: Iterable[Node]) -> list[Span]:
-    """The labelled collectives of a graph, as spans that have not run."""
+def notes_in(nodes: Iterable[Node]) -> list[Span]:
+    """The notes of all starts in a graph, as spans that have not run."""
     return [
-        Span.of(arguments_of(node)["note"]) for node in nodes if node.op == "call_function" and node.target in STARTS
+        read_note(arguments_of(node)["note"])
+        for node in nodes
+        if node.op == "call_function" and start_of(node.target) is not None
     ]

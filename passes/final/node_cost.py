@@ -23,8 +23,9 @@ from torch.utils.flop_counter import (
 )
 
 from hecate.passes.base import PassContext
-from hecate.passes.fx import arguments_of, calls, fake_mode_of, is_getitem, is_view, operator_name
-from hecate.runtime.ops.registration import STARTS, WAITS
+from hecate.passes.final.aten_values import arguments_of, fake_mode_of
+from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of
 from hecate.runtime.state.layer import get_layer
 
 aten = torch.ops.aten
@@ -66,8 +67,8 @@ def bytes_of(values: Any) -> sympy.Expr:
     )
 
 
-def traffic(node: Node) -> sympy.Expr:
-    """Bytes that a node reads and writes; 0 for views."""
+def memory_bytes(node: Node) -> sympy.Expr:
+    """Bytes that a node reads from memory and writes to it; 0 for views."""
     if node.op != "call_function" or is_getitem(node) or is_view(node):
         return sympy.S.Zero
     return bytes_of([_value(n) for n in node.all_input_nodes]) + bytes_of(_value(node))
@@ -101,7 +102,7 @@ class Clock:
                 rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
                 sent = [
                     user.args[0] for part in rows for user in part.users
-                    if user.target in (hecate.exchange.default, hecate.exchange_start.default)
+                    if (collective := collective_of(user.target)) is not None and not collective.homeward
                 ]  # fmt: skip
                 if sent:
                     count = self.number(_value(sent[0]).shape[0])
@@ -129,37 +130,41 @@ class Clock:
 
     def seconds(self, node: Node) -> float:
         """Compute time of one node: its operations or its bytes, whichever takes longer."""
-        if node.target in STARTS or node.target in WAITS:
+        if start_of(node.target) is not None or wait_of(node.target) is not None:
             return 0.0
         rates = self.context.rates
-        operations, moved = flops(node), traffic(node)
+        operations, moved = flops(node), memory_bytes(node)
         return max(self.number(operations) / rates.flops, self.number(moved) / rates.memory_bytes)
 
-    def transfer_seconds(self, start: Node, wait: Node) -> float:
+    def link_seconds(self, start: Node, wait: Node) -> float:
         """How long a collective takes with nothing else on the link."""
-        rates, context = self.context.rates, self.context
+        rates, context, collective = self.context.rates, self.context, _started_by(start)
         link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
-        name, size = (
-            operator_name(start).removesuffix("_start"),
-            self.number(bytes_of([_value(n) for n in payload_of(start)])),
-        )
+        payload = self.number(bytes_of([_value(n) for n in payload_of(start)]))
+        if collective.carries == "replicas":
+            # Of the experts in the payload, which are the rank's own or the gradients of all its slots.
+            experts = context.owned + context.slots if collective.role == "reduce" else max(1, context.owned)
+            return payload * context.slots / experts / link
+        if collective.role == "gather":
+            payload = self.number(bytes_of(_value(wait)))
         others = (context.world_size - 1) / context.world_size
-        if name in ("sparse_all_gather", "top_up"):
-            return size * context.slots / max(1, context.owned) / link
-        if name == "sparse_reduce_scatter":
-            return size * context.slots / (context.owned + context.slots) / link
-        if name in ("gather_experts", "gather_dense"):
-            return self.number(bytes_of(_value(wait))) * others / link
-        return size * others * (2 if name == "average_gradients" else 1) / link
+        return payload * others * max(1, collective.ring_rounds) / link
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
-        """Memory that a transfer of parameters or gradients holds: what it sends, and what arrives.
+        """Memory that parameters or gradients on their way hold: what is sent, and what arrives.
 
         The same on every rank: sizes that depend on data, slots and shards, count as all slots of a rank.
         """
         size = bytes_of([_value(n) for n in payload_of(start)]) + bytes_of(_value(wait))
         most = self.context.owned + self.context.slots
         return int(size.subs(dict.fromkeys(size.free_symbols, most)))
+
+
+def _started_by(start: Node) -> Collective:
+    collective = start_of(start.target)
+    if collective is None:
+        raise LookupError(f"hecate: {start.name} starts no collective")
+    return collective
 
 
 def payload_of(start: Node) -> list[Node]:

@@ -15,24 +15,24 @@ from itertools import accumulate
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.final.collective_notes import label
+from hecate.passes.final.collective_notes import write_note
 from hecate.passes.final.node_cost import Clock
-from hecate.passes.final.schedule import transfers_of
+from hecate.passes.final.schedule import in_flight
 
 
 def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     """Give every start the token of the one before."""
     clock = Clock(gm, context)
     nodes = list(gm.graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
-    transfers = transfers_of(nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    collectives = in_flight(nodes)
     # Compute up to each node; a collective hides behind what lies between its start and its wait.
     seconds = list(accumulate(map(clock.seconds, nodes), initial=0.0))
     before: Node | None = None
-    for transfer in transfers:
-        *args, _, _ = transfer.start.args
-        behind = seconds[place[transfer.wait]] - seconds[place[transfer.start]]
-        note = label(transfer.start, context, clock.transfer_seconds(transfer.start, transfer.wait), behind)
-        transfer.start.args = (*args, [before] if before is not None else [], note)
-        before = transfer.start
-    return Outcome(rewritten=len(transfers))
+    for one in collectives:
+        *args, _, _ = one.start.args
+        behind = seconds[position[one.wait]] - seconds[position[one.start]]
+        note = write_note(one.start, context, clock.link_seconds(one.start, one.wait), behind)
+        one.start.args = (*args, [before] if before is not None else [], note)
+        before = one.start
+    return Outcome(rewritten=len(collectives))

@@ -11,20 +11,21 @@ parameters always, because to keep them is to not shard them.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.passes.fx import is_getitem, is_view
+from hecate.runtime.comm.collective import whole_of
 
 
 def rematerialize(gm: GraphModule, context: PassContext) -> Outcome:
     """Tag the gathers."""
-    hecate, count = torch.ops.hecate, 0
-    experts = (hecate.sparse_all_gather, hecate.gather_experts) if context.rematerialize else ()
+    count = 0
+    again = ("always", "if rematerialized") if context.rematerialize else ("always",)
     for node in gm.graph.nodes:
-        if calls(node, hecate.gather_dense, *experts):
+        collective = whole_of(node.target) if node.op == "call_function" else None
+        if collective is not None and collective.gathered_again in again:
             for tagged in _with_views(node):
                 tagged.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             count += 1

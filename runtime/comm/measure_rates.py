@@ -20,7 +20,7 @@ _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
 # Bytes per second of a link that nobody uses.
 NO_LINK = 1e15
-_measured: dict[tuple[torch.dtype, Topology, World], Rates] = {}
+_measured: dict[tuple[object, ...], Rates] = {}
 
 
 def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
@@ -30,7 +30,8 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     largest of their times, so all get the same rates. What can be hidden behind other work is not known yet, see
     :mod:`hecate.runtime.state.overlap_window`.
     """
-    key = dtype, topology, world
+    # Not the world itself: a cache must not keep a model's queue, nor a group, alive.
+    key = dtype, topology, world.rank, world.size, world.device, world.group.group_name if world.group else None
     if key not in _measured:
         _measured[key] = _measure(dtype, topology, world)
     return _measured[key]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -81,7 +82,7 @@ class Span:
         return self.ready - self.waited
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """A job on its way. What it holds is let go as soon as it is waited for."""
 
@@ -124,7 +125,8 @@ class _Pending:
 
 # A collective in one piece that runs behind others.
 _UNLABELLED = "- - 0 0 -"
-_pending: dict[int, _Pending] = {}
+# The queue of a pending job keeps it, so that what is left of a model goes with the model.
+_pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -143,9 +145,10 @@ class CollectiveQueue:
         self.device = device
         self.spans: deque[Span] = deque(maxlen=4096)
         self._stream = torch.cuda.Stream(device) if on_stream else None
-        self._inbox: SimpleQueue[_Pending] = SimpleQueue()
+        self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Pending | None = None
+        self._started: dict[int, _Pending] = {}
 
     @property
     def idle(self) -> bool:
@@ -160,8 +163,7 @@ class CollectiveQueue:
     def begin_step(self) -> None:
         """Forget what ran before, and what a graph started and, because it failed, never waited for."""
         self.drain()
-        for number in [number for number, pending in _pending.items() if pending.queue is self]:
-            del _pending[number]
+        self._started.clear()
         self.spans.clear()
 
     def submit(self, job: Job, note: str) -> _Pending:
@@ -177,17 +179,13 @@ class CollectiveQueue:
             pending.stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
             # A daemon, so that a rank that fails can exit although its peers never come.
-            self._thread = threading.Thread(target=self._work, name="hecate-collectives", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._inbox,), name="hecate-collectives", daemon=True)
             self._thread.start()
+            # The thread holds the inbox alone: when the queue goes, it is told to end.
+            weakref.finalize(self, self._inbox.put, None)
         self._last = pending
         self._inbox.put(pending)
         return pending
-
-    def _work(self) -> None:
-        while True:
-            pending = self._inbox.get()
-            with nullcontext() if pending.stream is None else torch.cuda.stream(pending.stream):
-                pending.run()
 
     def _launch(self, pending: _Pending) -> None:
         assert self._stream is not None
@@ -207,16 +205,26 @@ class CollectiveQueue:
                 tensor.record_stream(current)
 
 
+def _work(inbox: SimpleQueue[_Pending | None]) -> None:
+    while (pending := inbox.get()) is not None:
+        with nullcontext() if pending.stream is None else torch.cuda.stream(pending.stream):
+            pending.run()
+        # It knows its queue, which must not live on because this thread waits for the next job.
+        del pending
+
+
 def start(job: Job, note: str) -> int:
     """Begin ``job`` in its queue; the number is for :func:`wait`."""
     number = next(_numbers)
-    _pending[number] = job.queue.submit(job, note)
+    _pending[number] = job.queue._started[number] = job.queue.submit(job, note)
     return number
 
 
 def wait(number: int) -> Any:
     """The result of the job that :func:`start` gave this number to; only once."""
-    return _pending.pop(number).wait()
+    pending = _pending.pop(number)
+    del pending.queue._started[number]
+    return pending.wait()
 
 
 def run(job: Job) -> Any:

@@ -1,34 +1,36 @@
 """The operators that passes put into graphs, each with a fake, an autograd formula and a flop count.
 
-The plain references that define them are in ``hecate.runtime.ops.reference``.
+The plain references that define them are in ``reference``. Every file here registers its operators when it is
+imported, and lists them at its top:
 
-| operator | shapes | backward |
-|---|---|---|
-| ``gather_experts`` | ``[E_r,...] -> [E,...]`` | ``reduce_scatter_experts`` |
-| ``place`` | ``-> [E,W], [S]``, this step's placement, and the experts in this rank's slots | none, integers only |
-| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, all tensors of a layer | ``sparse_reduce_scatter`` |
-| ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
-| ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
-| ``top_up`` | ``[E_r,...], [S,...], [S'] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
-| ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']`` | none |
-| ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
-| ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
-| ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
-| ``grouped_mm`` | ``[R,K], [S,K,N], [S] -> [R,N]`` | ``grouped_mm`` and ``grouped_mm_weight_grad`` |
+| file | operators |
+|---|---|
+| ``experts`` | experts come to ranks, and their gradients go back: all of a layer, or replicas |
+| ``exchange`` | who has how many rows, where they go, and the rows themselves, there and back |
+| ``grouped_mm`` | what computes on slots |
+| ``dense`` | dense parameters of which each rank keeps its rows |
+| ``gradients`` | gradients of parameters that every rank has whole |
+| ``registration`` | how an operator or a collective is registered |
+| ``sparse_collectives``, ``ticket`` | how replicas and rows travel, without operators |
 
 R', S and n are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r, the
 length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the CPU
 (2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
 
-Those that communicate can be split into a start and a wait; see ``hecate.runtime.ops.registration``.
-
-``layer`` is the id of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
-of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead.
+``layer`` is the number of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
+of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead. Those that
+communicate can be split into a start and a wait, and have a record that says all that others ask about them
+(``hecate.runtime.comm.collective``).
 """
 
 from __future__ import annotations
 
-from hecate.runtime.ops import exchange, grouped_mm
-from hecate.runtime.ops.experts import own_experts
+import importlib
+import pkgutil
 
-__all__ = ["exchange", "grouped_mm", "own_experts"]
+from hecate.runtime.comm.collective import collective_named
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["collective_named"]

@@ -22,7 +22,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.gradients import GradientSync
-from hecate.runtime.ops.registration import define_collective
+from hecate.runtime.ops.registration import define_collective, differentiate
 from hecate.runtime.state.registry import Registry
 
 
@@ -174,12 +174,18 @@ define_collective(
     _gather_dense,
     _gather_dense_fake,
     role="gather",
+    carries="dense",
+    ring_rounds=1,
+    gathered_again="always",
+    # A layer's dense parameters are used at the beginning of its gap, where nothing would hide them.
+    gaps_ahead=2,
 )
 define_collective(
     "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
     _reduce_scatter_dense,
     _reduce_scatter_dense_fake,
     role="reduce",
+    carries="dense",
 )
 
 
@@ -192,4 +198,4 @@ def _gather_dense_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return torch.ops.hecate.reduce_scatter_dense(grads, ctx.ids, ctx.dtype), None, None
 
 
-torch.library.register_autograd("hecate::gather_dense", _gather_dense_backward, setup_context=_gather_dense_setup)
+differentiate("gather_dense", _gather_dense_backward, _gather_dense_setup)

@@ -1,4 +1,14 @@
-"""Operators that bring rows to experts and results back; see ``hecate.runtime.ops``."""
+"""Operators that bring rows to experts and results back.
+
+| operator | shapes | backward |
+|---|---|---|
+| ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
+| ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
+| ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']``, ends of the slots, and the ticket of an exchange | none |
+| ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
+| ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
+| ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
+"""
 
 from __future__ import annotations
 
@@ -10,11 +20,9 @@ from torch import Tensor
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops.experts import as_tensors, placement_fake
-from hecate.runtime.ops.registration import define, define_collective
+from hecate.runtime.ops.registration import define, define_collective, differentiate
 from hecate.runtime.ops.ticket import make_ticket
 from hecate.runtime.state.layer import get_layer
-
-_lib = torch.library.Library("hecate", "FRAGMENT")
 
 
 def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
@@ -141,13 +149,22 @@ define_collective(
     _gather_counts,
     _gather_counts_fake,
     role="exchange",
+    carries="counts",
+    ring_rounds=1,
+    saved_in_checkpoints="always",
 )
-define("calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)", _calibrate, _calibrate_fake)
+define(
+    "calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)",
+    _calibrate,
+    _calibrate_fake,
+    plans=True,
+)
 define(
     "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int layer) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _route,
     _route_fake,
+    plans=True,
 )
 define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)
 define_collective(
@@ -155,6 +172,8 @@ define_collective(
     _exchange,
     _exchange_fake,
     role="exchange",
+    carries="rows",
+    saved_in_checkpoints="always",
 )
 define_collective(
     "exchange_back(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, "
@@ -162,6 +181,9 @@ define_collective(
     _exchange_back,
     _exchange_back_fake,
     role="exchange",
+    carries="rows",
+    homeward=True,
+    saved_in_checkpoints="always",
 )
 
 
@@ -185,7 +207,5 @@ def _exchange_back_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return torch.ops.hecate.exchange(grad, *ctx.saved_tensors, ctx.layer), None, None, None, None, None
 
 
-torch.library.register_autograd("hecate::exchange", _exchange_backward, setup_context=_exchange_setup, lib=_lib)
-torch.library.register_autograd(
-    "hecate::exchange_back", _exchange_back_backward, setup_context=_exchange_back_setup, lib=_lib
-)
+differentiate("exchange", _exchange_backward, _exchange_setup)
+differentiate("exchange_back", _exchange_back_backward, _exchange_back_setup)

@@ -1,4 +1,14 @@
-"""Operators that bring experts to ranks and their gradients back; see ``hecate.runtime.ops``."""
+"""Operators that bring experts to ranks and their gradients back.
+
+| operator | shapes | backward |
+|---|---|---|
+| ``gather_experts`` | ``[E_r,...] -> [E,...]``: the specification, and the fallback | ``reduce_scatter_experts`` |
+| ``reduce_scatter_experts`` | ``[E,...] -> [E_r,...]``, the mean over ranks | none |
+| ``place`` | ``-> [E,W], [S]``, this step's placement, and the experts in this rank's slots | none, integers only |
+| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, all tensors of a layer | ``sparse_reduce_scatter`` |
+| ``sparse_reduce_scatter`` | ``[S,...], [E,W] -> [E_r,...]``, sum over holders, divided by W | none |
+| ``top_up`` | ``[E_r,...], [S,...], [S'] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
+"""
 
 from __future__ import annotations
 
@@ -11,13 +21,10 @@ from torch import Tensor
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops import sparse_collectives
-from hecate.runtime.ops.registration import define, define_collective
+from hecate.runtime.ops.registration import define, define_collective, differentiate
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer, get_layer
-
-_lib = torch.library.Library("hecate", "FRAGMENT")
-
 
 # --- dense materialization: the specification, and the fallback for what no pass understands ---
 
@@ -47,12 +54,16 @@ define_collective(
     _gather_experts,
     _gather_experts_fake,
     role="gather",
+    carries="experts",
+    ring_rounds=1,
+    gathered_again="if rematerialized",
 )
 define_collective(
     "reduce_scatter_experts(Tensor grad, SymInt owned, int layer) -> Tensor",
     _reduce_scatter_experts,
     _reduce_scatter_experts_fake,
     role="reduce",
+    carries="experts",
 )
 
 
@@ -65,7 +76,7 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.hecate.reduce_scatter_experts(grad, ctx.owned, ctx.layer), None, None
 
 
-torch.library.register_autograd("hecate::gather_experts", _gather_backward, setup_context=_gather_setup, lib=_lib)
+differentiate("gather_experts", _gather_backward, _gather_setup)
 
 
 # --- sparse materialization ---
@@ -141,24 +152,30 @@ def _top_up_fake(
     return _sparse_all_gather_fake(shards, after, slots, layer)
 
 
-define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, placement_fake)
+define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, placement_fake, plans=True)
 define_collective(
     "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor slots, int layer) -> Tensor[]",
     _sparse_all_gather,
     _sparse_all_gather_fake,
     role="gather",
+    carries="replicas",
+    saved_in_checkpoints="unless rematerialized",
+    gathered_again="if rematerialized",
 )
 define_collective(
     "sparse_reduce_scatter(Tensor[] grads, Tensor placement, SymInt owned, int layer) -> Tensor[]",
     _sparse_reduce_scatter,
     _sparse_reduce_scatter_fake,
     role="reduce",
+    carries="replicas",
 )
 define_collective(
     "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor slots, int layer) -> Tensor[]",
     _top_up,
     _top_up_fake,
     role="exchange",
+    carries="replicas",
+    saved_in_checkpoints="unless rematerialized",
 )
 
 
@@ -186,10 +203,8 @@ def _top_up_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return owned, [None] * ctx.ready, None, None, None, None
 
 
-torch.library.register_autograd(
-    "hecate::sparse_all_gather", _sparse_all_gather_backward, setup_context=_sparse_all_gather_setup, lib=_lib
-)
-torch.library.register_autograd("hecate::top_up", _top_up_backward, setup_context=_top_up_setup, lib=_lib)
+differentiate("sparse_all_gather", _sparse_all_gather_backward, _sparse_all_gather_setup)
+differentiate("top_up", _top_up_backward, _top_up_setup)
 
 
 # --- reading a rank's own experts, free of charge ---

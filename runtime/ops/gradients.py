@@ -2,6 +2,10 @@
 
 A parameter is read through :func:`replicate`, an identity whose backward is an all-reduce. So the
 gradients are averaged inside the graph, and no DDP wrapper is needed.
+
+| operator | shapes | backward |
+|---|---|---|
+| ``average_gradients`` | any shapes ``->`` the same, the mean over ranks, one all-reduce for all of them | none |
 """
 
 from __future__ import annotations
@@ -124,6 +128,9 @@ define_collective(
     _average_gradients,
     _average_gradients_fake,
     role="reduce",
+    carries="bucket",
+    ring_rounds=2,
+    wait_needs_arguments=True,
 )
 
 

@@ -1,4 +1,12 @@
-"""Operators that compute on slots; see ``hecate.runtime.ops``."""
+"""Operators that compute on slots.
+
+| operator | shapes | backward |
+|---|---|---|
+| ``grouped_mm`` | ``[R,K], [S,K,N], [S] -> [R,N]`` | ``grouped_mm`` and ``grouped_mm_weight_grad`` |
+| ``grouped_mm_weight_grad`` | ``[R,K], [R,N], [S] -> [S,K,N]`` | none |
+| ``row_slots`` | ``[S] -> [R]``, the slot of each row | none |
+| ``sizes_to_offsets`` | ``S`` sizes to ``[S]``, where each slot's rows end | none |
+"""
 
 from __future__ import annotations
 
@@ -8,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hecate.runtime.ops.registration import define
-
-_lib = torch.library.Library("hecate", "FRAGMENT")
+from hecate.runtime.ops.registration import define, differentiate
 
 
 def _native_grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> bool:
@@ -117,7 +123,7 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, None
 
 
-torch.library.register_autograd("hecate::grouped_mm", _grouped_mm_backward, setup_context=_grouped_mm_setup, lib=_lib)
+differentiate("grouped_mm", _grouped_mm_backward, _grouped_mm_setup)
 
 
 @register_flop_formula(torch.ops.hecate.grouped_mm)

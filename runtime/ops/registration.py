@@ -14,48 +14,43 @@ Inductor respects (docs/decisions.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hecate.runtime.comm import queue
+from hecate.runtime.comm.collective import Carries, Collective, Role, add_collective
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-# "exchange": its result is needed at once. "gather": parameters on their way to a use that comes later. "reduce":
-# gradients on their way to their owners, needed at the end.
-Role = Literal["exchange", "gather", "reduce"]
+# Operators that decide something for one step. Computed again, they would decide for another.
+PLANS: set[torch._ops.OpOverload] = set()
 
 
-@dataclass(frozen=True)
-class Split:
-    """The two halves of a collective, and what it is for."""
-
-    start: torch._ops.OpOverload
-    wait: torch._ops.OpOverload
-    role: Role
-
-
-# All collectives, by themselves and by their halves.
-COLLECTIVES: dict[torch._ops.OpOverload, Split] = {}
-STARTS: dict[torch._ops.OpOverload, Split] = {}
-WAITS: dict[torch._ops.OpOverload, Split] = {}
-
-
-def define(schema: str, kernel: Any, fake: Any) -> torch._ops.OpOverload:
+def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> torch._ops.OpOverload:
     """Register an operator with one kernel for all devices.
 
     ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
     these operators is on the critical path.
+
+    Args:
+        plans: its result is a decision about this step, and must be saved wherever a layer is computed again.
     """
     name = schema.split("(")[0]
     _lib.define(schema, tags=_TAGS)
     _lib.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hecate::{name}", fake, lib=_lib)
-    return getattr(torch.ops.hecate, name).default
+    operator: torch._ops.OpOverload = getattr(torch.ops.hecate, name).default
+    if plans:
+        PLANS.add(operator)
+    return operator
+
+
+def differentiate(name: str, backward: Any, setup: Any) -> None:
+    """Register the autograd formula of an operator, as ``torch.library.register_autograd`` does."""
+    torch.library.register_autograd(f"hecate::{name}", backward, setup_context=setup, lib=_lib)
 
 
 def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> int:
@@ -63,11 +58,14 @@ def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> 
     return queue.start(prepare(*args), note)
 
 
-def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any, *, role: Role) -> None:
+def define_collective(
+    schema: str, prepare: Callable[..., queue.Job], fake: Any, *, role: Role, carries: Carries, **described: Any
+) -> Collective:
     """Register a collective and its halves.
 
     Args:
         prepare: packs what travels and returns the rest as a job, which must not touch the arguments.
+        role, carries, described: the attributes of :class:`Collective`.
     """
     name, rest = schema.split("(", 1)
     arguments, result = rest.rsplit(") -> ", 1)
@@ -88,9 +86,14 @@ def define_collective(schema: str, prepare: Callable[..., queue.Job], fake: Any,
     def waited(token: Tensor, *args: Any) -> Any:
         return fake(*args)
 
-    split = COLLECTIVES[define(schema, whole, fake)] = Split(
-        start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
-        wait=define(f"{name}_wait(Tensor token, {arguments}) -> {result}", wait, waited),
-        role=role,
+    return add_collective(
+        Collective(
+            name=name,
+            whole=define(schema, whole, fake),
+            start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
+            wait=define(f"{name}_wait(Tensor token, {arguments}) -> {result}", wait, waited),
+            role=role,
+            carries=carries,
+            **described,
+        )
     )
-    STARTS[split.start] = WAITS[split.wait] = split

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm.collective import collective_named
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
@@ -22,9 +23,6 @@ from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 
-# What a layer needs at once; everything else travels between layers. Of that, what the hidden time is for.
-EXCHANGES = ("gather_counts", "top_up", "exchange", "exchange_back")
-EXPERTS = ("sparse_all_gather", "sparse_reduce_scatter")
 # Measured before these training forwards, the first of which compile, until so many were whole. Their median counts.
 _FIRST, _LAST, _ENOUGH = 3, 20, 3
 
@@ -68,17 +66,24 @@ def measure_hidden(spans: Iterable[Span], world: World) -> float:
 
 def _gaps(spans: list[Span]) -> Iterator[tuple[str, float]]:
     """The time between the layers' exchanges, less that in which dense parameters or gradients have the link."""
-    exchanges = [span for span in spans if span.operator in EXCHANGES]
+    # What a layer needs at once; everything else travels between layers.
+    exchanges = [span for span in spans if _is_exchange(span)]
+    others = [span for span in spans if not _is_exchange(span)]
     for before, after in pairwise(exchanges):
         if before.part == after.part and before.subject != after.subject and before.ready:
-            taken = sum(_taken(span, before.ready, after.started) for span in spans if span.operator not in EXCHANGES)
+            taken = sum(_taken(span, before.ready, after.started) for span in others)
             yield after.part, max(0.0, after.started - before.ready - taken)
+
+
+def _is_exchange(span: Span) -> bool:
+    return collective_named(span.operator).role == "exchange"
 
 
 def _taken(span: Span, begin: float, end: float) -> float:
     """Seconds between ``begin`` and ``end`` in which nothing more can travel behind compute."""
     # For experts the compute should not have stood still; all else has the link to itself.
-    first, last = (span.waited, span.ready) if span.operator in EXPERTS else (span.begun, span.ended)
+    hideable = collective_named(span.operator).carries == "replicas"
+    first, last = (span.waited, span.ready) if hideable else (span.begun, span.ended)
     return max(0.0, min(last, end) - max(first, begin))
 
 

@@ -13,15 +13,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hecate.passes import FINAL_PASSES, Pass, PassContext
-from hecate.passes.final.collective_notes import starts_of
-from hecate.passes.final.node_cost import Clock, flops, traffic
+from hecate.passes.final.collective_notes import notes_in
+from hecate.passes.final.node_cost import Clock, flops, memory_bytes
 from hecate.passes.final.order_collectives import order_collectives
-from hecate.passes.final.schedule import transfers_of
+from hecate.passes.final.schedule import in_flight
 from hecate.passes.final.split_collectives import split_collectives
+from hecate.passes.invariants import verify_final
 from hecate.passes.joint.rematerialize import rematerialize
 from hecate.passes.runner import run_passes
+from hecate.runtime.comm.collective import collective_named, start_of, whole_of
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops.registration import COLLECTIVES, STARTS
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.layer import add_layer
@@ -75,11 +76,11 @@ def traced(layers: int = 2) -> tuple[GraphModule, list[Any]]:
 
 def names(gm: GraphModule) -> list[str]:
     """Collectives and matmuls in order, with the layer where it says one."""
-    first = min(node.args[-3] for node in gm.graph.nodes if node.target is STARTS_OF("exchange"))
+    first = min(node.args[-3] for node in gm.graph.nodes if node.target is collective_named("exchange").start)
     found = []
     for node in gm.graph.nodes:
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        if node.target in STARTS:
+        if start_of(node.target) is not None:
             found.append(f"{name} {node.args[-3] - first}")
         elif name.endswith("_wait"):
             found.append(f"{name} {node.args[-1] - first}")
@@ -88,16 +89,12 @@ def names(gm: GraphModule) -> list[str]:
     return found
 
 
-def STARTS_OF(name: str) -> Any:
-    return COLLECTIVES[getattr(torch.ops.hecate, name).default].start
-
-
 def context(**options: Any) -> PassContext:
     return PassContext(**({"world_size": 2, "rates": FAST, "owned": E, "slots": 2} | options))
 
 
 def run(passes: Sequence[Pass], gm: GraphModule, **options: Any) -> GraphModule:
-    run_passes(gm, context(**options), passes=passes, check=lambda gm: gm.graph.lint())
+    run_passes(gm, context(**options), passes=passes, check=verify_final)
     return gm
 
 
@@ -108,14 +105,14 @@ def same(gm: GraphModule, inputs: list[Any], expected: list[torch.Tensor]) -> No
 def test_split_puts_both_halves_where_the_collective_was() -> None:
     gm, inputs = traced()
     expected = gm(*inputs)
-    collectives = [node.target for node in gm.graph.nodes if node.target in COLLECTIVES]
+    found = [one for node in gm.graph.nodes if (one := whole_of(node.target)) is not None]
     run([split_collectives], gm)
     nodes = list(gm.graph.nodes)
-    transfers = transfers_of(nodes)
-    assert [t.start.target for t in transfers] == [COLLECTIVES[target].start for target in collectives]
-    for transfer in transfers:
-        assert nodes.index(transfer.wait) == nodes.index(transfer.start) + 1
-        kept = [node for node in transfer.wait.all_input_nodes if node in transfer.start.all_input_nodes]
+    collectives = in_flight(nodes)
+    assert [one.start.target for one in collectives] == [one.start for one in found]
+    for one in collectives:
+        assert nodes.index(one.wait) == nodes.index(one.start) + 1
+        kept = [node for node in one.wait.all_input_nodes if node in one.start.all_input_nodes]
         assert not any(node.meta["val"].is_floating_point() for node in kept), "what travels need not be kept"
     same(gm, inputs, expected)
 
@@ -201,11 +198,11 @@ def test_random_numbers_keep_their_order() -> None:
 def test_order_is_data_flow_and_labels_say_what_is_predicted() -> None:
     gm, _ = traced()
     run([split_collectives, order_collectives], gm, layer_names={}, rates=SLOW)
-    starts = [node for node in gm.graph.nodes if node.target in STARTS]
+    starts = [node for node in gm.graph.nodes if start_of(node.target) is not None]
     assert starts[0].args[-2] == []
     for before, start in pairwise(starts):
         assert start.args[-2] == [before]
-    spans = starts_of(gm.graph.nodes)
+    spans = notes_in(gm.graph.nodes)
     assert [span.operator for span in spans][:3] == ["gather_counts", "sparse_all_gather", "exchange"]
     # Two of four experts, 8 x 8 float32 each, over a link of a thousandth byte per second.
     assert spans[1].predicted == pytest.approx(2 * 64 * 4 / 1e-3)
@@ -230,7 +227,7 @@ def test_costs_are_expressions_in_the_symbols_of_the_graph() -> None:
     product, relu = (next(n for n in gm.graph.nodes if _packet(n) == name) for name in ("mm", "relu"))
     clock = Clock(gm, context(rates=Rates(flops=10.0, rank_bytes=1.0, node_bytes=1.0, memory_bytes=1e9)))
     assert flops(product).free_symbols and clock.number(flops(product)) == 2 * 6 * 8 * 4
-    assert clock.number(traffic(relu)) == 2 * 6 * 4 * 4
+    assert clock.number(memory_bytes(relu)) == 2 * 6 * 4 * 4
     assert clock.seconds(product) == pytest.approx(2 * 6 * 8 * 4 / 10.0)
     assert flops(relu) == 0
 

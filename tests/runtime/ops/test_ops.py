@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hecate.runtime.comm.agreement import DisagreementError
+from hecate.runtime.comm.collective import collective_named, collectives
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import reference
-from hecate.runtime.ops.registration import COLLECTIVES
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -336,19 +336,17 @@ def test_every_operator_is_checked() -> None:
     defined = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "hecate::" in name
     }
-    halves = {half.name().split("::")[1] for split in COLLECTIVES.values() for half in (split.start, split.wait)}
+    halves = {half.name().split("::")[1] for one in collectives() for half in (one.start, one.wait)}
     # Those of other modules are checked beside their own tests.
     assert defined - halves == {*OPCHECKS, "average_gradients", "gather_dense", "reduce_scatter_dense"}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OPCHECKS if getattr(torch.ops.hecate, name).default in COLLECTIVES]
-)
+@pytest.mark.parametrize("name", [collective.name for collective in collectives() if collective.name in OPCHECKS])
 def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
     collective = getattr(torch.ops.hecate, name).default
     arguments = (*OPCHECKS[name], layer.id)
-    split = COLLECTIVES[collective]
+    split = collective_named(name)
     with torch.no_grad():
         whole = collective(*arguments)
         token = split.start(*arguments, [], "forward name 0.5 1 a subject")

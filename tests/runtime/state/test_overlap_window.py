@@ -12,10 +12,9 @@ from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.registration import STARTS
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.overlap_window import EXCHANGES, measure_hidden, predict_hidden
+from hecate.runtime.state.overlap_window import measure_hidden, predict_hidden
 from tests.support.models import batch, build
 from tests.support.ranks import run_ranks
 from tests.support.threads import on_threads
@@ -105,11 +104,6 @@ def test_with_one_layer_or_no_backward_nothing_is_measured() -> None:
         assert measure_hidden(forward, world) == math.inf
 
     on_threads(check)
-
-
-def test_exchanges_are_those_of_the_operators() -> None:
-    starts = [split.start.name() for split in STARTS.values() if split.role == "exchange"]
-    assert {name.removeprefix("hecate::").removesuffix("_start") for name in starts} == set(EXCHANGES)
 
 
 def train(policy: str, given: bool) -> list[float]:

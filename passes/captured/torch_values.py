@@ -1,0 +1,129 @@
+"""Questions about Dynamo's graph: torch functions, fake values in ``meta["example_value"]``, in-place operations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from hecate.passes.base import Refused
+from hecate.passes.fx import arg, calls, describe
+
+
+def value_of(node: Any) -> Any:
+    """The fake value that Dynamo recorded for a node, or None."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def gathers_by_layer(graph: Graph) -> dict[int, list[Node]]:
+    """The ``gather_experts`` nodes of each layer id, in graph order."""
+    found: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if calls(node, torch.ops.hecate.gather_experts):
+            found.setdefault(int(arg(node, 2)), []).append(node)
+    return found
+
+
+def mutates(node: Node) -> Node | None:
+    """The node whose tensor this one changes in place, as written in the graph (``add_``, ``+=``, ``out=``)."""
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
+    first = arg(node, 0) if node.args and isinstance(arg(node, 0), Node) else None
+    if node.kwargs.get("inplace") is True:
+        return first
+    if node.op == "call_method":
+        name = str(node.target)
+        return first if name.endswith("_") and not name.endswith("__") else None
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        if node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+            return first
+    return None
+
+
+_INPLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.imatmul,
+    operator.ilshift, operator.irshift, operator.setitem,
+}  # fmt: skip
+
+
+def storage_of(node: Any) -> int | None:
+    """Identity of the memory behind a node's tensor; views share it. None where nothing is known."""
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _is_state(placeholder: Node) -> bool:
+    source = getattr(placeholder, "_dynamo_source", None)
+    named = source is not None and ("_parameters[" in source.name or "_buffers[" in source.name)
+    return named or isinstance(value_of(placeholder), torch.nn.Parameter)
+
+
+class GraphFacts:
+    """What passes ask about a whole graph, found out once.
+
+    True as long as nobody adds in-place operations or changes of the grad mode. Nodes that are added later have no
+    grad mode here.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def grad_modes(self) -> dict[Node, bool]:
+        """Whether gradients are recorded at each node."""
+        modes: dict[Node, bool] = {}
+        enabled = True
+        for node in self.graph.nodes:
+            modes[node] = enabled
+            if calls(node, torch._C._set_grad_enabled):
+                enabled = bool(arg(node, 0))
+        return modes
+
+    @cached_property
+    def changes(self) -> list[tuple[Node, int | None]]:
+        """Every in-place operation, and the storage that it changes."""
+        found = ((node, mutates(node)) for node in self.graph.nodes)
+        return [(node, storage_of(target)) for node, target in found if target is not None]
+
+    @cached_property
+    def _own_tokens(self) -> set[Node]:
+        """What is computed from something else than the model's own state."""
+        found: set[Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if not _is_state(node):
+                    found.add(node)
+            elif any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def same_on_all_ranks(self, node: Node) -> bool:
+        """Whether a value is computed from parameters, buffers and constants alone, not from a rank's own tokens."""
+        return node not in self._own_tokens
+
+    def refuse_changes_of(self, values: Iterable[Node], *, until: Node) -> None:
+        """Raise if one of ``values`` is changed in place, itself or through a view, before ``until``.
+
+        Between its making and ``until``, that is. An in-place operation is no edge of the graph: who moves or
+        replaces the value would miss the change.
+
+        Raises:
+            Refused: names the operation.
+        """
+        made: dict[int, Node] = {}
+        for value in values:
+            storage = storage_of(value)
+            if storage is not None:
+                made[storage] = min(value, made.get(storage, value))
+        for node, storage in self.changes:
+            if node._erased or node > until:
+                continue
+            if storage is None or (storage in made and node > made[storage]):
+                raise Refused(f"in-place {describe(node)}")

@@ -1,0 +1,36 @@
+"""Questions about forward and backward graphs: ATen operators, fake values in ``meta["val"]``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+
+def fake_mode_of(gm: GraphModule) -> Any:
+    """The mode that made the graph's fake tensors, or None."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def operator_of(node: Node) -> torch._ops.OpOverload:
+    """The operator that a node of a forward or backward graph calls."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target
+
+
+def operator_name(node: Node) -> str:
+    """Its name without the namespace."""
+    return operator_of(node).name().split("::")[1]
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Its arguments by name, in the operator's order."""
+    names = [argument.name for argument in operator_of(node)._schema.arguments]
+    given: list[Any] = list(node.args)
+    return {name: given[i] if i < len(given) else node.kwargs[name] for i, name in enumerate(names)}

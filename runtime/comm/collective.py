@@ -1,0 +1,115 @@
+"""One record for each collective: everything that passes, predictions and reports ask about it.
+
+The record stands beside the operator (``hecate.runtime.ops``). Whoever needs to know something about a collective
+asks here. So a new one needs no change elsewhere, and one that nobody has described is an error, never a default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Role = Literal["exchange", "gather", "reduce"]
+Carries = Literal["rows", "counts", "replicas", "experts", "dense", "bucket"]
+SavedInCheckpoints = Literal["always", "unless rematerialized", "as the user says"]
+GatheredAgain = Literal["always", "if rematerialized", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """An operator that communicates, and its two halves.
+
+    Attributes:
+        name: of the operator, without its namespace.
+        whole, start, wait: the operator, and the halves that a graph may put in different places.
+        role: ``"exchange"``: its result is needed at once. ``"gather"``: parameters on their way to a use that comes
+            later. ``"reduce"``: gradients on their way to their owners, needed at the end.
+        carries: ``"rows"`` of tokens, ``"counts"`` of rows, ``"replicas"`` of a layer's experts (or their gradients),
+            all ``"experts"`` of a layer, sharded ``"dense"`` parameters, or a ``"bucket"`` of whole ones' gradients.
+        homeward: of rows, that they return to where they came from.
+        ring_rounds: how often its bytes pass around all ranks: 2 for an all-reduce (sum, then share), 1 for an
+            all-gather, 0 if everybody sends straight to where it belongs.
+        saved_in_checkpoints: whether a layer under ``torch.utils.checkpoint`` keeps its result, instead of
+            communicating again in the backward.
+        gathered_again: whether its result is dropped after the forward and gathered again for the backward.
+        wait_needs_arguments: the wait's results are as long as the start's arguments, so it must see these whole.
+        gaps_ahead: of a gather, how many gaps between layers before its use it may start (``passes/final/schedule``).
+    """
+
+    name: str
+    whole: torch._ops.OpOverload
+    start: torch._ops.OpOverload
+    wait: torch._ops.OpOverload
+    role: Role
+    carries: Carries
+    homeward: bool = False
+    ring_rounds: int = 0
+    saved_in_checkpoints: SavedInCheckpoints = "as the user says"
+    gathered_again: GatheredAgain = "never"
+    wait_needs_arguments: bool = False
+    gaps_ahead: int = 1
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether it belongs to one MoE layer, and not to dense parameters."""
+        return self.carries not in ("dense", "bucket")
+
+
+_by_name: dict[str, Collective] = {}
+_by_operator: dict[object, Collective] = {}
+
+
+def add_collective(collective: Collective) -> Collective:
+    """Register a record; once for each name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if collective.name in _by_name:
+        raise ValueError(f"hecate: there is a collective {collective.name} already")
+    _by_name[collective.name] = collective
+    for operator in (collective.whole, collective.start, collective.wait):
+        _by_operator[operator] = collective
+    return collective
+
+
+def collectives() -> tuple[Collective, ...]:
+    """All of them, in the order in which they were registered."""
+    return tuple(_by_name.values())
+
+
+def collective_named(name: str) -> Collective:
+    """The record of an operator's name, as notes and traces have it.
+
+    Raises:
+        LookupError: no such collective.
+    """
+    try:
+        return _by_name[name]
+    except KeyError:
+        raise LookupError(f"hecate: {name!r} is no collective; there are {', '.join(sorted(_by_name))}") from None
+
+
+def collective_of(operator: object) -> Collective | None:
+    """The record of a node's target: of the operator itself or one of its halves; None for anything else."""
+    return _by_operator.get(operator)
+
+
+def whole_of(operator: object) -> Collective | None:
+    """The record if ``operator`` is a collective in one piece."""
+    found = _by_operator.get(operator)
+    return found if found is not None and found.whole is operator else None
+
+
+def start_of(operator: object) -> Collective | None:
+    """The record if ``operator`` starts a collective."""
+    found = _by_operator.get(operator)
+    return found if found is not None and found.start is operator else None
+
+
+def wait_of(operator: object) -> Collective | None:
+    """The record if ``operator`` waits for a collective."""
+    found = _by_operator.get(operator)
+    return found if found is not None and found.wait is operator else None
