@@ -92,7 +92,6 @@ def run_passes(
         for body in _bodies(gm):
             outcomes.append(function(body, context))
             check(body)
-            body.recompile()
         record = _record(name, outcomes, time.perf_counter() - start)
         records.append(record)
         log.info("%02d %s: %d rewritten, %d skipped, %.0f ms", index, name, record.rewritten,
@@ -100,6 +99,8 @@ def run_passes(
         if dump:
             dump.write(index, name, before, _readable(gm))
         _trace_structured(index, name, gm)
+    for body in _bodies(gm):
+        body.recompile()
     return records
 
 

@@ -1,24 +1,46 @@
-"""Run a function on several ranks under torchrun, with a timeout that ends all of them."""
+"""Run a function on several ranks, each a process of its own, with a timeout that ends all of them.
+
+Ranks are forked from a server that has imported torch, transformers and hecate once, so a launch takes a fraction of a
+second. ``launcher="torchrun"`` starts them as users do; a few tests do that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
+# What every rank would import anyway. Not the tests: they look at the rank's environment when they are imported.
+_PRELOADED = [
+    "torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing", "pytest", "hecate",
+    "hecate.simulator", "torch.distributed.fsdp", "torch.distributed.device_mesh",
+    "transformers.models.auto.modeling_auto", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.mixtral.modeling_mixtral", "transformers.models.olmoe.modeling_olmoe",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.gpt_oss.modeling_gpt_oss",
+]  # fmt: skip
+# How long the others may take to notice, once one rank has failed.
+_GRACE = 10.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOADED)
+
 
 class RanksFailed(AssertionError):
-    """A rank failed or the run timed out; the message holds the end of the output."""
+    """A rank failed or the run timed out; the message holds its traceback, or the end of the output."""
 
 
 def message_of(function: Callable[[], object]) -> str:
@@ -31,42 +53,145 @@ def message_of(function: Callable[[], object]) -> str:
 
 
 def run_ranks(
-    function: str, world_size: int, *, timeout: float = 300, env: dict[str, str] | None = None, **arguments: Any
+    function: str, world_size: int, *, timeout: float = 300, launcher: str = "fork", **arguments: Any
 ) -> list[Any]:
     """Call ``module:function(**arguments)`` on every rank; returns the JSON-able results in rank order.
 
     Args:
         timeout: seconds; then every process of the run is killed.
+        launcher: ``"fork"`` or ``"torchrun"``.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-            "--module", "tests.support.ranks", function, name, json.dumps(arguments),
-        ]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {})
-        # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting.
-        log = folder / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise RanksFailed(f"{function} on {world_size} ranks: no end after {timeout} s\n{_tail(log)}") from None
-        finally:
-            _end(process, folder)
-        if code != 0:
-            raise RanksFailed(f"{function} on {world_size} ranks failed\n{_tail(log)}")
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    folder = Path(tempfile.mkdtemp(prefix="hecate-ranks-"))
+    launch = _fork if launcher == "fork" else _torchrun
+    try:
+        problem = launch(function, world_size, timeout, folder, arguments)
+        found = [_read(folder / f"{rank}.json") for rank in range(world_size)]
+        said = "\n".join(f"--- rank {rank}\n{one['error']}" for rank, one in enumerate(found) if "error" in one)
+        if problem or said:
+            where = f"{function} on {world_size} ranks"
+            raise RanksFailed(f"{where}: {problem or 'failed'}\n{said or _output(folder)}")
+        return [one["result"] for one in found]
+    finally:
+        for path in folder.glob("pid*"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.killpg(int(path.read_text()), signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tail(log: Path) -> str:
-    return log.read_text()[-20000:]
+def _read(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return result
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Stop torchrun and its workers, which live in sessions of their own."""
+def _output(folder: Path) -> str:
+    return "\n".join(f"--- {log.name}\n{log.read_text()[-8000:]}" for log in sorted(folder.glob("*log")))
+
+
+# --- forked ranks ---
+
+
+def _fork(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
+    """Returns what went wrong, or nothing."""
+    import torch.distributed as dist
+
+    # Read when the server starts, which is with the first launch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        _context.Process(target=_rank, args=(function, rank, world_size, store.port, str(folder), arguments))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        return _join(ranks, timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _join(ranks: list[Any], timeout: float) -> str:
+    end, problem = time.monotonic() + timeout, ""
+    running = list(ranks)
+    while running and (left := end - time.monotonic()) > 0:
+        wait([process.sentinel for process in running], left)
+        running = [process for process in running if process.exitcode is None]
+        failed = [number for number, process in enumerate(ranks) if process.exitcode]
+        if failed and not problem:
+            problem = f"rank {failed[0]} ended with {ranks[failed[0]].exitcode}"
+            end = min(end, time.monotonic() + _GRACE)
+    if running and not problem:
+        return f"no end after {timeout:g} s"
+    return problem
+
+
+def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arguments: dict[str, Any]) -> None:
+    """One rank, in a process group of its own, which is what ends with it."""
+    os.setsid()
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
+    log = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(ROOT)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        # As under torchrun: the store is there already.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    code = _work(function, rank, Path(folder), arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by returning: threads that wait for a peer must not keep a rank that has failed.
+    os._exit(code)
+
+
+def _work(function: str, rank: int, folder: Path, arguments: dict[str, Any]) -> int:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    name, _, attribute = function.partition(":")
+    try:
+        result = {"result": getattr(importlib.import_module(name), attribute)(**arguments)}
+        text = json.dumps(result)
+    except BaseException:
+        (folder / f"{rank}.json").write_text(json.dumps({"error": traceback.format_exc()}))
+        return 1
+    (folder / f"{rank}.json").write_text(text)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+# --- torchrun ---
+
+
+def _torchrun(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
+    """Returns what went wrong, or nothing."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+        "--module", "tests.support.ranks", function, str(folder), json.dumps(arguments),
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting.
+    with (folder / "torchrun.log").open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"no end after {timeout:g} s"
+    finally:
+        _end(process)
+    return f"torchrun ended with {code}" if code else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Stop torchrun. Its workers live in sessions of their own and are ended by their numbers."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -74,28 +199,23 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for path in folder.glob("pid*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _numbered(folder: Path, rank: int) -> Iterator[None]:
+    path = folder / f"pid{rank}"
+    path.write_text(str(os.getpid()))
+    yield
+    # The number may belong to somebody else from now on.
+    path.unlink()
 
 
 def _main() -> None:
-    import torch
-    import torch.distributed as dist
-
-    name, folder, arguments = sys.argv[1:]
-    torch.set_num_threads(1)
+    function, folder, arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    pid = Path(folder) / f"pid{rank}"
-    pid.write_text(str(os.getpid()))
-    module, _, function = name.partition(":")
-    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    # The number may belong to somebody else from now on.
-    pid.unlink()
+    with _numbered(Path(folder), rank):
+        code = _work(function, rank, Path(folder), json.loads(arguments))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

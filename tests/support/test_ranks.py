@@ -25,11 +25,11 @@ def fail() -> None:
 
 @pytest.mark.distributed
 def test_hang_is_ended_with_all_its_processes(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="no end after 40 s"):
-        run_ranks("tests.support.test_ranks:hang", 2, timeout=40, folder=str(tmp_path))
+    with pytest.raises(RanksFailed, match="no end after 8 s"):
+        run_ranks("tests.support.test_ranks:hang", 2, timeout=8, folder=str(tmp_path))
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2
-    time.sleep(0.5)
+    time.sleep(0.2)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
