@@ -1,7 +1,7 @@
 """Run a function on several ranks, each a process of its own, with a timeout that ends all of them.
 
-Ranks are forked from a server that has imported torch, transformers and hecate once, so a launch takes a fraction of a
-second. ``launcher="torchrun"`` starts them as users do; a few tests do that.
+Ranks are forked from a server that has imported torch, transformers and hecate once, so a launch takes a fraction of
+a second. ``launcher="torchrun"`` starts them as users do; a few tests do that.
 """
 
 from __future__ import annotations
