@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check bench bench-full benchmark clean
+.PHONY: train test check bench bench-full bench-step clean
 
 train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
@@ -28,8 +28,8 @@ bench: $(VENV)/.installed
 bench-full: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compare --full
 
-benchmark: $(VENV)/.installed
-	$(BIN)/python benchmarks/compile_and_step.py
+bench-step: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.compile_and_step
 
 # torch first and by itself, in the version that the tests were run with; the range in pyproject.toml is wider.
 $(VENV)/.installed: pyproject.toml

@@ -1,6 +1,6 @@
 """Compile time and step time of hecate.compile beside what a user would run instead.
 
-    make benchmark                      all of it, about 15 minutes on two cores
+    make bench-step                      all of it, about 15 minutes on two cores
     python benchmarks/compile_and_step.py --only two --rounds 100
 
 Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
@@ -35,7 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RESULTS = Path(__file__).parent / "results" / "compile_and_step.json"
+from benchmarks.results_folder import results_folder
+
 TOKENS = (8, 128)
 
 
@@ -226,7 +227,8 @@ def main() -> None:
             Path(out).write_text(json.dumps(result))
         return
 
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = results_folder() / "compile_and_step.json"
+    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     found["machine"] = {
         "cpu cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__,
         "python": platform.python_version(),
@@ -246,8 +248,7 @@ def main() -> None:
             if args.only in (None, mode):
                 found[mode] = run_child(mode, str(args.rounds), ranks=ranks, caches=caches, timeout=1800)
                 print(table(found[mode], baseline, 1e3, f"step at {ranks} rank(s), ms"), end="\n\n", flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    results.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

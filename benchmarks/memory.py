@@ -19,7 +19,6 @@ import argparse
 import gc
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.policies.neighbours import Neighbours
+from benchmarks.results_folder import results_folder
 from benchmarks.two_ranks import is_rank, run_on_two_ranks
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
 SLOTS = 2
 SYSTEMS: dict[str, dict[str, Any]] = {
     "static": {"policy": "static"},
@@ -149,7 +148,9 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     found = {name: measure(options, args.layers) for name, options in SYSTEMS.items()}
     if dist.get_rank() == 0:
-        RESULTS.write_text(json.dumps({"layers": args.layers, "ranks": dist.get_world_size(), **found}) + "\n")
+        (results_folder() / "memory.json").write_text(
+            json.dumps({"layers": args.layers, "ranks": dist.get_world_size(), **found}) + "\n"
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -187,7 +188,7 @@ def main() -> None:
         run_rank(args)
         return
     run_on_two_ranks("benchmarks.memory", timeout=1500)
-    report(json.loads(RESULTS.read_text()))
+    report(json.loads((results_folder() / "memory.json").read_text()))
 
 
 if __name__ == "__main__":

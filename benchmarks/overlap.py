@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.policies.neighbours import Neighbours
+from benchmarks.results_folder import results_folder
 from benchmarks.two_ranks import is_rank, run_on_two_ranks
 
-RESULTS = Path(__file__).parent / "results"
 TOKENS = (4, 256)
 SHARE = 0.6
 REPLICAS = 2
@@ -121,7 +121,7 @@ def run_rank(args: argparse.Namespace) -> None:
             if turn >= 2:
                 samples[name].append(seconds)
             if name == "overlap" and turn == args.rounds:
-                hecate.save_timeline(systems[name], RESULTS / f"overlap_timeline.rank{rank}.json")
+                hecate.save_timeline(systems[name], results_folder() / f"overlap_timeline.rank{rank}.json")
                 timeline = [vars(span) | {} for span in spans_of(systems[name])]
     if rank == 0:
         Path(args.out).write_text(json.dumps({
@@ -181,15 +181,14 @@ def main() -> None:
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", default=str(RESULTS / "overlap.json"))
+    parser.add_argument("--out", default=str(results_folder() / "overlap.json"))
     args = parser.parse_args()
     if is_rank():
         run_rank(args)
         return
-    RESULTS.mkdir(exist_ok=True)
     run_on_two_ranks("benchmarks.overlap", timeout=1500)
     found = json.loads(Path(args.out).read_text())
-    draw(found.pop("spans"), RESULTS / "overlap_timeline.png")
+    draw(found.pop("spans"), results_folder() / "overlap_timeline.png")
     found |= {"backend": args.backend, "torch": torch.__version__, "machine": platform.machine()}
     Path(args.out).write_text(json.dumps(found) + "\n")
     report(found)

@@ -13,8 +13,9 @@ import argparse
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
+
+from benchmarks.results_folder import results_folder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,12 +25,12 @@ from rich.table import Table
 
 from hecate.runtime.placement.hecate_policy import Hecate, Objective
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Rates, Sizes
+from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.placement.topology import Topology
 
-SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
-RATES = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden=4e-3)
+SIZES = LayerSizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
+RATES = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden_seconds=4e-3)
 # Ranks, experts, steps to measure, milliseconds allowed.
 SCALES = ((8, 64, 200, 0.5), (64, 128, 100, 2.0), (1024, 256, 24, 20.0))
 ZIPF = (0.3, 0.8, 1.2)
@@ -83,7 +84,7 @@ def main() -> None:
                     )
                 )
     Console(width=130).print(table)
-    path = Path(__file__).parent / "results" / "planner.json"
+    path = results_folder() / "planner.json"
     path.write_text(json.dumps(results, default=lambda value: round(value, 4)) + "\n")
     print(path)
 

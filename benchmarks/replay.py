@@ -24,17 +24,17 @@ from rich.table import Table
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import CostModel, Rates, Sizes
+from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator import walk
 from hecate.simulator.workloads import load_trace, make
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
-SIZES = Sizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
+SIZES = LayerSizes(row_flops=2 * 2 * 768 * 1536, row_bytes=2 * 768, expert_bytes=2 * 2 * 768 * 1536)
 CLUSTERS = {
-    "a": Rates(flops=0.4 * 125e12, rank_bytes=150e9, node_bytes=12.5e9, hidden=4e-3),
-    "b": Rates(flops=0.4 * 312e12, rank_bytes=300e9, node_bytes=50e9, hidden=1.6e-3),
+    "a": Rates(flops=0.4 * 125e12, rank_bytes=150e9, node_bytes=12.5e9, hidden_seconds=4e-3),
+    "b": Rates(flops=0.4 * 312e12, rank_bytes=300e9, node_bytes=50e9, hidden_seconds=1.6e-3),
 }
 
 
@@ -72,7 +72,7 @@ def replay(
     topology: Topology,
     *,
     rates: Rates,
-    sizes: Sizes = SIZES,
+    sizes: LayerSizes = SIZES,
 ) -> Replay:
     """Run ``policy`` through the trace, step by step."""
     steps, layers, ranks, _ = counts.shape
@@ -88,14 +88,14 @@ def replay(
             # What is added after the gate hides behind nothing.
             planned, late = made.planned, 0.0
             if made.placement is not planned:
-                travel = [costs.transfer(p) for p in (planned, made.placement)]
+                travel = [costs.replica_seconds(p) for p in (planned, made.placement)]
                 late = max(0.0, travel[1] - travel[0])
             rows[step, layer], replicas[step, layer] = made.rows.sum(0), made.placement.num_replicas
             crossing[step, layer] = made.rows[~same_node].sum()
             split = [made.computed[e, list(held)].tolist() for e, held in enumerate(made.placement.holders)]
             total = counts[step, layer].sum(0).tolist()
             time = costs.step(total, split, made.placement)
-            exposed[step, layer] = max(0.0, time.experts - late - rates.hidden) + late
+            exposed[step, layer] = max(0.0, time.experts - late - rates.hidden_seconds) + late
             seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
     return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
 

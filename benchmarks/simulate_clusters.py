@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_folder import results_folder
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 
 PAPER_S = "benchmarks/paper_models.py:gpt_moe_s_32"
 NATURAL = ("--trace", "benchmarks/traces/natural.npz", "--replicas", "5", "--optimizer-bytes", "12")
@@ -47,7 +48,7 @@ STUDIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 def command_of(study: str) -> list[str]:
     """The arguments of ``hecate``."""
     model, clusters, policies, options = STUDIES[study]
-    given = [f"--cluster=benchmarks/clusters/{name}.toml" for name in clusters]
+    given = [f"--cluster=benchmarks/cluster_files/{name}.toml" for name in clusters]
     return ["simulate", model, *given, *(f"--policy={name}" for name in policies), *options]
 
 
@@ -82,8 +83,8 @@ def main() -> None:
             command = [sys.executable, "-m", "hecate.cli", *command_of(study), "--json", str(out)]
             subprocess.run(command, cwd=ROOT, check=True)
             results[study] = json.loads(out.read_text())
-    (RESULTS / "simulated_clusters.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "simulated_clusters.md").write_text(table(results))
+    (results_folder() / "simulated_clusters.json").write_text(json.dumps(results, indent=1) + "\n")
+    (results_folder() / "simulated_clusters.md").write_text(table(results))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Config:
             gathers all experts and computes its own tokens; nothing is exchanged. Or a :class:`hecate.Policy` of
             your own.
         objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
-            of the paper, with as many experts as ``rates.hidden`` seconds can hide.
+            of the paper, with as many experts as ``rates.hidden_seconds`` seconds can hide.
         replicas: most replicas that a rank holds beside its own experts, per layer.
         window: steps whose mean is the load that ``"hecate"`` expects.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.

@@ -4,7 +4,7 @@
     python -m benchmarks.compare --full               all shapes and clusters: hours
     python -m benchmarks.compare --report             the tables and plots again, from the samples on disk
 
-Eight ranks in two nodes, each rank with a share of a core, nodes with a link that is shaped (``benchmarks.cluster``).
+Eight ranks in two nodes, each rank with a share of a core, nodes with a shaped link (``benchmarks.emulator``).
 All systems train the same model in the same processes and take turns step by step. A router that replays a trace
 gives every one of them the same rows. Before a step a system's policy has seen all earlier steps of the trace.
 

@@ -14,12 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.launch import Cluster, run
-from benchmarks.cluster.self_test import self_test
 from benchmarks.compare import report, shapes
 from benchmarks.compare.cells import BOUNDS, EXTERNAL, ON_ENGINE, Cell, full, short
+from benchmarks.emulator.launch import Cluster, run
+from benchmarks.emulator.self_test import self_test
+from benchmarks.results_folder import results_folder
 
-RESULTS = Path(__file__).parents[1] / "results"
 HERE = Path(__file__).parent
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for each cell")
     args = parser.parse_args()
     if args.report:
-        report.write(RESULTS)
+        report.write(results_folder())
         return
     cells = [cell.change(args.systems, args.workloads, args.rounds) for cell in (full() if args.full else short())]
     if args.cell:
@@ -104,10 +104,10 @@ def main() -> None:
         tested.add(cell.link)
         start = time.perf_counter()
         found = {"environment": environment(skipped=args.no_self_test), **run_cell(cell, attention, args.timeout)}
-        target = RESULTS / f"compare.{cell.name}.json"
+        target = results_folder() / f"compare.{cell.name}.json"
         target.write_text(json.dumps(found) + "\n")
         print(f"{target.name}: {time.perf_counter() - start:.0f} s", flush=True)
-    report.write(RESULTS)
+    report.write(results_folder())
 
 
 if __name__ == "__main__":

@@ -22,19 +22,19 @@ from typing import Any
 import torch
 
 import hecate
-from benchmarks.cluster.quota import QUOTA_US
 from benchmarks.compare import report, routing, shapes, systems
 from benchmarks.compare.rank import MANY
 from benchmarks.compare.workloads import counts_of
+from benchmarks.emulator.quota import QUOTA_US
+from benchmarks.results_folder import results_folder
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, capture, walk
 from hecate.simulator.program import Start
-from hecate.simulator.step import UPDATE_PASSES, Span
+from hecate.simulator.step import UPDATE_PASSES, PredictedSpan
 from hecate.simulator.workloads import make
 
-RESULTS = Path(__file__).parents[1] / "results"
 # Of a packet of 1,514 bytes, headers of Ethernet, IP and TCP leave this part.
 PAYLOAD = 1448 / 1514
 
@@ -153,7 +153,7 @@ class Clocked:
 
         return timed
 
-    def exposed(self, index: int, step: int, spans: Sequence[Span]) -> float:
+    def exposed(self, index: int, step: int, spans: Sequence[PredictedSpan]) -> float:
         """Seconds by which planning makes one step longer on a rank. After the whole trace was walked.
 
         The next step is planned while a layer's rows come back; only what takes longer counts. The rest of planning
@@ -218,7 +218,7 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else results_folder()
     cells = report.load(folder)
     if not cells:
         raise SystemExit(f"compare: no compare.*.json in {folder}; python -m benchmarks.compare measures them")

@@ -1,6 +1,6 @@
 """What one rank runs: all systems of one shape, on all workloads, taking turns.
 
-rank.py CELL.json OUT.json         started by ``python -m benchmarks.compare`` through benchmarks.cluster
+rank.py CELL.json OUT.json         started by ``python -m benchmarks.compare`` through benchmarks.emulator
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from benchmarks.cluster.throttle import throttled
 from benchmarks.compare import routing, shapes
 from benchmarks.compare.machine import measure, measure_alone
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of
+from benchmarks.emulator.throttle import throttled
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.world import World, find_topology, find_world
 from hecate.runtime.state.overlap_window import measure_hidden
@@ -155,7 +155,7 @@ def main() -> None:
         compiled = time.perf_counter() - started
         found: dict[str, Any] = {"compile_seconds": compiled, "samples": {}, "timelines": {}, "bytes": {}}
         with throttled():
-            rates = replace(rates, hidden=hidden_time(runner, entries["static EP"], even, ids, world))
+            rates = replace(rates, hidden_seconds=hidden_time(runner, entries["static EP"], even, ids, world))
             for entry in entries.values():
                 entry.system.learn(rates)
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)

@@ -147,7 +147,7 @@ class EngineSystem(System):
             layer.placer.plan, layer.placer.owners = plan, owners
         for index in range(self.seen, step + 1):
             if self.every and index and index % self.every == 0:
-                new = self.policy.own([layer.placer.view for layer in layers])
+                new = self.policy.choose_owners([layer.placer.view for layer in layers])
                 for layer, owners in zip(layers, new, strict=True):
                     layer.placer.plan.forget()
                     if owners != layer.owners:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Quotas, assign_tokens, local_split, predict
+from hecate.runtime.placement.planner import Quotas, assign_tokens, expected_load, local_split
 from hecate.runtime.placement.policy import LayerView, Policy
 from hecate.runtime.placement.topology import Topology
 
@@ -37,7 +37,8 @@ class Laer(Policy):
     _layouts: dict[int, tuple[Placement, Placement]] = field(default_factory=dict, repr=False, compare=False)
 
     def place(self, layer: LayerView) -> Placement:
-        rows = predict(layer.loads, self.window) if layer.loads else np.ones(len(layer.owners.ranks), dtype=np.int64)
+        even = np.ones(len(layer.owners.ranks), dtype=np.int64)
+        rows = expected_load(layer.loads, self.window) if layer.loads else even
         layout = self.layout(rows.tolist(), layer)
         placement = Placement.with_replicas(layer.owners, [set(ranks) for ranks in layout.holders])
         self._layouts[layer.id] = placement, layout

@@ -22,7 +22,7 @@ class SmartMoE(Policy):
 
     reshard_every: int = 25
 
-    def own(self, layers: Sequence[LayerView]) -> list[Owners]:
+    def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         return [self._permute(layer) for layer in layers]
 
     @staticmethod

@@ -16,7 +16,7 @@ from hecate.compiled_model import compiled_model_of
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
 from hecate.passes.final.aten_values import arguments_of
-from hecate.runtime.placement.planner import Sizes
+from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
 from hecate.wrap.expert_shards import is_expert_shard
@@ -51,7 +51,7 @@ class Capture:
     dense: tuple[tuple[int, int], ...]
 
     @property
-    def sizes(self) -> list[Sizes]:
+    def sizes(self) -> list[LayerSizes]:
         """What each layer computes and moves, for the planner."""
         return [replace(layer.sizes, row_bytes=self.row_bytes) for layer in self.layers]
 

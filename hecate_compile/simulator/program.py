@@ -25,8 +25,8 @@ from hecate.runtime.comm.collective import Collective, collective_named, start_o
 
 Floats = NDArray[np.float64]
 What = Literal["rows", "slots", "owned"]
-# Sizes on every rank: (layer id, what) -> [W].
-Sizes = Mapping[tuple[int, What], Floats]
+# RankSizes on every rank: (layer id, what) -> [W].
+RankSizes = Mapping[tuple[int, What], Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Compute:
 
     operators: int
     fixed: tuple[tuple[float, float], ...]
-    routed: tuple[Callable[[Sizes], tuple[Floats, Floats]], ...]
+    routed: tuple[Callable[[RankSizes], tuple[Floats, Floats]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +147,11 @@ def _function(
     unknown: Sequence[sympy.Symbol],
     clock: Clock,
     symbols: Mapping[sympy.Symbol, tuple[int, What]],
-) -> Callable[[Sizes], tuple[Floats, Floats]]:
+) -> Callable[[RankSizes], tuple[Floats, Floats]]:
     call = sympy.lambdify(list(unknown), [operations, moved], modules="numpy")
     layers = [symbols[symbol][0] for symbol in unknown if symbol in symbols]
 
-    def evaluate(sizes: Sizes) -> tuple[Floats, Floats]:
+    def evaluate(sizes: RankSizes) -> tuple[Floats, Floats]:
         any_layer = layers[0] if layers else next(iter(sizes))[0]
         values: list[Any] = []
         for symbol in unknown:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Rates, Sizes
+from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.policy import LayerView, Policy
 from hecate.runtime.placement.topology import Topology
 
@@ -45,7 +45,7 @@ def walk(
     *,
     topology: Topology,
     rates: Rates,
-    sizes: Sequence[Sizes],
+    sizes: Sequence[LayerSizes],
     steps: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[LayerStep]]]:
     """Run ``policy`` through a trace as training would: it sees the counts of earlier steps only.
@@ -73,7 +73,7 @@ def walk(
     for step in range(len(counts)):
         moved = [0] * layers
         if policy.reshard_every and step and step % policy.reshard_every == 0:
-            new = policy.own([view(layer) for layer in range(layers)])
+            new = policy.choose_owners([view(layer) for layer in range(layers)])
             moved = [
                 sum(a != b for a, b in zip(o.ranks, n.ranks, strict=True)) for o, n in zip(current, new, strict=True)
             ]

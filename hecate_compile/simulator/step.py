@@ -12,11 +12,11 @@ import sympy
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import transfers
+from hecate.runtime.placement.planner import stages_of
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.capture import Capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.program import Compute, Item, Sizes, Start, Wait, What, depends_on_routing, program_of
+from hecate.simulator.program import Compute, Item, RankSizes, Start, Wait, What, depends_on_routing, program_of
 from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
@@ -25,7 +25,7 @@ UPDATE_PASSES = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class PredictedSpan:
     """One collective: when the last rank began it, and when the last one had its result."""
 
     part: str
@@ -50,7 +50,7 @@ class Prediction:
     compute: Floats
     waited: Floats
     sent: Floats
-    spans: tuple[Span, ...]
+    spans: tuple[PredictedSpan, ...]
 
 
 class Simulator:
@@ -97,15 +97,15 @@ class Simulator:
                     free, leaving = links.run(item, begun)
                     ends[item.token] = free
                     sent += leaving
-                    last = Span(part=part, operator=item.operator, begun=float(begun.max()), ended=float(free.max()))
-                    spans.append(last)
+                    first, last = float(begun.max()), float(free.max())
+                    spans.append(PredictedSpan(part=part, operator=item.operator, begun=first, ended=last))
         spent = UPDATE_PASSES * (np.zeros(self.cluster.ranks) + update) / self.cluster.memory_bytes
         clock, compute = clock + spent, compute + spent
         return Prediction(
             seconds=float(clock.max()), compute=compute, waited=clock - compute, sent=sent, spans=tuple(spans)
         )
 
-    def _seconds(self, item: Item, sizes: Sizes, links: _Links) -> Floats:
+    def _seconds(self, item: Item, sizes: RankSizes, links: _Links) -> Floats:
         """Compute time of every rank."""
         cluster = self.cluster
         if isinstance(item, Start):
@@ -260,7 +260,7 @@ class _Carried:
         """Experts from each rank to each; only those that their destination does not have by ``without``."""
         size = self.topology.world_size
         found = []
-        for stage in transfers(placement, self.topology):
+        for stage in stages_of(placement, self.topology):
             new = np.ones(len(stage.experts), dtype=bool)
             if without is not None:
                 new = without.matrix[stage.experts, stage.destinations] == 0

@@ -11,7 +11,7 @@ from torch import nn
 
 from hecate.config import Config
 from hecate.runtime.placement.policy import Policy
-from hecate.runtime.state.overlap_window import hidden_seconds
+from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
 from hecate.simulator.memory import count_memory
@@ -105,10 +105,10 @@ def _run(
     # Drawn, because steps at equal distances would meet a workload's and a policy's own periods.
     later = np.random.default_rng(0).permutation(np.arange(first, len(counts)))[: options.steps]
     wanted = sorted(later.tolist())
-    hidden = hidden_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
+    hidden = dense_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
     walked = walk(
         policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
-        rates=replace(cluster.rates, hidden=hidden), sizes=made.sizes, steps=wanted,
+        rates=replace(cluster.rates, hidden_seconds=hidden), sizes=made.sizes, steps=wanted,
     )  # fmt: skip
     simulator, found = Simulator(made, cluster), []
     for _, routed in walked:

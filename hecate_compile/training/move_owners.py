@@ -52,7 +52,7 @@ class OwnerMover:
         exchanging = [layer for layer in self.layers if layer.placer.plan.loads]
         if not exchanging:
             return
-        new = self.placer.policy.own([layer.placer.view for layer in exchanging])
+        new = self.placer.policy.choose_owners([layer.placer.view for layer in exchanging])
         for layer in exchanging:
             layer.placer.plan.forget()
         self.move(list(zip(exchanging, new, strict=True)))

@@ -11,7 +11,7 @@ import torch
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Sizes
+from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.find_experts import ExpertsModule
@@ -89,7 +89,7 @@ def size_up(found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torc
     for experts, layer in zip(found, layers, strict=True):
         shapes = [p.shape[1:] for p in map(experts.module._parameters.get, experts.parameters) if p is not None]
         layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype
-        layer.placer.sizes = Sizes(
+        layer.placer.sizes = LayerSizes(
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),
             row_bytes=layer.sizes.row_bytes,
             expert_bytes=sum(shape.numel() for shape in shapes) * layer.dtype.itemsize,

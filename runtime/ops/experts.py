@@ -110,6 +110,7 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tenso
     used = record.placer.find(placement)
     stages = record.placer.stages(used)
     slots_of_rank = sparse_collectives.own_slots(shards, used, record)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
     return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
 
 
@@ -127,6 +128,7 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
         )
     stages = record.placer.stages(used)
     totals = sparse_collectives.totals_of(grads, used)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, grads, record.world.rank, homeward=True)
     dtypes = [grad.dtype for grad in grads]
     return Job(record.world.queue, lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record))
 
@@ -140,10 +142,11 @@ def _top_up(
 ) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
-    stages = record.placer.stages(new)
+    stages = sparse_collectives.missing_stages(record.placer.stages(new), old)
     slots_of_rank = sparse_collectives.own_slots(shards, new, record)
     sparse_collectives.take_over(slots_of_rank, have, old, record)
-    return Job(record.world.queue, lambda: sparse_collectives.top_up(slots_of_rank, old, stages, record))
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
+    return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
 
 
 def _top_up_fake(

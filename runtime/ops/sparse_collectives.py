@@ -59,23 +59,36 @@ def gather(slots: Slots, stages: Stages, layer: Layer) -> list[Tensor]:
 
 def take_over(slots: Slots, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
     """Copy what an earlier, smaller placement had in its slots ``have``."""
-    places = _places(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts)
-    there = on_device(places, slots.tensors[0].device)
+    where = _slots_holding(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts)
+    there = on_device(where, slots.tensors[0].device)
     for out, tensor in zip(slots.tensors, have, strict=True):
         out.index_copy_(0, there, tensor)
 
 
-def top_up(slots: Slots, before: Placement, stages: Stages, layer: Layer) -> list[Tensor]:
-    """:func:`gather` of what the placement ``before`` did not have."""
+def missing_stages(stages: Stages, before: Placement) -> Stages:
+    """What of ``stages`` the placement ``before`` did not have.
+
+    A rank that passes an expert on has it by then: from before, or from the first stage.
+    """
     held = before.matrix > 0
-    for stage in stages:
-        # A rank that passes an expert on has it by then: from before, or from the first stage.
-        missing = ~held[stage.experts, stage.destinations]
-        rest = Stage(
-            experts=stage.experts[missing], sources=stage.sources[missing], destinations=stage.destinations[missing]
-        )
-        _forward(slots, rest, layer)
-    return slots.tensors
+    first, second = (
+        Stage(experts=s.experts[new], sources=s.sources[new], destinations=s.destinations[new])
+        for s in stages
+        for new in (~held[s.experts, s.destinations],)
+    )
+    return first, second
+
+
+def bytes_leaving(stages: Stages, tensors: Sequence[Tensor], rank: int, *, homeward: bool = False) -> int:
+    """What a rank sends in all stages.
+
+    Args:
+        tensors: of the layer, with experts in dimension 0.
+        homeward: gradients, which go the way back.
+    """
+    expert = sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
+    senders = [stage.destinations if homeward else stage.sources for stage in stages]
+    return expert * sum(int((ranks == rank).sum()) for ranks in senders)
 
 
 def totals_of(grads: Sequence[Tensor], placement: Placement) -> list[Tensor]:
@@ -108,7 +121,7 @@ def scatter(
     return [(total[start:end] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 
 
-def _places(slots: Ints, experts: Ints, num_experts: int) -> Ints:
+def _slots_holding(slots: Ints, experts: Ints, num_experts: int) -> Ints:
     """The slot of each of ``experts``."""
     where = np.zeros(num_experts, dtype=np.int64)
     where[slots] = np.arange(len(slots))
@@ -116,7 +129,7 @@ def _places(slots: Ints, experts: Ints, num_experts: int) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Traffic:
+class _StageOfRank:
     """One stage seen from one rank.
 
     Attributes:
@@ -130,12 +143,12 @@ class _Traffic:
     receive: list[int]
 
 
-def _traffic(slots: Ints, stage: Stage, layer: Layer) -> _Traffic:
+def _stage_of_rank(slots: Ints, stage: Stage, layer: Layer) -> _StageOfRank:
     rank, world_size = layer.world.rank, layer.world.size
     out, come = stage.sources == rank, stage.destinations == rank
-    return _Traffic(
-        leave=_places(slots, stage.experts[out], layer.num_experts),
-        arrive=_places(slots, stage.experts[come], layer.num_experts),
+    return _StageOfRank(
+        leave=_slots_holding(slots, stage.experts[out], layer.num_experts),
+        arrive=_slots_holding(slots, stage.experts[come], layer.num_experts),
         send=np.bincount(stage.destinations[out], minlength=world_size).tolist(),
         receive=np.bincount(stage.sources[come], minlength=world_size).tolist(),
     )
@@ -145,11 +158,11 @@ def _forward(slots: Slots, stage: Stage, layer: Layer) -> None:
     """Send experts on: from slots of this rank into slots of others."""
     if len(stage.experts) == 0:
         return
-    traffic = _traffic(slots.experts, stage, layer)
+    mine = _stage_of_rank(slots.experts, stage, layer)
     for group in _by_dtype([tensor.dtype for tensor in slots.tensors]):
         tensors = [slots.tensors[index] for index in group]
-        received = _exchange(tensors, traffic.leave, traffic.send, traffic.receive, layer)
-        arrive = on_device(traffic.arrive, received.device)
+        received = _exchange(tensors, mine.leave, mine.send, mine.receive, layer)
+        arrive = on_device(mine.arrive, received.device)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             tensor.index_copy_(0, arrive, part)
 
@@ -158,20 +171,20 @@ def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stag
     """Return gradients the way the experts came, and add them up where they came from."""
     if len(stage.experts) == 0:
         return
-    traffic = _traffic(slots, stage, layer)
+    mine = _stage_of_rank(slots, stage, layer)
     # Each source adds at most once to a slot, but a slot gets several: one round for the first of each slot, one
     # for the second, and so on. Within a round no slot occurs twice, so the order of addition is that of ranks.
-    rounds = _rounds(traffic.leave)
+    rounds = _rounds(mine.leave)
     for group in _by_dtype(dtypes):
         tensors = [totals[index] for index in group]
-        sent = [tensor.index_select(0, on_device(traffic.arrive, tensor.device)) for tensor in tensors]
+        sent = [tensor.index_select(0, on_device(mine.arrive, tensor.device)) for tensor in tensors]
         wire = [part.to(dtypes[group[0]]) for part in sent]
-        everything = np.arange(len(traffic.arrive))
-        received = _exchange(wire, everything, traffic.receive, traffic.send, layer)
+        everything = np.arange(len(mine.arrive))
+        received = _exchange(wire, everything, mine.receive, mine.send, layer)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             for index in rounds:
                 where = on_device(index, tensor.device)
-                to = on_device(traffic.leave[index], tensor.device)
+                to = on_device(mine.leave[index], tensor.device)
                 tensor.index_add_(0, to, part.index_select(0, where).to(tensor.dtype))
 
 
@@ -189,7 +202,6 @@ def _exchange(tensors: list[Tensor], leave: Ints, send: list[int], receive: list
     """Move slots ``leave`` of all tensors, packed: ``[sum(receive), width]``."""
     index = on_device(leave, tensors[0].device)
     packed = torch.cat([tensor.index_select(0, index).flatten(1) for tensor in tensors], dim=1)
-    layer.expert_bytes_sent += packed.numel() * packed.element_size()
     return collectives.all_to_all(packed, send, receive, layer.world)
 
 

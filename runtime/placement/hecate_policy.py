@@ -17,12 +17,12 @@ from hecate.runtime.placement.planner import (
     Recipe,
     StepTime,
     assign_tokens,
+    expected_load,
     local_split,
     materialize,
     materialize_again,
     materialize_fastest,
     near_recipes,
-    predict,
     shard_owners,
     split_fastest,
 )
@@ -63,9 +63,9 @@ class Hecate(Policy):
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:
             return Placement.owned(layer.owners)
-        load = predict(layer.loads, self.window)
+        load = expected_load(layer.loads, self.window)
         if self.objective == "paper":
-            budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
+            budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
             return materialize(load, layer.owners, layer.topology, budget)
         return self._place_fast(layer, load)
 
@@ -91,7 +91,7 @@ class Hecate(Policy):
         """The placement for a known load, by this policy's objective."""
         if self.objective == "time":
             return materialize_fastest(load, owners, layer.costs, slots=self.replicas, fills=fills).placement
-        budget = Budget(overlap=overlap_degree(layer), slots=self.replicas)
+        budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
         return materialize(load, owners, layer.topology, budget)
 
     def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
@@ -112,7 +112,7 @@ class Hecate(Policy):
         if not added.num_replicas:
             return placement
         # The gate has run, so nothing hides what is added.
-        extra = layer.costs.transfer(added)
+        extra = layer.costs.replica_seconds(added)
         before, after = self._time(layer, load, placement), self._time(layer, load, merged)
         return merged if after.compute + after.rows + extra < before.compute + before.rows else placement
 
@@ -121,7 +121,7 @@ class Hecate(Policy):
             return assign_tokens(counts, placement, layer.topology, rank, "nearest")
         return assign_fastest(layer, placement, counts, rank)
 
-    def own(self, layers: Sequence[LayerView]) -> list[Owners]:
+    def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         old = [layer.owners for layer in layers]
         plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
         # t: experts that will be replicated, so that it matters little who owns them.
@@ -150,7 +150,7 @@ def overlap_degree(layer: LayerView) -> int:
     """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
     topology, rates = layer.topology, layer.rates
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
-    return int(rates.hidden * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
+    return int(rates.hidden_seconds * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:

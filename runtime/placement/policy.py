@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import CostModel, Quotas, Rates, Sizes, assign_tokens
+from hecate.runtime.placement.planner import CostModel, LayerSizes, Quotas, Rates, assign_tokens
 from hecate.runtime.placement.topology import Topology
 
 
@@ -37,7 +37,7 @@ class LayerView:
     loads: Sequence[Ints]
     long_load: Ints
     topology: Topology
-    sizes: Sizes
+    sizes: LayerSizes
     rates: Rates
 
     @cached_property
@@ -54,7 +54,7 @@ class Policy:
             sparse collectives at all.
         calibrates: whether to ask again after the gate, on the critical path.
         window: steps of history to keep.
-        reshard_every: optimizer steps between calls of :meth:`own`; 0 for never.
+        reshard_every: optimizer steps between calls of :meth:`choose_owners`; 0 for never.
     """
 
     replicates: bool = False
@@ -79,7 +79,7 @@ class Policy:
         """Split the rows ``[W, E]`` over the holders."""
         return assign_tokens(counts, placement, layer.topology, rank)
 
-    def own(self, layers: Sequence[LayerView]) -> list[Owners]:
+    def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         """New owners of all layers, for a step boundary."""
         return [layer.owners for layer in layers]
 

@@ -12,7 +12,7 @@ import torch
 
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Sizes
+from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer_plan import LayerPlacer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.registry import Registry
@@ -57,7 +57,7 @@ class Layer:
         return self.owners.num_experts
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LayerSizes:
         """What one of its experts weighs on the wire, and what a row weighs and computes."""
         return self.placer.sizes
 

@@ -10,7 +10,7 @@ import torch
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Quotas, Sizes, Stage, transfers
+from hecate.runtime.placement.planner import LayerSizes, Quotas, Stage, stages_of
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.state.placer import Placer
 
@@ -54,7 +54,7 @@ class LayerPlacer:
 
     def __init__(self, model: Placer, *, id: int, name: str, owners: Owners) -> None:
         self.model, self.id, self.name, self.owners = model, id, name, owners
-        self.sizes = Sizes(row_flops=0, row_bytes=0, expert_bytes=0)
+        self.sizes = LayerSizes(row_flops=0, row_bytes=0, expert_bytes=0)
         self.plan = LayerPlan(loads=deque(maxlen=model.policy.window))
 
     @property
@@ -138,9 +138,9 @@ class LayerPlacer:
         for known, stages in self.plan.recent:
             if known is placement:
                 if not stages:
-                    stages.append(transfers(placement, self.model.topology))
+                    stages.append(stages_of(placement, self.model.topology))
                 return stages[0]
-        return transfers(placement, self.model.topology)
+        return stages_of(placement, self.model.topology)
 
     def _keep(self, placement: Placement) -> None:
         recent = self.plan.recent

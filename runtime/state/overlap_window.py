@@ -41,10 +41,10 @@ def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates
         return rates
     fewest = torch.tensor(tokens, device=world.control_device)
     dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=world.group)
-    return replace(rates, hidden=hidden_seconds(int(fewest), dense_parameters, layers, rates.flops))
+    return replace(rates, hidden_seconds=dense_seconds(int(fewest), dense_parameters, layers, rates.flops))
 
 
-def hidden_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:
+def dense_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:
     """Dense compute of one layer and step: a multiply and an add for each element and token, three times."""
     return 3 * 2 * tokens * dense_parameters / layers / flops
 
@@ -121,6 +121,6 @@ class HiddenTime:
         if math.isfinite(hidden):
             self._found.append(hidden)
             self.placer.set_rates(
-                replace(self.placer.rates, hidden=median(self._found)),
+                replace(self.placer.rates, hidden_seconds=median(self._found)),
                 because=f"hidden time measured in {len(self._found)} of the first steps",
             )

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import benchmarks.compare.__main__ as compare
-from benchmarks.cluster import network, quota, self_test
-from benchmarks.cluster.__main__ import parse_cores, parse_rate
-from benchmarks.cluster.launch import REPOSITORY, Cluster, run
+from benchmarks.emulator import network, quota, self_test
+from benchmarks.emulator.__main__ import parse_cores, parse_rate
+from benchmarks.emulator.launch import REPOSITORY, Cluster, run
 
 SCRIPT = """
 import json, os, sys, time
@@ -83,7 +83,7 @@ def test_a_rank_that_never_ends_is_a_timeout(script: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signals) -> None:
     command = [
-        sys.executable, "-m", "benchmarks.cluster", "--nodes", "2", "--ranks", "1", "--quota", "0.5",
+        sys.executable, "-m", "benchmarks.emulator", "--nodes", "2", "--ranks", "1", "--quota", "0.5",
         "--inter", "10MB/s", "--", script, str(tmp_path), "sleep",
     ]  # fmt: skip
     launcher = subprocess.Popen(command, cwd=REPOSITORY)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.compare import cells, report, routing, shapes, systems
 from benchmarks.compare.workloads import WORKLOADS, counts_of
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import Rates, Sizes
+from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator import walk
 from hecate.simulator.workloads import fit, scale
@@ -146,7 +146,9 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
     """
     cell = CELLS[name]
     shape, topology = shapes.SHAPES[cell["cell"]["shape"]], Topology.even(shapes.WORLD_SIZE, shapes.RANKS_PER_NODE)
-    sizes = Sizes(row_flops=6 * shape.hidden * shape.ffn, row_bytes=4 * shape.hidden, expert_bytes=shape.expert_bytes)
+    sizes = LayerSizes(
+        row_flops=6 * shape.hidden * shape.ffn, row_bytes=4 * shape.hidden, expert_bytes=shape.expert_bytes
+    )
     owners = [Owners.contiguous(shape.experts, shapes.WORLD_SIZE)] * shape.layers
     for workload, samples in cell["samples"].items():
         counts = counts_of(workload, shape, shapes.WORLD_SIZE)

@@ -9,21 +9,21 @@ from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from benchmarks.policies.laer import _by_load, _evenly
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Rates, Sizes, rows_per_rank
+from hecate.runtime.placement.planner import LayerSizes, Rates, rows_per_rank
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.placement.topology import Topology
 
 W, E = 4, 8
 OWNERS = Owners.contiguous(E, W)
 TOPOLOGY = Topology.even(W, W)
-SIZES = Sizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e5)
-HEAVY = Sizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e12)
+SIZES = LayerSizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e5)
+HEAVY = LayerSizes(row_flops=1e6, row_bytes=1e3, expert_bytes=1e12)
 RATES = Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9)
 HOT = np.asarray([400, 300, 20, 20, 20, 20, 10, 10])
 EVEN = np.full(E, 100)
 
 
-def view(*loads: np.ndarray, sizes: Sizes = SIZES) -> LayerView:
+def view(*loads: np.ndarray, sizes: LayerSizes = SIZES) -> LayerView:
     return LayerView(
         id=0, owners=OWNERS, loads=loads, long_load=loads[-1], topology=TOPOLOGY, sizes=sizes, rates=RATES
     )
@@ -56,10 +56,10 @@ def test_faster_moe_shadows_hot_experts_on_all_ranks_while_it_pays() -> None:
 
 def test_smart_moe_separates_hot_experts_and_keeps_counts() -> None:
     policy = SmartMoE()
-    (owners,) = policy.own([view(HOT)])
+    (owners,) = policy.choose_owners([view(HOT)])
     assert owners.counts == OWNERS.counts
     assert owners.ranks[0] != owners.ranks[1]
-    assert policy.own([view(EVEN)]) == [OWNERS], "nothing to gain"
+    assert policy.choose_owners([view(EVEN)]) == [OWNERS], "nothing to gain"
     assert policy.place(view(HOT)).num_replicas == 0 and not policy.replicates
 
 

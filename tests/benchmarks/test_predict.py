@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.compare import predict, report, shapes
 from hecate.runtime.placement.policy import Static
-from hecate.simulator.step import Span
+from hecate.simulator.step import PredictedSpan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -80,9 +80,9 @@ def test_planning_is_what_one_rank_plans_and_what_does_not_hide() -> None:
                 policy.calibrate(step, None, None)
                 for rank in range(8):
                     policy.assign(None, None, None, rank)
-    hidden = Span(part="forward", operator="exchange_back", begun=0.0, ended=1.0)
-    shown = Span(part="forward", operator="exchange_back", begun=0.0, ended=0.0)
-    other = Span(part="backward", operator="exchange_back", begun=0.0, ended=5.0)
+    hidden = PredictedSpan(part="forward", operator="exchange_back", begun=0.0, ended=1.0)
+    shown = PredictedSpan(part="forward", operator="exchange_back", begun=0.0, ended=0.0)
+    other = PredictedSpan(part="backward", operator="exchange_back", begun=0.0, ended=5.0)
     first, second = (2 * (0.006 + calibrated) / shapes.CORES for calibrated in (0.004, 0.008))
     longer = 0.01 / shapes.CORES
     assert clocked.exposed(0, 1, [hidden, hidden, other]) == pytest.approx(first, rel=0.15)

@@ -47,7 +47,7 @@ def test_a_load_that_jumps_is_never_worse_than_static_by_more_than_the_transfer(
     counts = np.zeros((40, 1, 8, 16), dtype=np.int64)
     counts[::2, 0, :, 3] = counts[1::2, 0, :, 12] = 1000
     owners = np.arange(16)[None] // 2
-    rates = Rates(flops=5e13, rank_bytes=1e10, node_bytes=1e10, hidden=hidden)
+    rates = Rates(flops=5e13, rank_bytes=1e10, node_bytes=1e10, hidden_seconds=hidden)
     topology = Topology.even(8, 4)
     static = replay(counts, owners, Static(), topology, rates=rates)
     for window in (1, 5):

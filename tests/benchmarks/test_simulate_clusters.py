@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks import paper_models
-from benchmarks.simulate_clusters import RESULTS, ROOT, STUDIES, table
+from benchmarks.results_folder import COMMITTED
+from benchmarks.simulate_clusters import ROOT, STUDIES, table
 from hecate.simulator import ClusterSpec
 
 
@@ -18,13 +19,13 @@ def test_models_and_clusters_exist(study: str) -> None:
     assert (ROOT / file).samefile(paper_models.__file__)
     assert hasattr(paper_models, function)
     for name in clusters:
-        assert ClusterSpec.load(ROOT / "benchmarks" / "clusters" / f"{name}.toml").name == name
+        assert ClusterSpec.load(ROOT / "benchmarks" / "cluster_files" / f"{name}.toml").name == name
 
 
 def test_the_committed_table_is_that_of_the_committed_numbers() -> None:
-    results = json.loads((RESULTS / "simulated_clusters.json").read_text())
+    results = json.loads((COMMITTED / "simulated_clusters.json").read_text())
     assert list(results) == list(STUDIES)
     for study, rows in results.items():
         _, clusters, policies, _ = STUDIES[study]
         assert [(row["cluster"], row["policy"]) for row in rows] == [(c, p) for c in clusters for p in policies]
-    assert (RESULTS / "simulated_clusters.md").read_text() == table(results)
+    assert (COMMITTED / "simulated_clusters.md").read_text() == table(results)

@@ -235,7 +235,7 @@ def degenerate() -> dict[str, Any]:
         "more slots than experts": ({}, {"replicas": 50}),
         "the paper's rule": (
             {},
-            {"objective": "paper", "rates": Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9, hidden=1e-4)},
+            {"objective": "paper", "rates": Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9, hidden_seconds=1e-4)},
         ),
         "calibrated": ({}, {"calibrate": True}),
         "a node per rank": ({}, {"topology": Topology((0, 1, 2))}),

@@ -30,7 +30,7 @@ class Anything(Policy):
         more = zip(placement.holders, self._replicas(layer.owners), strict=True)
         return Placement.with_replicas(layer.owners, [{*have, *new} for have, new in more])
 
-    def own(self, layers: Any) -> list[Owners]:
+    def choose_owners(self, layers: Any) -> list[Owners]:
         """Any owners at all; a rank may be left with none."""
         size = layers[0].owners.world_size
         return [Owners(tuple(self._random.randrange(size) for _ in layer.owners.ranks), size) for layer in layers]

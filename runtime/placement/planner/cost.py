@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement, changes
-from hecate.runtime.placement.planner.transfers import hops
+from hecate.runtime.placement.planner.stages import hops
 from hecate.runtime.placement.topology import Topology
 
 Floats = NDArray[np.float64]
@@ -30,7 +30,7 @@ class Rates:
         rank_bytes: bytes per second that a rank sends (and receives) inside its node.
         node_bytes: bytes per second that a node sends (and receives).
         memory_bytes: bytes per second that a rank reads and writes in its own memory.
-        hidden: seconds per layer and step in which experts and their gradients travel behind other work.
+        hidden_seconds: per layer and step, those in which experts and their gradients travel behind other work.
 
     Raises:
         ValueError: a rate that is not positive, or a negative time.
@@ -40,15 +40,15 @@ class Rates:
     rank_bytes: float
     node_bytes: float
     memory_bytes: float = 1e10
-    hidden: float = 0.0
+    hidden_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.flops, self.rank_bytes, self.node_bytes, self.memory_bytes) <= 0 or self.hidden < 0:
-            raise ValueError(f"hecate.Rates: rates must be positive and hidden not negative, got {self}")
+        if min(self.flops, self.rank_bytes, self.node_bytes, self.memory_bytes) <= 0 or self.hidden_seconds < 0:
+            raise ValueError(f"hecate.Rates: rates must be positive and hidden_seconds not negative, got {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LayerSizes:
     """What one layer computes and moves.
 
     Attributes:
@@ -92,14 +92,14 @@ class CostModel:
     """
 
     topology: Topology
-    sizes: Sizes
+    sizes: LayerSizes
     rates: Rates
 
     def step(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> StepTime:
         """Predict a step."""
         compute, seconds = self.work(rows, split, placement)
-        travel = self.transfer(placement)
-        exposed = max(0.0, travel - self.rates.hidden)
+        travel = self.replica_seconds(placement)
+        exposed = max(0.0, travel - self.rates.hidden_seconds)
         return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
 
     def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
@@ -143,9 +143,9 @@ class CostModel:
     @property
     def exposed(self) -> CostModel:
         """The same where nothing hides a transfer."""
-        return replace(self, rates=replace(self.rates, hidden=0.0))
+        return replace(self, rates=replace(self.rates, hidden_seconds=0.0))
 
-    def transfer(self, placement: Placement) -> float:
+    def replica_seconds(self, placement: Placement) -> float:
         """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
         if placement.num_replicas == 0:
             return 0.0

@@ -240,11 +240,11 @@ def _propose(
 
 def _fill_hidden(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
     """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
-    hidden, topology = costs.rates.hidden, costs.topology
+    hidden, topology = costs.rates.hidden_seconds, costs.topology
     if hidden == 0:
         return proposal.placement
     # On many nodes filling takes time, and is mostly in vain.
-    if topology.num_nodes > 1 and costs.transfer(proposal.placement) >= hidden:
+    if topology.num_nodes > 1 and costs.replica_seconds(proposal.placement) >= hidden:
         return proposal.placement
     experts = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
     for kept in range(slots):
@@ -259,7 +259,7 @@ def _fill_hidden(load: NDArray[np.integer], proposal: _Proposal, slots: int, cos
         # Each slot takes the expert with most rows per holder, so colder experts have no turn.
         deal(proposal.rows, experts[: sum(map(len, free))], proposal.owners, replicas, free, topology)
         more = Placement.with_replicas(proposal.owners, replicas)
-        if costs.transfer(more) <= hidden:
+        if costs.replica_seconds(more) <= hidden:
             return more
     return proposal.placement
 

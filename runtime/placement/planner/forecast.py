@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hecate.runtime.placement.owners import Ints
 
 
-def predict(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
+def expected_load(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
     """The rounded mean of the last ``window`` steps (paper, section 4: w = 5).
 
     Args:
@@ -23,6 +23,6 @@ def predict(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
         ValueError: an empty history, or a window below 1.
     """
     if window < 1 or len(history) == 0:
-        raise ValueError(f"predict: needs a window of at least 1 and a step to look at, got {window}, {len(history)}")
+        raise ValueError(f"expected_load: needs a window above 0 and a step to look at, got {window}, {len(history)}")
     recent = np.asarray(history[-window:], dtype=np.int64)
     return (recent.sum(0) + len(recent) // 2) // len(recent)

@@ -18,19 +18,19 @@ class Budget:
     """What a step can afford.
 
     Attributes:
-        overlap: t, how many experts' bytes the compute before the layer can hide.
+        overlap_degree: t, how many experts' bytes the compute before the layer can hide.
         slots: m, how many replicas fit into a rank's memory beside its own experts.
 
     Raises:
         ValueError: a negative number.
     """
 
-    overlap: int
+    overlap_degree: int
     slots: int
 
     def __post_init__(self) -> None:
-        if self.overlap < 0 or self.slots < 0:
-            raise ValueError(f"Budget: overlap and slots must not be negative, got {self}")
+        if self.overlap_degree < 0 or self.slots < 0:
+            raise ValueError(f"Budget: overlap_degree and slots must not be negative, got {self}")
 
 
 def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, budget: Budget) -> Placement:
@@ -52,7 +52,7 @@ def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, b
     """
     rows = load.tolist()
     world_size = owners.world_size
-    top = min(budget.overlap, len(rows))
+    top = min(budget.overlap_degree, len(rows))
     slots = min(budget.slots, top)
     hottest = [e for e in sorted(range(len(rows)), key=lambda e: (-rows[e], e))[:top] if rows[e] > 0]
     replicas: list[set[int]] = [set() for _ in rows]

@@ -9,7 +9,7 @@ import pytest
 from hecate.simulator import ClusterError, ClusterSpec
 
 GOOD = "nodes = 2\ngpus = 4\nflops = 1e12\nmemory_bytes = 1e11\nrank_bytes = 1e10\nnode_bytes = 1e9\n"
-COMMITTED = Path(__file__).parents[3] / "benchmarks" / "clusters"
+COMMITTED = Path(__file__).parents[3] / "benchmarks" / "cluster_files"
 
 
 def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
     spec = ClusterSpec.load(path)
     assert spec.name == "mine" and spec.ranks == 8
     assert spec.topology.node_of == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert spec.rates.node_bytes == 1e9 and spec.rates.hidden == 0
+    assert spec.rates.node_bytes == 1e9 and spec.rates.hidden_seconds == 0
     # The planner is told what exchanges reach.
     path.write_text(GOOD + "crowded = 0.8\nring = 0\nlatency = 0\n")
     assert ClusterSpec.load(path).rates.node_bytes == 0.8e9

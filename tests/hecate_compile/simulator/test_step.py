@@ -191,7 +191,7 @@ def test_memory_counts_states_and_replicas(made: Capture) -> None:
 def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:
     experts = made.layers[0].num_experts
     counts = make("one_hot", steps=3, layers=1, ranks=4, experts=experts, rows=1000)
-    rates = replace(SPEC.rates, hidden=1e9)
+    rates = replace(SPEC.rates, hidden_seconds=1e9)
     policy = Hecate(objective="paper", replicas=1)
     steps = list(
         walk(

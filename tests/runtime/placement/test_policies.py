@@ -17,7 +17,7 @@ from hecate.runtime.placement.policy import LayerView, Static
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, placements, rates
 
-LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=1e-3)
+LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden_seconds=1e-3)
 
 
 def view(load: np.ndarray, owners: Owners, topology: Topology, links: Rates = LINKS, *, steps: int = 1) -> LayerView:
@@ -44,7 +44,7 @@ def test_calibration_adds_within_the_slots_and_only_what_pays(
     assert ((after.matrix == 1).sum(0) <= held).all()
     if after != placement and objective == "time":
         new = [set(more) - set(ranks) for ranks, more in zip(placement.holders, after.holders, strict=True)]
-        extra = seen.costs.transfer(Placement.with_replicas(case.owners, new))
+        extra = seen.costs.replica_seconds(Placement.with_replicas(case.owners, new))
         rows = case.load.tolist()
         before, then = (seen.costs.step(rows, split_fastest(rows, p, seen.costs), p) for p in (placement, after))
         assert then.compute + then.rows + extra < before.compute + before.rows
@@ -87,7 +87,7 @@ def test_steps_between_comparisons_repeat_what_was_best(hidden: float) -> None:
     owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
     load = np.rint(65536 / np.arange(1, 33)).astype(np.int64)
     policy = Hecate()
-    seen = view(load, owners, topology, replace(LINKS, hidden=hidden))
+    seen = view(load, owners, topology, replace(LINKS, hidden_seconds=hidden))
     placements = [policy.place(seen) for _ in range(9)]
     assert placements[0].num_replicas
     assert placements[0] == placements[1] == placements[2] == placements[3]
@@ -108,7 +108,7 @@ def test_no_slots_need_no_sparse_collectives() -> None:
 
 @pytest.mark.parametrize("hidden", [0.0, 1e-3])
 def test_the_papers_t_counts_experts_and_their_gradients(hidden: float) -> None:
-    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden=hidden)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden_seconds=hidden)
     owners = Owners.contiguous(8, 4)
     load = np.arange(8)
     per_node = overlap_degree(view(load, owners, Topology.even(4, 2), links))
@@ -122,9 +122,9 @@ def test_owners_change_only_if_that_is_faster() -> None:
     links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e11)
     policy = Hecate(replicas=0)
     warm = np.array([900, 900, 100, 100, 100, 100, 100, 100])
-    assert policy.own([view(warm, owners, topology, links)]) != [owners]
+    assert policy.choose_owners([view(warm, owners, topology, links)]) != [owners]
     even = np.array([101, 99, 100, 100, 102, 98, 100, 100])
-    assert policy.own([view(even, owners, topology, links)]) == [owners]
+    assert policy.choose_owners([view(even, owners, topology, links)]) == [owners]
 
 
 def test_a_policy_prints_without_an_address() -> None:

@@ -28,7 +28,7 @@ def test_the_rank_with_fewest_tokens_counts() -> None:
     def check(world: World) -> None:
         found = predict_hidden(100 + world.rank, 5000, 2, rates, world)
         # 100 tokens, 2,500 elements between two layers, an operation each for multiply and add, three times.
-        assert found.hidden == 3 * 2 * 100 * 2500 / 1e9
+        assert found.hidden_seconds == 3 * 2 * 100 * 2500 / 1e9
         assert (found.flops, found.node_bytes) == (rates.flops, rates.node_bytes)
 
     on_threads(check)
@@ -108,7 +108,7 @@ def test_with_one_layer_or_no_backward_nothing_is_measured() -> None:
 
 def train(policy: str, given: bool) -> list[float]:
     """On one rank, each its own node: hidden time after every one of eight steps, the third without gradients."""
-    rates = Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e8, hidden=1.0) if given else None
+    rates = Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e8, hidden_seconds=1.0) if given else None
     config = hecate.Config(backend="aot_eager", policy=policy, rates=rates, topology=Topology((0, 1)))
     model = hecate.compile(build("qwen3_moe"), config)
     hidden = []
@@ -118,7 +118,7 @@ def train(policy: str, given: bool) -> list[float]:
             loss = model(input_ids=ids, labels=ids).loss
         if step != 2:
             loss.backward()
-        hidden.append(compiled_model_of(model, "the test").placer.rates.hidden)
+        hidden.append(compiled_model_of(model, "the test").placer.rates.hidden_seconds)
     return hidden
 
 

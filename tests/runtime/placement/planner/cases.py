@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import CostModel, Rates, Sizes
+from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
 from hecate.runtime.placement.topology import Topology
 
 FAST = settings(max_examples=150, deadline=None)
-SIZES = Sizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e6)
+SIZES = LayerSizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e6)
 
 
 def costs_of(topology: Topology, rates: Rates) -> CostModel:
@@ -68,5 +68,5 @@ rates = st.builds(
     flops=st.sampled_from([1e12, 5e13]),
     rank_bytes=st.sampled_from([1e10, 1e12]),
     node_bytes=st.sampled_from([1e9, 1e11]),
-    hidden=st.sampled_from([0.0, 1e-3, 1.0]),
+    hidden_seconds=st.sampled_from([0.0, 1e-3, 1.0]),
 )

@@ -213,10 +213,10 @@ def random_placement(rng: np.random.Generator, load: np.ndarray, owners: Owners,
     """By the paper's rule, by predicted time, or anything."""
     experts, kind = owners.num_experts, rng.integers(3)
     if kind == 0:
-        budget = Budget(overlap=int(rng.integers(0, experts + 1)), slots=int(rng.integers(0, 4)))
+        budget = Budget(overlap_degree=int(rng.integers(0, experts + 1)), slots=int(rng.integers(0, 4)))
         return materialize(load, owners, topology, budget)
     if kind == 1:
-        links = Rates(flops=1e12, rank_bytes=1e11, node_bytes=1e10, hidden=1e-2)
+        links = Rates(flops=1e12, rank_bytes=1e11, node_bytes=1e10, hidden_seconds=1e-2)
         slots = int(rng.integers(1, 4))
         return materialize_fastest(load, owners, costs_of(topology, links), slots=slots).placement
     ranks = [set(rng.integers(0, owners.world_size, int(rng.integers(0, 3))).tolist()) for _ in range(experts)]

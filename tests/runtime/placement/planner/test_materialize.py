@@ -15,21 +15,21 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import (
     Budget,
     CostModel,
+    LayerSizes,
     Rates,
-    Sizes,
     balance,
+    expected_load,
     local_split,
     materialize,
     materialize_again,
     materialize_fastest,
-    predict,
     split_fastest,
-    transfers,
+    stages_of,
 )
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 
-budgets = st.builds(Budget, overlap=st.integers(0, 14), slots=st.integers(0, 5))
+budgets = st.builds(Budget, overlap_degree=st.integers(0, 14), slots=st.integers(0, 5))
 
 
 def check_placement(placement: Placement, case: Case, slots: int) -> None:
@@ -49,7 +49,7 @@ def check_placement(placement: Placement, case: Case, slots: int) -> None:
 def test_the_papers_rule_stays_in_its_budget(case: Case, budget: Budget) -> None:
     placement = materialize(case.load, case.owners, case.topology, budget)
     check_placement(placement, case, budget.slots)
-    assert (placement.matrix == 1).any(1).sum() <= budget.overlap
+    assert (placement.matrix == 1).any(1).sum() <= budget.overlap_degree
     assert placement == materialize(case.load.copy(), case.owners, case.topology, budget)
 
 
@@ -76,7 +76,8 @@ def test_the_fastest_stays_in_its_budget_and_is_never_predicted_slower(case: Cas
 @given(cases(), st.integers(1, 12))
 def test_more_slots_never_worsen_the_most_rows_per_holder(case: Case, overlap: int) -> None:
     plans = [
-        materialize(case.load, case.owners, case.topology, Budget(overlap=overlap, slots=slots)) for slots in range(6)
+        materialize(case.load, case.owners, case.topology, Budget(overlap_degree=overlap, slots=slots))
+        for slots in range(6)
     ]
     bounds = [max(rows / len(ranks) for rows, ranks in zip(case.load, p.holders, strict=True)) for p in plans]
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(bounds))
@@ -90,7 +91,7 @@ PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069
 def test_numbers_of_experts_do_not_matter(case: Case, order: list[int], loads: list[int], slots: int) -> None:
     """Experts in another order give the same plan in that order. Primes, so that no two shares are equal."""
     load, ranks = np.array(loads), (case.owners.ranks * 12)[:12]
-    budget = Budget(overlap=12, slots=slots)
+    budget = Budget(overlap_degree=12, slots=slots)
     straight = materialize(load, Owners(ranks, case.owners.world_size), case.topology, budget)
     owners = Owners(tuple(ranks[expert] for expert in order), case.owners.world_size)
     shuffled = materialize(load[order], owners, case.topology, budget)
@@ -106,7 +107,7 @@ def test_only_the_sum_over_ranks_matters(case: Case, random: Random, dtype: type
     links = Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e9)
     first, second = (
         [
-            materialize(load, case.owners, case.topology, Budget(overlap=5, slots=2)),
+            materialize(load, case.owners, case.topology, Budget(overlap_degree=5, slots=2)),
             materialize_fastest(load, case.owners, costs_of(case.topology, links), slots=2).placement,
         ]
         for load in (case.load, other)
@@ -116,22 +117,22 @@ def test_only_the_sum_over_ranks_matters(case: Case, random: Random, dtype: type
 
 def test_few_hot_experts_go_everywhere() -> None:
     owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
-    placement = materialize(np.array([1, 50, 1, 1, 40, 1, 1, 1]), owners, topology, Budget(overlap=2, slots=3))
+    placement = materialize(np.array([1, 50, 1, 1, 40, 1, 1, 1]), owners, topology, Budget(overlap_degree=2, slots=3))
     assert [len(ranks) for ranks in placement.holders] == [1, 4, 1, 1, 4, 1, 1, 1]
 
 
 def test_replicas_spread_over_nodes_first() -> None:
     owners, topology = Owners.contiguous(8, 8), Topology.even(8, 2)
     load = np.array([80, 1, 1, 1, 1, 1, 1, 1])
-    placement = materialize(load, owners, topology, Budget(overlap=2, slots=1))
+    placement = materialize(load, owners, topology, Budget(overlap_degree=2, slots=1))
     assert {topology.node_of[rank] for rank in placement.holders[0]} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("ranks", "filled"), [(8, True), (32, False)])
 def test_free_slots_are_filled_unless_that_costs_more_than_five_percent(ranks: int, filled: bool) -> None:
     owners, topology = Owners.contiguous(32, ranks), Topology.even(ranks, 8)
-    sizes = Sizes(row_flops=6 * 96 * 128, row_bytes=4 * 96, expert_bytes=3 * 4 * 96 * 128)
-    links = Rates(flops=8e9, rank_bytes=2e8, node_bytes=2e8, hidden=0.2)
+    sizes = LayerSizes(row_flops=6 * 96 * 128, row_bytes=4 * 96, expert_bytes=3 * 4 * 96 * 128)
+    links = Rates(flops=8e9, rank_bytes=2e8, node_bytes=2e8, hidden_seconds=0.2)
     costs = CostModel(topology=topology, sizes=sizes, rates=links)
     load = np.full(32, 64 * ranks)
     load[0] *= 20
@@ -157,7 +158,7 @@ def test_transfers_that_cannot_be_hidden_are_not_worth_a_small_gain() -> None:
     owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
     load = np.array([1200, 1000, 1000, 1000, 1000, 1000, 1000, 1000])
     slow = Rates(flops=1e13, rank_bytes=1e8, node_bytes=1e8)
-    hidden = Rates(flops=1e13, rank_bytes=1e8, node_bytes=1e8, hidden=10.0)
+    hidden = Rates(flops=1e13, rank_bytes=1e8, node_bytes=1e8, hidden_seconds=10.0)
     for links, replicas in ((slow, False), (hidden, True)):
         choice = materialize_fastest(load, owners, costs_of(topology, links), slots=2)
         assert (choice.placement.num_replicas > 0) == replicas
@@ -167,7 +168,7 @@ def test_the_papers_regime_gains_from_experts_on_every_node() -> None:
     """Slow links between nodes: rows that stay in the node are worth more than balance."""
     owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
     load = np.rint(8 * 8192 * 2 / np.arange(1, 33) ** 0.8 / 7).astype(np.int64)
-    links = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden=2e-3)
+    links = Rates(flops=5e13, rank_bytes=150e9, node_bytes=12.5e9, hidden_seconds=2e-3)
     choice = materialize_fastest(load, owners, costs_of(topology, links), slots=4)
     hottest = {topology.node_of[rank] for rank in choice.placement.holders[0]}
     assert choice.recipe is not None
@@ -182,10 +183,10 @@ def test_never_slower_than_the_papers_rule_where_rows_cost_most(experts: int, zi
     topology, owners = Topology.even(8, 4), Owners.contiguous(experts, 8)
     weights = np.random.default_rng(0).permutation(1.0 / np.arange(1, experts + 1) ** zipf)
     load = np.rint(65536 * weights / weights.sum()).astype(np.int64)
-    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden_seconds=5e-2)
     choice = materialize_fastest(load, owners, costs_of(topology, links), slots=2)
-    overlap = int(links.hidden * links.node_bytes / (2 * SIZES.expert_bytes))
-    paper = materialize(load, owners, topology, Budget(overlap=overlap, slots=2))
+    overlap = int(links.hidden_seconds * links.node_bytes / (2 * SIZES.expert_bytes))
+    paper = materialize(load, owners, topology, Budget(overlap_degree=overlap, slots=2))
     split = local_split(load.tolist(), paper, topology)
     assert choice.time.total <= costs_of(topology, links).step(load.tolist(), split, paper).total
 
@@ -193,9 +194,9 @@ def test_never_slower_than_the_papers_rule_where_rows_cost_most(experts: int, zi
 def test_even_loads_are_spread_from_all_nodes_alike() -> None:
     """A link has two directions: hot experts of one node alone would fill one of them."""
     topology, owners = Topology.even(8, 4), Owners.contiguous(32, 8)
-    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden=5e-2)
+    links = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e9, hidden_seconds=5e-2)
     choice = materialize_fastest(np.full(32, 2048), owners, costs_of(topology, links), slots=2)
-    across, _ = transfers(choice.placement, topology)
+    across, _ = stages_of(choice.placement, topology)
     sent = np.bincount(topology.nodes[across.sources], minlength=2)
     assert sent[0] == sent[1] > 0
 
@@ -206,7 +207,7 @@ def test_transfers_bring_every_replica_once_and_cross_to_a_node_once(drawn: tupl
     case, placement = drawn
     has = {(e, owner) for e, owner in enumerate(case.owners.ranks)}
     crossings = set()
-    for number, stage in enumerate(transfers(placement, case.topology)):
+    for number, stage in enumerate(stages_of(placement, case.topology)):
         arrived = set()
         for expert, source, rank in zip(stage.experts, stage.sources, stage.destinations, strict=True):
             assert (expert, source) in has, "a rank sends what it has"
@@ -231,16 +232,16 @@ def test_a_matrix_says_everything(drawn: tuple[Case, Placement]) -> None:
 
 def test_predict() -> None:
     history = [np.array(line) for line in ([100, 0], [1, 2], [2, 2], [4, 5])]
-    assert predict(history, 3).tolist() == [2, 3]
-    assert predict(history, 100).tolist() == [27, 2]
+    assert expected_load(history, 3).tolist() == [2, 3]
+    assert expected_load(history, 100).tolist() == [27, 2]
     with pytest.raises(ValueError, match="window"):
-        predict(history, 0)
+        expected_load(history, 0)
 
 
 def test_wrong_input() -> None:
     with pytest.raises(ValueError, match="without gaps"):
         Topology((0, 2))
     with pytest.raises(ValueError, match="not be negative"):
-        Budget(overlap=-1, slots=0)
+        Budget(overlap_degree=-1, slots=0)
     with pytest.raises(ValueError, match="must be positive"):
         Rates(flops=0, rank_bytes=1, node_bytes=1)

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-from benchmarks.cluster.network import namespaces, processes, remove_network
-from benchmarks.cluster.quota import remove_groups
+from benchmarks.emulator.network import namespaces, processes, remove_network
+from benchmarks.emulator.quota import remove_groups
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command line; see ``benchmarks.cluster``."""
+"""The command line; see ``benchmarks.emulator``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import Any
 
-from benchmarks.cluster.launch import Cluster, run
-from benchmarks.cluster.self_test import self_test
+from benchmarks.emulator.launch import Cluster, run
+from benchmarks.emulator.self_test import self_test
 
 
 def parse_rate(text: str) -> float:
@@ -28,7 +28,7 @@ def parse_cores(text: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.emulator", description=__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2, help="on each node")
     parser.add_argument("--quota", type=parse_cores, default=None, help="cores of CPU time for each rank")
@@ -45,7 +45,7 @@ def main() -> None:
     if args.self_test:
         sys.exit(self_test())
     if not args.command:
-        parser.error("no script: python -m benchmarks.cluster --nodes 2 -- script.py")
+        parser.error("no script: python -m benchmarks.emulator --nodes 2 -- script.py")
     options: dict[str, Any] = dict(nodes=args.nodes, ranks=args.ranks, cores=args.quota, between_nodes=args.inter)
     if args.nodes < 1 or args.ranks < 1:
         parser.error("--nodes and --ranks must be at least 1")

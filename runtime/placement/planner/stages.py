@@ -26,7 +26,7 @@ class Stage:
     destinations: Ints
 
 
-def transfers(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
+def stages_of(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
     """Between nodes first, then inside them: an expert crosses to a node once and fans out there.
 
     In each node the first holder in rank order receives the expert from its owner and passes it on; in the owner's

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.throttle import throttled
+from benchmarks.emulator.throttle import throttled
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cluster import network, quota
+from benchmarks.emulator import network, quota
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ class Cluster:
         nodes, ranks: machines, and ranks on each.
         cores: of CPU time for the main thread of each rank; None for no limit.
         between_nodes: bytes per second of a node's link in each direction; None for no limit.
-        quota_by_script: the script enters its quota itself, with ``benchmarks.cluster.throttled``.
+        quota_by_script: the script enters its quota itself, with ``benchmarks.emulator.throttled``.
     """
 
     nodes: int = 1
@@ -49,7 +49,7 @@ def run(cluster: Cluster, command: Sequence[str], *, timeout: float = 3600.0) ->
     """
     prefix = f"hecate-{os.getpid()}"
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.cluster.reaper", prefix],
+        [sys.executable, "-m", "benchmarks.emulator.reaper", prefix],
         stdin=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True,
     )  # fmt: skip
     assert reaper.stdin is not None
@@ -112,7 +112,7 @@ def _start(
     # Not "ip netns exec", which mounts a /sys without control groups.
     inside = ["nsenter", f"--net=/run/netns/{nodes[number].namespace}"] if nodes else []
     return subprocess.Popen(
-        [*inside, sys.executable, "-m", "benchmarks.cluster.rank", *command], env=environment, start_new_session=True
+        [*inside, sys.executable, "-m", "benchmarks.emulator.rank", *command], env=environment, start_new_session=True
     )
 
 

@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.cluster.launch import Cluster, run
+from benchmarks.emulator.launch import Cluster, run
 
 # Relative work of each rank; the slowest decides.
 SKEWS = {

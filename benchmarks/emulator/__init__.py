@@ -1,7 +1,7 @@
 """A cluster on one machine: ranks with a share of a core each, on nodes with slow links between them.
 
-    python -m benchmarks.cluster --nodes 2 --ranks 4 --quota 0.12 --inter 20MB/s -- script.py --its options
-    python -m benchmarks.cluster --self-test
+    python -m benchmarks.emulator --nodes 2 --ranks 4 --quota 0.12 --inter 20MB/s -- script.py --its options
+    python -m benchmarks.emulator --self-test
 
 Ranks find what torchrun would tell them (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, ...). A node is
 a network namespace on a bridge, its link shaped in both directions; ranks of one node talk without limits. The main
@@ -13,6 +13,6 @@ not shaped, and a line says so. A helper process removes namespaces, groups and 
 it ends.
 """
 
-from benchmarks.cluster.throttle import throttled
+from benchmarks.emulator.throttle import throttled
 
 __all__ = ["throttled"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.cluster.quota import Group
+from benchmarks.emulator.quota import Group
 
 
 @contextmanager
