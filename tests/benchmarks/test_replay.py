@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import CLUSTERS, replay
+from benchmarks.replay import CLUSTERS, main, replay
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Static
@@ -86,9 +86,17 @@ def test_the_tool_prints_and_draws(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_files_and_options_are_named(tmp_path: Path) -> None:
+def test_wrong_files_and_options_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "notes.npz"
     text.write_text("not a trace")
-    assert "is not a trace that hecate.record wrote" in run(str(text)).stderr
-    assert "is not a trace" in run(str(tmp_path / "missing.npz")).stderr
-    assert "--nodes must divide" in run(str(TRACES / "natural.npz"), "--nodes", "3").stderr
+    for arguments, said in (
+        ([str(text)], "is not a trace that hecate.record wrote"),
+        ([str(tmp_path / "missing.npz")], "is not a trace"),
+        ([str(TRACES / "natural.npz"), "--nodes", "3"], "--nodes must divide"),
+    ):
+        monkeypatch.setattr("sys.argv", ["replay", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert said in f"{ended.value} {capsys.readouterr().err}"

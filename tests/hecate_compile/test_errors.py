@@ -20,11 +20,6 @@ _HERE = "tests.hecate_compile.test_errors"
 EAGER = hecate.Config(backend="aot_eager")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 def test_no_experts() -> None:
     with pytest.raises(hecate.NoExpertsError, match="no experts found in Linear"):
         hecate.compile(nn.Linear(3, 3))

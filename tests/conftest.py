@@ -1,0 +1,21 @@
+"""For all tests."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything computes: a test uses one core, so that two of them do not get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """What one test compiled is no part of the next one, nor is a grad mode that a failing test left behind."""
+    torch._dynamo.reset()
+    yield
+    torch.set_grad_enabled(True)
