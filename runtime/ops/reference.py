@@ -56,6 +56,16 @@ def sparse_reduce_scatter(grads: list[Tensor], placement: Placement) -> list[Ten
     return out
 
 
+def top_up(shards: list[Tensor], after: Placement) -> list[Tensor]:
+    """Each rank's slots once more replicas have come: those of the later placement."""
+    return sparse_all_gather(shards, after)
+
+
+def gather_counts(offsets: list[Tensor]) -> Tensor:
+    """Rows of every rank for every expert, ``[W, E]``, from the ends of its experts' rows."""
+    return torch.stack([torch.diff(offs.long(), prepend=offs.new_zeros(1)) for offs in offsets])
+
+
 def exchange(
     rows: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -96,6 +106,23 @@ def exchange_back(
         for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):
             out[rank][position] = row
     return out
+
+
+def gather_dense(shards: list[Tensor], full_shape: torch.Size) -> Tensor:
+    """The whole parameter ``[d, ...]`` from every rank's rows ``[c, ...]``, without the padding at the end."""
+    return torch.cat(shards)[: full_shape[0]]
+
+
+def reduce_scatter_dense(grads: list[Tensor], rows: int) -> list[Tensor]:
+    """Each rank's ``rows`` rows of the mean over ranks of gradients ``[d, ...]``; zeros beyond the last."""
+    mean = torch.stack(grads).sum(0) / len(grads)
+    padded = torch.cat([mean, mean.new_zeros(rows * len(grads) - len(mean), *mean.shape[1:])])
+    return list(padded.split(rows))
+
+
+def average_gradients(grads: list[list[Tensor]]) -> list[Tensor]:
+    """The mean over ranks of each gradient in a bucket; the same on every rank."""
+    return [torch.stack(of_ranks).sum(0) / len(grads) for of_ranks in zip(*grads, strict=True)]
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hecate.passes import Outcome, Pass, PassContext
 from hecate.passes.invariants import verify
@@ -18,6 +19,8 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import add_layer
 
 E, H, I, R = 4, 8, 5, 16  # noqa: E741
+# Of graphs that were traced.
+ROWS = 6
 
 
 _kept: list[Any] = []
@@ -117,3 +120,43 @@ def _run(gm: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor | Non
     if out.requires_grad:
         out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
+    """A forward graph: attention (two matmuls), counts, experts between exchanges, and a shared expert, per layer.
+
+    Collectives stand where Dynamo would leave them: everything right where it is used. Beside the rows it returns
+    what would be the gradients of the experts.
+    """
+    ids = [
+        number_of(add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE)) for n in range(layers)
+    ]
+    ops = torch.ops.hecate
+
+    def function(
+        x: torch.Tensor, dense: list[torch.Tensor], shards: list[torch.Tensor], placement: torch.Tensor,
+        slots: torch.Tensor, offsets: torch.Tensor, ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        outs = []
+        for layer, weight, shard in zip(ids, dense, shards, strict=True):
+            attended = x @ weight @ weight
+            ops.gather_counts(offsets, placement, layer).sum()
+            (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
+            rows = ops.exchange(attended, *ticket, layer)
+            y = ops.grouped_mm(rows, experts.transpose(1, 2), offsets)
+            (gradient,) = ops.sparse_reduce_scatter([experts * 2], placement, E, layer)
+            x = ops.exchange_back(y, *ticket, ROWS, layer) + attended @ weight
+            outs.append(gradient)
+        return [x, *outs]
+
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(ROWS, H),
+        [torch.randn(H, H) for _ in ids],
+        [torch.randn(E, H, H) for _ in ids],
+        torch.full((E, 1), 2, dtype=torch.int8),
+        torch.arange(E),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[ROWS], [ROWS]]), torch.randperm(ROWS), torch.randperm(ROWS)],
+    ]
+    return make_fx(function, tracing_mode="fake")(*inputs), inputs

@@ -26,52 +26,13 @@ from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.layer import add_layer
-from tests.support.graphs import number_of
+from tests.support.graphs import ROWS as R
+from tests.support.graphs import E, H, number_of
+from tests.support.graphs import two_layers as traced
 
-E, H, R = 4, 8, 6
 # A link so slow that everything fits behind a transfer.
 SLOW = Rates(flops=1e12, rank_bytes=1e-3, node_bytes=1e-3, memory_bytes=1e12)
 FAST = Rates(flops=1e3, rank_bytes=1e15, node_bytes=1e15, memory_bytes=1e15)
-
-
-def traced(layers: int = 2) -> tuple[GraphModule, list[Any]]:
-    """Attention (two matmuls), counts, experts between exchanges, and a shared expert, for each layer.
-
-    Collectives stand where Dynamo would leave them: everything right where it is used. Beside the rows it returns
-    what would be the gradients of the experts.
-    """
-    ids = [
-        number_of(add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE)) for n in range(layers)
-    ]
-    ops = torch.ops.hecate
-
-    def function(
-        x: torch.Tensor, dense: list[torch.Tensor], shards: list[torch.Tensor], placement: torch.Tensor,
-        slots: torch.Tensor, offsets: torch.Tensor, ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
-        outs = []
-        for layer, weight, shard in zip(ids, dense, shards, strict=True):
-            attended = x @ weight @ weight
-            ops.gather_counts(offsets, placement, layer).sum()
-            (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
-            rows = ops.exchange(attended, *ticket, layer)
-            y = ops.grouped_mm(rows, experts.transpose(1, 2), offsets)
-            (gradient,) = ops.sparse_reduce_scatter([experts * 2], placement, E, layer)
-            x = ops.exchange_back(y, *ticket, R, layer) + attended @ weight
-            outs.append(gradient)
-        return [x, *outs]
-
-    torch.manual_seed(0)
-    inputs = [
-        torch.randn(R, H),
-        [torch.randn(H, H) for _ in ids],
-        [torch.randn(E, H, H) for _ in ids],
-        torch.full((E, 1), 2, dtype=torch.int8),
-        torch.arange(E),
-        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
-    ]
-    return make_fx(function, tracing_mode="fake")(*inputs), inputs
 
 
 def names(gm: GraphModule) -> list[str]:
