@@ -1,5 +1,6 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
+# make quick   style, types, and the tests that need one process and no compiler, under a minute
 # make bench   Hecate beside its rivals on an emulated cluster, 15 minutes (make bench-full: everything, hours)
 # All make .venv and install what they need.
 
@@ -9,13 +10,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check bench bench-full bench-step clean
+.PHONY: train test quick check bench bench-full bench-step clean
 
 train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
 
 test: $(VENV)/.installed check
 	$(BIN)/pytest
+
+quick: $(VENV)/.installed
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pytest -q -m "not distributed and not slow" tests/test_import_order.py tests/test_package.py tests/passes tests/runtime
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
