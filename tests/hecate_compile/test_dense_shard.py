@@ -88,13 +88,6 @@ def test_equals_one_process_without_the_pass() -> None:
     _check_parity(ranks)
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(700)
-def test_inductor_equals_one_process() -> None:
-    _check_parity(run_ranks(f"{_HERE}:parity", 2, timeout=600, families=["qwen3_moe", "plain"], backend="inductor"))
-
-
 def gathered_again(checkpointing: bool) -> dict[str, Any]:
     reference, model = build("qwen3_moe"), build("qwen3_moe")
     if checkpointing:

@@ -63,6 +63,15 @@ COMBINATIONS = [
 ]
 
 
+# Every pair of options meets.
+PAIRWISE = [
+    {"rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": "anything"}
+    for rematerialize, checkpointed, dense in (
+        (False, False, "replicate"), (True, False, "shard"), (False, True, "shard"), (True, True, "replicate"),
+    )
+]  # fmt: skip
+
+
 def train_all(backend: str, combinations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(backend=backend, **combination) for combination in combinations]
 
@@ -83,28 +92,14 @@ def check(result: dict[str, Any], combination: dict[str, Any]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 4])
-def test_late_collectives_change_nothing(size: int) -> None:
-    ranks = run_ranks(f"{_HERE}:train_all", size, timeout=500, backend="aot_eager", combinations=COMBINATIONS)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("size", "combinations"), [(2, COMBINATIONS), (4, PAIRWISE)], ids=["2 ranks", "4 ranks"])
+def test_late_collectives_change_nothing(size: int, combinations: list[dict[str, Any]]) -> None:
+    ranks = run_ranks(f"{_HERE}:train_all", size, timeout=500, backend="aot_eager", combinations=combinations)
     for rank in ranks:
-        for result, combination in zip(rank, COMBINATIONS, strict=True):
+        for index, (result, combination) in enumerate(zip(rank, combinations, strict=True)):
             check(result, combination)
-            assert result["notes"] == ranks[0][COMBINATIONS.index(combination)]["notes"]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_late_collectives_change_nothing_under_inductor() -> None:
-    # Every pair of options meets; all eight combinations take ten minutes.
-    chosen = [(False, False, "replicate"), (True, False, "shard"), (False, True, "shard"), (True, True, "replicate")]
-    combinations = [
-        {"rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": "anything"}
-        for rematerialize, checkpointed, dense in chosen
-    ]
-    for rank in run_ranks(f"{_HERE}:train_all", 2, timeout=900, backend="inductor", combinations=combinations):
-        for result, combination in zip(rank, combinations, strict=True):
-            check(result, combination)
+            assert result["notes"] == ranks[0][index]["notes"]
 
 
 @pytest.mark.distributed

@@ -135,22 +135,6 @@ def test_bf16_is_within_bf16_rounding() -> None:
             assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
 
 
-def measure_inductor() -> dict[str, Any]:
-    families = ("qwen3_moe", "gpt_oss", "plain")
-    return {family: measure(family, backend="inductor", **REPLICAS) for family in families}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_inductor_equals_one_process() -> None:
-    for ranks in run_ranks("tests.hecate_compile.test_parity:measure_inductor", 2, timeout=900):
-        for family, result in ranks.items():
-            assert result["loss"] < 1e-5, family
-            assert result["gradient"] < 1e-5, (family, result["worst"])
-            assert (result["graphs"], result["breaks"], result["rewritten"]["exchange_rows"]) == (1, 0, 2)
-
-
 def measure_on_one_gpu() -> dict[str, Any]:
     """Several processes share the GPU, which NCCL refuses and gloo allows."""
     torch.distributed.init_process_group("gloo")

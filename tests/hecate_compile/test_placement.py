@@ -82,13 +82,6 @@ def test_thirty_steps_on_two_nodes_equal_one_process() -> None:
     check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 4, nodes=[0, 0, 1, 1], calibrates=False))
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_thirty_steps_with_inductor_equal_one_process() -> None:
-    ranks = run_ranks(f"{_HERE}:thirty_steps", 2, nodes=None, calibrates=False, backend="inductor", timeout=500)
-    check_thirty_steps(ranks)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),

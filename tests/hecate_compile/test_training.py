@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +28,10 @@ def _compiled(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     return hecate.compile(model, hecate.Config(**({"backend": "aot_eager", "rates": FREE_LINKS} | options)))
 
 
-_DUMP = tempfile.mkdtemp() if "RANK" in os.environ else ""
-
-
-def _count_in_dump(text: str) -> int:
+def _count_in_dump(folder: str, text: str) -> int:
     rank, _ = rank_and_size()
-    (path,) = Path(_DUMP).glob(f"rank{rank}/graph000.01.*.before.py")
-    found = path.read_text().count(text)
-    shutil.rmtree(_DUMP)
-    return found
+    (path,) = Path(folder).glob(f"rank{rank}/graph000.01.*.before.py")
+    return path.read_text().count(text)
 
 
 def fifty_steps() -> dict[str, Any]:
@@ -325,7 +317,7 @@ def test_mixed_precision_computes_in_bf16() -> None:
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def gradient_checkpointing() -> dict[str, Any]:
+def gradient_checkpointing(folder: str) -> dict[str, Any]:
     import hecate
 
     reference = build("qwen3_moe")
@@ -333,7 +325,7 @@ def gradient_checkpointing() -> dict[str, Any]:
     model.gradient_checkpointing_enable()
     model.train()
     reference.train()
-    model = _compiled(model, dump=_DUMP)
+    model = _compiled(model, dump=folder)
     worst = 0.0
     for step in range(3):
         ids = batch(step)
@@ -341,15 +333,15 @@ def gradient_checkpointing() -> dict[str, Any]:
     explanation = hecate.explain(model)
     return {
         "worst": worst,
-        "checkpoints": _count_in_dump("tag_activation_checkpoint"),
+        "checkpoints": _count_in_dump(folder, "tag_activation_checkpoint"),
         "graphs": len(explanation.graphs),
         "exchanged": sum(r.rewritten for r in explanation.graphs[0].passes if r.name == "exchange_rows"),
     }
 
 
 @pytest.mark.distributed
-def test_gradient_checkpointing() -> None:
-    for result in run_ranks(f"{_HERE}:gradient_checkpointing", 2):
+def test_gradient_checkpointing(tmp_path: Path) -> None:
+    for result in run_ranks(f"{_HERE}:gradient_checkpointing", 2, folder=str(tmp_path)):
         assert result["worst"] < 1e-5
         assert result["graphs"] == 1
         assert result["exchanged"] == 2
