@@ -1,7 +1,7 @@
 """Compile time and step time of hecate.compile beside what a user would run instead.
 
     make bench-step                      all of it, about 15 minutes on two cores
-    python benchmarks/compile_and_step.py --only two --rounds 100
+    python -m benchmarks.compile_and_step --only two --rounds 100
 
 Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
 
@@ -14,7 +14,7 @@ Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
 
 A step is forward, backward, AdamW and zero_grad. Systems alternate step by step in the same processes, so that
 whatever else the machine does hits all of them; a ratio is the median over rounds of (system / baseline) in the
-same round, with the quartiles as spread. Raw samples are written to benchmarks/results/compile_and_step.json.
+same round, with the quartiles as spread. Raw samples are written to build/benchmarks/compile_and_step.json.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: flo
         out = Path(folder) / "out.json"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                     "--rdzv-endpoint", "127.0.0.1:0"] if ranks > 1 else []  # fmt: skip
-        command = [sys.executable, *launcher, __file__, "--child", mode, argument, str(out)]
+        module = "benchmarks.compile_and_step"
+        command = [sys.executable, *launcher, "-m", module, "--child", mode, argument, str(out)]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         environment = os.environ | {
             "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": caches, "HECATE_BENCHMARK_FOLDER": folder,

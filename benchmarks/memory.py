@@ -10,7 +10,7 @@ dispatch mode inside the compiled graphs sees every tensor that an operator retu
     gradients  of slots, before they have reached the owners (and are in .grad, which counts as a state)
 
 Activations are not counted. For experts the base is static expert parallelism (``policy="static"``), for dense
-parameters ``dense="replicate"``. Results go to benchmarks/results/memory.json.
+parameters ``dense="replicate"``. Results go to build/benchmarks/memory.json.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Three systems alternate step by step in the same processes:
 
 Hidden is (no overlap - overlap) / (no overlap - free): the part of the time of sparse collectives that does not
 show. A step is forward and backward. Samples and a timeline of one step (Chrome trace, open it in Perfetto, and a
-PNG) are written to benchmarks/results.
+PNG) are written to build/benchmarks.
 """
 
 from __future__ import annotations

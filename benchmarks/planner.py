@@ -1,6 +1,6 @@
 """How long a plan takes: one layer, one core, the parts that every rank computes in every step.
 
-    python benchmarks/planner.py
+    python -m benchmarks.planner
 
 Loads are zipf with a random walk from step to step; rows are 4,096 per rank; two replicas per rank; eight ranks per
 node where there is more than one node. ``place`` is prediction and placement, ``assign`` this rank's quotas from the

@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulate_clusters        25 minutes
 
-Written are benchmarks/results/simulated_clusters.json and .md, with the commands.
+Written are build/benchmarks/simulated_clusters.json and .md, with the commands.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Does ``hecate simulate`` predict what was measured?
 
-    python -m benchmarks.compare.predict          all cells in benchmarks/results/compare.*.json; a minute for each
+    python -m benchmarks.compare.predict benchmarks/results     all cells of a folder; a minute for each
 
 The simulated cluster has the links that the emulated one was given, the rates that its ranks measured with their
 quota outside of training, and no number that was fitted to the steps. Planning is timed when this is run, on this
-machine. Written is benchmarks/results/simulated.md, from simulated.json and the samples. Another folder can be named.
+machine. Written are simulated.json and simulated.md in that folder, by default build/benchmarks.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> Non
 def test_the_table_of_errors_is_made_from_samples() -> None:
     cells = report.load(RESULTS)
     predicted = json.loads((RESULTS / "simulated.json").read_text())
-    assert set(predicted) == set(cells), "a cell was added: run python -m benchmarks.compare.predict"
-    again = "measured again since: run python -m benchmarks.compare.predict"
+    assert set(predicted) == set(cells), "a cell was added: run python -m benchmarks.compare.predict benchmarks/results"
+    again = "measured again since: run python -m benchmarks.compare.predict benchmarks/results"
     assert (RESULTS / "simulated.md").read_text() == predict.markdown(cells, predicted), again
 
 
@@ -43,7 +43,7 @@ def test_the_simulator_still_says_what_the_table_says() -> None:
     cell["cell"]["systems"] = ["static EP"]
     cell["samples"] = {"zipf": {"static EP": cell["samples"]["zipf"]["static EP"]}}
     table = json.loads((RESULTS / "simulated.json").read_text())["bert-moe.a"]["zipf"]["static EP"]
-    again = "the simulator was changed: run python -m benchmarks.compare.predict"
+    again = "the simulator was changed: run python -m benchmarks.compare.predict benchmarks/results"
     assert predict.predict(cell)["zipf"]["static EP"] == pytest.approx(table, rel=0.02), again
 
 

@@ -1,4 +1,8 @@
-"""Rows per rank as even as the replicas allow, and replicas that allow it."""
+"""Balance: split every expert's rows over its holders so that the busiest rank has few.
+
+Also: add the replicas without which that is not possible (:func:`shed_excess`). A rank's level is the number of rows
+that it computes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
 
 # Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth.
-# Against the linear program that costs 0.1 % on average (tests/runtime/planner/test_dispatch.py).
+# Against the linear program that costs 0.1 % on average (tests/runtime/placement/planner/test_dispatch.py).
 _SWEEPS = 20
 _GOOD_ENOUGH = 1.005
 _STALLED = 0.999
@@ -24,10 +28,11 @@ def local_split(rows: list[int], placement: Placement, topology: Topology) -> li
 
     Holders in a node share its rows evenly; those of nodes without a holder are shared by all holders.
     """
-    return [_local(total, ranks, topology) for total, ranks in zip(rows, placement.holders, strict=True)]
+    return [_split_local(total, ranks, topology) for total, ranks in zip(rows, placement.holders, strict=True)]
 
 
-def _local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float]:
+def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float]:
+    """:func:`local_split` for one expert."""
     if len(ranks) == 1 or topology.num_nodes == 1:
         return [total / len(ranks)] * len(ranks)
     held: dict[int, int] = {}
@@ -43,9 +48,10 @@ def _local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
     """How many rows of each expert each of its holders computes, so that the busiest rank has as few as possible.
 
-    Block coordinate descent on the sum of squared rank loads, from :func:`local_split`: each expert with a holder
-    that has too much pours its rows over its holders like water over the others' levels. The least sum of squares
-    over these simplices has the least maximum too; experts that overload nobody keep their rows where they are.
+    Block coordinate descent on the sum of squared levels, from :func:`local_split`: one after the other, each expert
+    with a holder that has too many rows splits its rows anew, while all other rows stay where they are
+    (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
+    overload nobody keep their rows where they are.
 
     Args:
         rows: of each expert, length E.
@@ -61,7 +67,7 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
             alone[ranks[0]] += rows[expert]
         else:
             split[expert] = [0] * len(ranks)
-            quota = _local(rows[expert], ranks, topology)
+            quota = _split_local(rows[expert], ranks, topology)
             blocks.append(_Block(rows[expert], expert, range(len(ranks)), ranks, quota))
     highest = max(_even_out(split, alone, blocks))
     # Owners alone have at least the mean, so often there is nothing to compare with.
@@ -94,16 +100,16 @@ def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) 
             continue
         split[expert] = [0] * len(ranks)
         held: dict[int, list[int]] = {}
-        for position, rank in enumerate(ranks):
-            held.setdefault(topology.node_of[rank], []).append(position)
+        for index, rank in enumerate(ranks):
+            held.setdefault(topology.node_of[rank], []).append(index)
         weights = [len(topology.members[node]) for node in held]
-        for positions, count in zip(held.values(), _shares(total, weights), strict=True):
-            if len(positions) == 1:
-                alone[ranks[positions[0]]] += count
-                split[expert][positions[0]] = count
+        for indices, count in zip(held.values(), _shares(total, weights), strict=True):
+            if len(indices) == 1:
+                alone[ranks[indices[0]]] += count
+                split[expert][indices[0]] = count
             else:
-                here = tuple(ranks[position] for position in positions)
-                blocks.append(_Block(count, expert, positions, here, [count / len(here)] * len(here)))
+                here = tuple(ranks[index] for index in indices)
+                blocks.append(_Block(count, expert, indices, here, [count / len(here)] * len(here)))
     _even_out(split, alone, blocks)
     return split
 
@@ -120,19 +126,19 @@ class _Block(NamedTuple):
     """Rows of one expert, and holders among which they may be shared in any way.
 
     Attributes:
-        positions: of the holders, in ``placement.holders[expert]``.
-        quota: rows of each, changed while levels even out.
+        indices: of the holders, in ``placement.holders[expert]``.
+        quota: rows of each holder, changed while levels even out.
     """
 
     rows: int
     expert: int
-    positions: Sequence[int]
+    indices: Sequence[int]
     ranks: tuple[int, ...]
     quota: list[float]
 
 
 def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
-    """Share the rows of ``blocks`` so that the busiest rank has few; write whole rows into ``split``.
+    """Split the rows of each block over its holders so that the highest level is low; write whole rows to ``split``.
 
     Args:
         alone: rows of each rank that nobody else can take.
@@ -153,17 +159,20 @@ def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) ->
         for count, _, _, ranks, quota in blocks:
             for rank in ranks:
                 if level[rank] > bound:
-                    _pour(count, ranks, quota, level)
+                    _split_anew(count, ranks, quota, level)
                     break
         highest = max(level)
         if highest > previous * _STALLED:
             break
         previous = highest
-    return _whole(split, alone, blocks)
+    return _round(split, alone, blocks)
 
 
-def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[float]) -> None:
-    """Take one expert's rows out of ``level`` and pour them back, so that the highest level it touches is lowest."""
+def _split_anew(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[float]) -> None:
+    """Split one expert's rows over its holders ``ranks`` so that the highest of their levels is as low as it can be.
+
+    Holders that get rows end at one common level, the surface. Those that are above it without these rows get none.
+    """
     if len(ranks) == 2:
         first, second = ranks
         a, b = level[first] - quota[0], level[second] - quota[1]
@@ -183,8 +192,8 @@ def _pour(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[flo
         level[ranks[index]] = height + quota[index]
 
 
-def _whole(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
-    """Round the quotas of ``blocks`` into ``split`` with the same sums; what is over goes to the emptier ranks.
+def _round(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
+    """Write the quotas of ``blocks``, rounded down, to ``split``; rows that are over go to the ranks with fewest.
 
     Returns:
         Rows of each rank.
@@ -192,10 +201,10 @@ def _whole(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> li
     level = alone.copy()
     over = []
     for block in blocks:
-        missing, expert, positions, ranks, quota = block
+        missing, expert, indices, ranks, quota = block
         line = split[expert]
-        for position, rank, count in zip(positions, ranks, quota, strict=True):
-            line[position] = whole = int(count + 1e-9)
+        for index, rank, count in zip(indices, ranks, quota, strict=True):
+            line[index] = whole = int(count + 1e-9)
             level[rank] += whole
             missing -= whole
         if missing:
@@ -204,9 +213,9 @@ def _whole(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> li
         ranks, line = block.ranks, split[block.expert]
         order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
         for turn in range(missing):
-            index = order[turn % len(order)]
-            line[block.positions[index]] += 1
-            level[ranks[index]] += 1
+            holder = order[turn % len(order)]
+            line[block.indices[holder]] += 1
+            level[ranks[holder]] += 1
     return level
 
 
@@ -215,9 +224,10 @@ def shed_excess(
 ) -> list[dict[int, int]]:
     """Add replicas until no rank has more than its even share of rows, as far as slots allow.
 
-    It starts from an even split over the holders. The rank with most rows gives rows of its hottest expert to the
-    rank with fewest that has a free slot: its whole excess, or what the other lacks, or all rows of that expert. So
-    every replica brings a rank to the even share or an expert to another rank.
+    To shed means: a rank with more than its even share gives rows away. At first the holders of each expert have its
+    rows evenly. Then the rank with most rows gives rows of its hottest expert to the rank with fewest that has a free
+    slot: its whole excess, or what the other lacks, or all rows of that expert. So every replica brings a rank to the
+    even share or an expert to another rank.
 
     Args:
         rows: of each expert, length E.
@@ -243,7 +253,7 @@ def shed_excess(
     even = -(-sum(rows) // len(level))
     for members in (range(len(level)),) if topology is None else topology.members:
         share = max(even, -(-sum(level[rank] for rank in members) // len(members)))
-        _shed(members, share, level, have, owners, replicas, free)
+        _move_excess(members, share, level, have, owners, replicas, free)
     return have
 
 
@@ -260,7 +270,7 @@ def _split_whole(total: int, ranks: list[int], topology: Topology | None) -> lis
     return _shares(total, [len(sizes[node]) * most // held[node] for node in (topology.node_of[r] for r in ranks)])
 
 
-def _shed(
+def _move_excess(
     members: Sequence[int],
     share: int,
     level: list[int],
@@ -269,7 +279,7 @@ def _shed(
     replicas: list[set[int]],
     free: list[int],
 ) -> None:
-    """Move rows from ``members`` with more than ``share`` to those with fewer and a free slot."""
+    """Move rows from ``members`` with more than ``share`` to those with fewer and a free slot, which get replicas."""
     donors = [(-level[rank], rank) for rank in members if level[rank] > share]
     takers = [(level[rank], rank) for rank in members if level[rank] < share and free[rank]]
     heapq.heapify(donors)

@@ -1,4 +1,7 @@
-"""What a step of one layer would take under a placement, in seconds."""
+"""Predict: how many seconds one layer's step takes under a placement.
+
+It adds up what the busiest rank computes, the rows on the busiest link, and what of the replicas' transfer shows.
+"""
 
 from __future__ import annotations
 
@@ -170,10 +173,10 @@ def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
     """Most rows that anyone sends or receives.
 
     Args:
-        own: rows that each place has, ``[places]``.
-        have: of each expert that a place holds, the rows that it has, ``[n]``.
-        compute: and the rows that it computes, ``[n]``.
-        where: the place, ``[n]``.
+        own: rows that each rank (or node) has, ``[W]`` (or ``[N]``).
+        have: of each expert on each rank (or node) that holds it, the rows that come from there, ``[n]``.
+        compute: the rows that are computed there, ``[n]``.
+        where: the rank (or node), ``[n]``.
     """
     stay = np.minimum(have, compute)
     received = np.bincount(where, compute - stay, minlength=len(own))
@@ -182,7 +185,7 @@ def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
 
 
 def _most(sources: Ints, destinations: Ints) -> int:
-    """Most experts that any place sends or receives."""
+    """Most experts that any rank (or node) sends or receives."""
     if len(sources) == 0:
         return 0
     return int(max(np.bincount(sources).max(), np.bincount(destinations).max()))

@@ -1,4 +1,4 @@
-"""Deal free slots to experts, nodes in turns."""
+"""Deal: give free slots to experts, one after the other, so that each slot makes one more replica."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def deal(
     free: list[list[int]],
     topology: Topology,
 ) -> None:
-    """Fill free slots: each goes to the expert with most rows per holder, on a rank that does not hold it.
+    """Give each free slot to the expert with most rows per holder, on a rank that does not hold it yet.
 
-    Of the ranks, one on a node with fewest copies of the expert, and there the first of the list.
+    Of the ranks, one on a node with fewest copies of the expert, and there the first of the list. Of such nodes, the
+    first in turn. It ends when no slot is free, or no expert can take one.
 
     Args:
         rows: of each expert, length E.

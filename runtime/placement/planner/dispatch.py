@@ -1,10 +1,10 @@
-"""Which holder computes which rows."""
+"""Assign: decide how many rows of each expert each rank sends to each of its holders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,7 @@ def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: D
 
 
 def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
+    """Nothing is replicated, so every row goes to the owner of its expert."""
     owners = placement.owner_array
     sends = np.zeros(counts.T.shape, dtype=np.int64)
     sends[np.arange(len(owners)), owners] = counts[rank]
@@ -80,6 +81,7 @@ def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
 
 
 def _nearest(counts: Ints, placement: Placement, topology: Topology, rank: int) -> Quotas:
+    """A local holder takes all local rows; else holders in the node share them evenly; else all holders do."""
     sends = _even_split(counts[rank], _eligible(placement, topology, rank), rank)
     # What the others send here, by the same rule seen from this rank, for the experts that it holds: ``[n, W]``.
     receives = np.zeros_like(counts)
@@ -89,9 +91,9 @@ def _nearest(counts: Ints, placement: Placement, topology: Topology, rank: int) 
     in_node = topology.nodes == topology.node_of[rank]
     shares = np.where(near > 0, near, holds.sum(1)[:, None])
     before = holds & (np.arange(topology.world_size) < rank)
-    position = np.where(near > 0, (before & in_node).sum(1)[:, None], before.sum(1)[:, None])
+    index = np.where(near > 0, (before & in_node).sum(1)[:, None], before.sum(1)[:, None])
     base, extra = np.divmod(counts.T[held], shares)
-    turned = (position - np.arange(topology.world_size)) % shares
+    turned = (index - np.arange(topology.world_size)) % shares
     rows = np.where(~holds & ((near == 0) | in_node), base + (turned < extra), 0)
     rows[:, rank] = counts[rank, held]
     receives[:, held] = rows.T
@@ -113,8 +115,8 @@ def _even_split(rows: Ints, eligible: Bools, rotation: int) -> Ints:
     """Split ``rows`` ``[E]`` evenly over the eligible ranks ``[E, W]``; remainders start at ``rotation``."""
     shares = np.maximum(eligible.sum(1), 1)
     base, extra = np.divmod(rows, shares)
-    position = np.cumsum(eligible, 1) - 1
-    turned = (position - rotation) % shares[:, None]
+    index = np.cumsum(eligible, 1) - 1
+    turned = (index - rotation) % shares[:, None]
     split: Ints = np.where(eligible, base[:, None] + (turned < extra[:, None]), 0)
     return split
 
@@ -127,9 +129,9 @@ def _balanced(
 ) -> Quotas:
     """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any.
 
-    Supply (rows that ranks have) and demand (rows that holders compute) of an expert meet like two lines of segments
-    laid side by side, in rank order. Supply is everywhere and demand only at holders. So what a rank sends is found
-    from the holders of all experts, and what it receives from all ranks' rows of the experts that it holds.
+    Rows that ranks have and rows that holders compute meet like two lines of segments laid side by side, in rank
+    order (:func:`_sent`). All ranks have rows, but only holders compute them. So what a rank sends is found from the
+    holders of all experts, and what it receives from all ranks' rows of the experts that it holds.
     """
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
@@ -150,48 +152,99 @@ def _balanced(
 
 
 def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Ints:
-    """Rows of ``rank`` that each holder gets, ``[n]``: holder ``ranks[i]`` wants ``quota[i]`` of ``experts[i]``."""
-    num_experts = counts.shape[1]
-    position = topology.position
-    # Step 1: rows stay where they are. ``lead``: what the ranks before this one have left.
+    """Rows of ``rank`` that each holder gets, ``[n]``: holder ``ranks[i]`` computes ``quota[i]`` of ``experts[i]``.
+
+    First every rank keeps what it may. Then the rows of an expert that ranks have left lie on one line, rank by rank,
+    and those that its holders still want on another, holder by holder. As many rows as the segment of a rank and that
+    of a holder have in common go from the one to the other.
+
+    Example: both ranks hold expert 0, and rank 1 alone holds expert 1. Rank 0 has 5 and 2 rows, rank 1 has 7 and 0.
+    Of expert 0 the ranks compute 8 and 4 rows, so rank 0 keeps 5 and wants 3, and rank 1 keeps 4 and has 3 left: the
+    segments 0 to 3 on both lines. Of expert 1 rank 0 has 2 left, and rank 1 wants them.
+
+    >>> counts, quota = np.array([[5, 2], [7, 0]]), np.array([8, 4, 2])
+    >>> experts, ranks, topology = np.array([0, 0, 1]), np.array([0, 1, 1]), Topology.even(2, 2)
+    >>> _sent(counts, experts, ranks, quota, topology, rank=0).tolist()
+    [5, 0, 2]
+    >>> _sent(counts, experts, ranks, quota, topology, rank=1).tolist()
+    [3, 4, 0]
+    """
+    # Step 1: rows stay where they are.
     kept = np.minimum(counts[ranks, experts], quota)
     want = quota - kept
     mine = ranks == rank
     sent = np.where(mine, kept, 0)
     left = counts[rank].copy()
     left[experts[mine]] -= kept[mine]
-    lead = np.zeros(num_experts, dtype=np.int64)
-    node = topology.nodes[ranks]
-    here = topology.node_of[rank]
     if 1 < topology.num_nodes < topology.world_size:
         # Step 2: inside every node.
-        place = node * num_experts + experts
-        size = topology.num_nodes * num_experts
-        have = topology.sum_nodes(counts) - _sums(place, kept, size).reshape(-1, num_experts)
-        wanted = _sums(place, want, size).reshape(-1, num_experts)
-        amount = np.minimum(have, wanted)
-        earlier = [other for other in topology.members[here] if other < rank]
-        before = counts[earlier].sum(0) - _sums(
-            experts, np.where((node == here) & (ranks < rank), kept, 0), num_experts
-        )
-        start, end = np.minimum(before, amount[here]), np.minimum(before + left, amount[here])
-        most = amount[node, experts]
-        running = _running(want, place)
-        starts, ends = np.minimum(running - want, most), np.minimum(running, most)
-        sent += np.where(node == here, _common(starts, ends, start[experts], end[experts]), 0)
-        want = want - (ends - starts)
-        left -= end - start
-        lead = (have - amount)[:here].sum(0) + before - start
+        met, want, lead, left = _sent_in_node(counts, experts, ranks, kept, want, left, topology, rank)
+        sent += met
     else:
-        earlier = position < position[rank]
-        lead = counts[earlier].sum(0) - _sums(experts, np.where(earlier[ranks], kept, 0), num_experts)
-    # Step 3: anywhere.
+        earlier = topology.position < topology.position[rank]
+        lead = _left_together(counts, experts, ranks, kept, earlier)
+    # Step 3: anywhere. This rank's segment begins behind what the ranks before it have left, which is ``lead``.
     ends = _running(want, experts)
     return sent + _common(ends - want, ends, lead[experts], (lead + left)[experts])
 
 
+class _AfterNodes(NamedTuple):
+    """Where :func:`_sent` stands when rows have been sent inside nodes.
+
+    Attributes:
+        met: rows of the rank that each holder got in this step, ``[n]``.
+        want: rows that each holder still wants, ``[n]``.
+        lead: rows of each expert that the ranks before the rank have left together, ``[E]``.
+        left: rows of each expert that the rank has left, ``[E]``.
+    """
+
+    met: Ints
+    want: Ints
+    lead: Ints
+    left: Ints
+
+
+def _sent_in_node(
+    counts: Ints, experts: Ints, ranks: Ints, kept: Ints, want: Ints, left: Ints, topology: Topology, rank: int
+) -> _AfterNodes:
+    """Step 2 of :func:`_sent`. Each node has two lines of its own; the first ``amount`` rows of both meet.
+
+    Args:
+        kept: rows that each holder had itself and keeps, ``[n]``.
+        want: rows that each holder still wants, ``[n]``.
+        left: rows of each expert that ``rank`` has left, ``[E]``.
+    """
+    num_nodes, num_experts = topology.num_nodes, counts.shape[1]
+    here, node = topology.node_of[rank], topology.nodes[ranks]
+    # Each expert on each node: what ranks there have left, what holders there want, and what meets, all ``[N, E]``.
+    visits = node * num_experts + experts
+    have = topology.sum_nodes(counts) - _sums(visits, kept, num_nodes * num_experts).reshape(-1, num_experts)
+    wanted = _sums(visits, want, num_nodes * num_experts).reshape(-1, num_experts)
+    amount = np.minimum(have, wanted)
+    # This rank's segments, ``[E]``, and those of all holders on their nodes' lines, ``[n]``.
+    earlier = (topology.nodes == here) & (np.arange(topology.world_size) < rank)
+    before = _left_together(counts, experts, ranks, kept, earlier)
+    start, end = np.minimum(before, amount[here]), np.minimum(before + left, amount[here])
+    running, most = _running(want, visits), amount[node, experts]
+    starts, ends = np.minimum(running - want, most), np.minimum(running, most)
+    return _AfterNodes(
+        met=np.where(node == here, _common(starts, ends, start[experts], end[experts]), 0),
+        want=want - (ends - starts),
+        lead=(have - amount)[:here].sum(0) + before - start,
+        left=left - (end - start),
+    )
+
+
+def _left_together(counts: Ints, experts: Ints, ranks: Ints, kept: Ints, which: Bools) -> Ints:
+    """Rows of each expert that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`, ``[E]``."""
+    return counts[which].sum(0) - _sums(experts, np.where(which[ranks], kept, 0), counts.shape[1])
+
+
 def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
-    """Rows that ``rank`` gets from each rank, ``[n, W]``, of what ranks ``have`` and ``want``: both ``[n, W]``."""
+    """Rows that ``rank`` gets from each rank, ``[n, W]``, of what ranks ``have`` and ``want``: both ``[n, W]``.
+
+    The three steps of :func:`_sent`, seen from the holder.
+    """
     kept = np.minimum(have, want)
     have, want = have - kept, want - kept
     got = np.zeros_like(have)
@@ -212,16 +265,16 @@ def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
     return got
 
 
-def _sums(place: Ints, values: Ints, size: int) -> Ints:
-    """The values that fall on each place, ``[size]``. Exact: rows are far below 2**53."""
-    return np.bincount(place, values, minlength=size).astype(np.int64)
+def _sums(keys: Ints, values: Ints, size: int) -> Ints:
+    """The sum of the values of each key, ``[size]``. Exact: rows are far below 2**53."""
+    return np.bincount(keys, values, minlength=size).astype(np.int64)
 
 
-def _running(values: Ints, place: Ints) -> Ints:
-    """Running sums that start anew at each new place; equal places stand together."""
+def _running(values: Ints, keys: Ints) -> Ints:
+    """Running sums that start anew at each new key; equal keys stand together."""
     total = np.cumsum(values)
-    # Sums before a place never fall, so the last of them is the largest so far.
-    return total - np.maximum.accumulate(np.where(changes(place), total - values, 0))
+    # Sums before a key never fall, so the last of them is the largest so far.
+    return total - np.maximum.accumulate(np.where(changes(keys), total - values, 0))
 
 
 def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:

@@ -1,10 +1,10 @@
-"""Sparse materialization by predicted time: which experts, how many replicas, on which ranks."""
+"""Materialize: decide which ranks get replicas of which experts, by the predicted time of a step."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,11 +20,12 @@ from hecate.runtime.placement.planner.cost import CostModel, StepTime
 from hecate.runtime.placement.planner.dealing import deal
 from hecate.runtime.placement.topology import Topology
 
-# Packing, adding up and a few microseconds of everything are not in the model; replicas must gain more than that.
+# Packing, adding up and a few microseconds of everything are not in the model. So replicas are worth it only if a
+# step is predicted to take less than this part of one without them.
 _WORTH = 0.95
-# And twice as many of them this much again.
+# In the same way more hot experts on every node must beat fewer.
 _MORE = 0.98
-# Filled slots may cost this much by the prediction, since they pay where it is wrong.
+# Filled slots may make a step this much longer by the prediction, since they pay where it is wrong.
 _INSURED = 1.05
 # Even ranks are worth a look if they could save this part of what compute and rows take.
 _MAY_GAIN = 0.03
@@ -34,11 +35,11 @@ class Recipe(NamedTuple):
     """How to make a placement.
 
     Attributes:
-        spread: how many hot experts get a copy on every node (every rank of a single node).
+        spread: how many hot experts are spread, that is, get a copy on every node (every rank of a single node).
         in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
-        fills: slots that are left get replicas whose transfer is hidden. They make a wrong prediction cheaper, but
-            with more holders rows are not always dispatched better. None if both are to be tried; what was better
-            is kept until both are tried again.
+        fills: slots that are left are filled, that is, get replicas, as long as all transfer stays hidden. They make
+            a wrong prediction cheaper, but with more holders rows are not always dispatched better. None if both are
+            to be tried; what was better is kept until both are tried again.
     """
 
     spread: int
@@ -91,28 +92,66 @@ def materialize_fastest(
     nothing = Choice(placement=owned, time=costs.step(rows, [[count] for count in rows], owned))
     if slots == 0 or owners.world_size == 1 or not any(rows):
         return nothing
+
+    # Step 1: every recipe makes a proposal.
     hottest = _hottest(load, owners, topology, slots)
-    tried: dict[bool, tuple[float, Recipe, _Proposal]] = {}
-    for recipe in all_recipes(len(hottest), topology, fills) if recipes is None else recipes:
-        proposal = _propose(rows, hottest, owners, topology, slots, recipe)
-        total = costs.step(rows, proposal.split, proposal.placement).total
-        if recipe.in_nodes not in tried or total < _MORE * tried[recipe.in_nodes][0]:
-            tried[recipe.in_nodes] = total, recipe, proposal
-    # The winners are timed again as their rows will be dispatched, with their free slots filled and without.
+    if recipes is None:
+        recipes = all_recipes(len(hottest), topology, fills)
+    proposals = (_propose(rows, hottest, owners, topology, slots, recipe) for recipe in recipes)
+
+    # Step 2: the best proposal with ranks evened out inside nodes, and the best with ranks evened out across them.
+    winners = _best_of_each_way(rows, proposals, costs)
+
+    # Step 3: those that beat nothing are timed again as their rows will be dispatched, unfilled and filled.
+    promising = (proposal for seconds, proposal in winners if seconds < nothing.time.total)
+    candidates = chain.from_iterable(_unfilled_and_filled(load, proposal, slots, costs) for proposal in promising)
+    return _fastest(rows, candidates, costs, nothing)
+
+
+def _best_of_each_way(
+    rows: list[int], proposals: Iterable[_Proposal], costs: CostModel
+) -> list[tuple[float, _Proposal]]:
+    """The best proposal for each value of ``in_nodes``, and the seconds of a step that splits rows as it says.
+
+    More hot experts on every node must beat fewer, which come first, by 2 %.
+    """
+    best: dict[bool, tuple[float, _Proposal]] = {}
+    for proposal in proposals:
+        way = proposal.recipe.in_nodes
+        seconds = costs.step(rows, proposal.split, proposal.placement).total
+        if way not in best or seconds < _MORE * best[way][0]:
+            best[way] = seconds, proposal
+    return list(best.values())
+
+
+def _unfilled_and_filled(
+    load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel
+) -> Iterator[tuple[Recipe, Placement]]:
+    """The proposal's placement, with its free slots filled or not, or both, as its recipe says.
+
+    With each comes the recipe that makes just this one.
+    """
+    recipe = proposal.recipe
+    if recipe.fills is None or not recipe.fills:
+        yield recipe._replace(fills=False), proposal.placement
+    if recipe.fills is None or recipe.fills:
+        filled = _fill(load, proposal, slots, costs)
+        # The same object if there was nothing to fill.
+        if recipe.fills or filled is not proposal.placement:
+            yield recipe._replace(fills=True), filled
+
+
+def _fastest(
+    rows: list[int], candidates: Iterable[tuple[Recipe, Placement]], costs: CostModel, nothing: Choice
+) -> Choice:
+    """The fastest candidate, of equals the last, if it beats ``nothing`` by 5 %. Filled ones may be 5 % slower."""
     best, least = nothing, nothing.time.total
-    for total, recipe, proposal in tried.values():
-        if total >= nothing.time.total:
-            continue
-        for fill in (False, True) if recipe.fills is None else (recipe.fills,):
-            placement = _fill_hidden(load, proposal, slots, costs) if fill else proposal.placement
-            if recipe.fills is None and fill and placement is proposal.placement:
-                # Nothing to fill, so it has just been timed.
-                continue
-            time = costs.step(rows, split_fastest(rows, placement, costs), placement)
-            insured = time.total / _INSURED if fill else time.total
-            if insured <= least and time.total < _WORTH * nothing.time.total:
-                least = insured
-                best = Choice(placement=placement, time=time, recipe=recipe._replace(fills=fill))
+    for recipe, placement in candidates:
+        time = costs.step(rows, split_fastest(rows, placement, costs), placement)
+        insured = time.total / _INSURED if recipe.fills else time.total
+        if insured <= least and time.total < _WORTH * nothing.time.total:
+            least = insured
+            best = Choice(placement=placement, time=time, recipe=recipe)
     return best
 
 
@@ -124,7 +163,7 @@ def materialize_again(
         return Placement.owned(owners)
     hottest = _hottest(load, owners, costs.topology, slots)
     proposal = _propose(load.tolist(), hottest, owners, costs.topology, slots, recipe)
-    return _fill_hidden(load, proposal, slots, costs) if recipe.fills else proposal.placement
+    return _fill(load, proposal, slots, costs) if recipe.fills else proposal.placement
 
 
 def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
@@ -207,8 +246,16 @@ def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The replicas of each expert, the slots that are left on each rank, and each rank's rows of each expert."""
+    """What a recipe makes of a load.
 
+    Attributes:
+        rows: of each expert.
+        replicas: the ranks beside the owner that hold each expert.
+        free: slots that are left on each rank.
+        have: for each rank its rows of each expert that it holds.
+    """
+
+    recipe: Recipe
     rows: list[int]
     owners: Owners
     replicas: list[set[int]]
@@ -231,15 +278,20 @@ class _Proposal:
 def _propose(
     rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
 ) -> _Proposal:
+    """First the hot experts on every node; then, with the slots that are left, even ranks."""
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * owners.world_size
     _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
     have = shed_excess(rows, owners, replicas, free, topology if recipe.in_nodes else None)
-    return _Proposal(rows, owners, replicas, free, have)
+    return _Proposal(recipe, rows, owners, replicas, free, have)
 
 
-def _fill_hidden(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
-    """Replicas that travel for nothing: they make a wrong prediction cheaper. As many slots as stay hidden."""
+def _fill(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
+    """Add replicas in free slots, as many as can travel in the hidden time; the proposal's own placement if none.
+
+    They cost nothing by the prediction, and make a wrong one cheaper. First all free slots are filled; if not all of
+    that is hidden, one of every rank is left free, then two, and so on.
+    """
     hidden, topology = costs.rates.hidden_seconds, costs.topology
     if hidden == 0:
         return proposal.placement
@@ -272,7 +324,10 @@ def _spread(
     replicas: list[set[int]],
     free: list[int],
 ) -> None:
-    """One copy of each expert in every group, on the rank with fewest expected rows that has a free slot."""
+    """Add a replica of each expert in every group but its owner's, on the rank with a free slot and fewest rows.
+
+    At first a rank's rows are those of the experts that it owns. Each replica takes an even share from the owner.
+    """
     if not experts:
         return
     expected: list[float] = [*owners.rows(rows)]

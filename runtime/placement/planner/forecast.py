@@ -1,4 +1,4 @@
-"""The load to expect in the next step."""
+"""Expect: take the mean load of the last steps as that of the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def expected_load(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
     """The rounded mean of the last ``window`` steps (paper, section 4: w = 5).
 
     Args:
-        history: rows per expert in past steps, oldest first, ``[T][E]``; may be shorter than the window.
+        history: rows per expert in past steps, oldest first, ``[E]`` for each; may be shorter than the window.
 
     Returns:
         int64 ``[E]``.

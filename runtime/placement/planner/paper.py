@@ -1,4 +1,4 @@
-"""Sparse materialization as the paper has it: Algorithm 1."""
+"""Materialize: decide which ranks get replicas of which experts, by the paper's Algorithm 1."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Budget:
 def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, budget: Budget) -> Placement:
     """Replicate the hottest experts (paper, Algorithm 1, both branches).
 
-    With t <= m the top t experts go to every rank. Otherwise m slots of every rank are dealt to the top t experts,
-    in proportion to their load: each slot to the expert with most rows per holder, on the node with fewest copies
-    of it, there on the rank with most free slots. Experts without rows get none. The ranks fill one slot each
-    before any fills its second, so a plan for fewer slots is part of the plan for more.
+    With t <= m the top t experts go to every rank. Otherwise m slots of every rank are dealt to the top t experts, in
+    proportion to their load (:func:`deal`): each slot to the expert with most rows per holder, on the node with
+    fewest copies of it, there on the rank with most free slots. Experts without rows get none. The ranks fill one
+    slot each before any fills its second, so a plan for fewer slots is part of the plan for more.
 
     The paper's "at least one replica for each of the top t" is left out: with t near E it spends all slots on
     cold experts (docs/decisions.md).

@@ -1,4 +1,4 @@
-"""Who should own what: the paper's Algorithm 2, heterogeneous sharding."""
+"""Re-shard: decide which rank owns which expert, by the paper's Algorithm 2 (heterogeneous sharding)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hecate.runtime.placement.topology import Topology
 def shard_owners(
     loads: Sequence[NDArray[np.integer]], owners: Sequence[Owners], topology: Topology, overlap: Sequence[int]
 ) -> list[Owners]:
-    """Spread the cold experts of every layer so that owners are evenly loaded (paper, Algorithm 2).
+    """Choose owners of the cold experts of every layer so that all ranks own about as many rows (paper, Algorithm 2).
 
     The ``overlap[g]`` hottest experts of layer g will be replicated anyway, so where they are owned matters little:
     they fill the slots that remain. A rank keeps as many owner slots over the whole model as it has now, any number

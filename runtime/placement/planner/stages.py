@@ -1,4 +1,4 @@
-"""How replicas travel: which rank sends which expert to which, in at most two stages."""
+"""Plan transfers: which rank sends which expert to which rank, in at most two stages, so that all replicas arrive."""
 
 from __future__ import annotations
 
