@@ -32,8 +32,8 @@ def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> Non
 def test_the_table_of_errors_is_made_from_samples() -> None:
     cells = report.load(RESULTS)
     predicted = json.loads((RESULTS / "simulated.json").read_text())
-    assert set(predicted) == set(cells), "a cell was added: run python -m benchmarks.compare.predict benchmarks/results"
     again = "measured again since: run python -m benchmarks.compare.predict benchmarks/results"
+    assert set(predicted) == set(cells), again
     assert (RESULTS / "simulated.md").read_text() == predict.markdown(cells, predicted), again
 
 
