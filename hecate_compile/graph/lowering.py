@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule
 
 import hecate.passes
+import hecate.runtime
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
@@ -174,5 +176,11 @@ class _Hook(CustomGraphPass):
         self._work(graph.owning_module)
 
     def uuid(self) -> Any:
-        folder = Path(hecate.passes.__file__).parent
-        return get_hash_for_files(tuple(str(path) for path in sorted(folder.rglob("*.py"))), self._identity)
+        return get_hash_for_files(_sources(), self._identity)
+
+
+@cache
+def _sources() -> tuple[str, ...]:
+    """What a compiled graph was made by: the passes, and the operators, whose fakes and formulas are compiled in."""
+    folders = (Path(package.__path__[0]) for package in (hecate.passes, hecate.runtime))
+    return tuple(str(path) for folder in folders for path in sorted(folder.rglob("*.py")))
