@@ -41,7 +41,7 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
         case "dense":
             return f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"
         case "bucket":
-            return f"{len(arguments['replicas'])} dense parameters"
+            return f"{len(arguments['ids'])} dense parameters"
         case _:
             assert_never(carries)
 

@@ -81,14 +81,14 @@ def add_replicated(owner: nn.Module, key: str, sync: GradientSync) -> Replicated
     return REPLICATED.add(lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync))
 
 
-def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
+def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
     """Average one bucket over ranks in a single all-reduce.
 
     With synchronization off the gradients pass through and accumulate in ``param.grad``. The next
     averaged bucket takes that local sum along: it adds ``param.grad`` to its own gradient, clears it,
     and averages the total. Averaging is idempotent, so gradients that were averaged earlier stay right.
     """
-    records = [REPLICATED[id] for id in replicas]
+    records = [REPLICATED[id] for id in ids]
     sync = records[0].sync
     for record in records:
         record.averaged = True
@@ -119,12 +119,12 @@ def _average_gradients(grads: Sequence[Tensor], replicas: Sequence[int]) -> Job:
     return Job(sync.world.queue, run)
 
 
-def _average_gradients_fake(grads: Sequence[Tensor], replicas: Sequence[int]) -> list[Tensor]:
+def _average_gradients_fake(grads: Sequence[Tensor], ids: Sequence[int]) -> list[Tensor]:
     return [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
 
 
 define_collective(
-    "average_gradients(Tensor[] grads, int[] replicas) -> Tensor[]",
+    "average_gradients(Tensor[] grads, int[] ids) -> Tensor[]",
     _average_gradients,
     _average_gradients_fake,
     role="reduce",
@@ -136,23 +136,23 @@ define_collective(
 
 class _Replicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replicas: tuple[int, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.replicas = replicas
+    def forward(ctx: Any, ids: tuple[int, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.ids = ids
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        averaged = torch.ops.hecate.average_gradients([grad.contiguous() for grad in grads], list(ctx.replicas))
+        averaged = torch.ops.hecate.average_gradients([grad.contiguous() for grad in grads], list(ctx.ids))
         return None, *averaged
 
 
 @torch.compiler.allow_in_graph
-def replicate(parameter: Tensor, replica: int) -> Tensor:
+def replicate(parameter: Tensor, id: int) -> Tensor:
     """The parameter itself; its gradient is averaged over ranks."""
-    return _Replicate.apply((replica,), parameter)[0]
+    return _Replicate.apply((id,), parameter)[0]
 
 
 @torch.compiler.allow_in_graph
-def replicate_bucket(parameters: list[Tensor], replicas: list[int]) -> tuple[Tensor, ...]:
+def replicate_bucket(parameters: list[Tensor], ids: list[int]) -> tuple[Tensor, ...]:
     """:func:`replicate` for several parameters of one dtype: one all-reduce when all their gradients are there."""
-    return _Replicate.apply(tuple(replicas), *parameters)
+    return _Replicate.apply(tuple(ids), *parameters)
