@@ -105,21 +105,23 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model)
     )  # fmt: skip
-    model.compile(backend=backend)
+    model.compile(backend=backend.entry())
 
     # Step 5: what happens around a step.
     compiled = model._compiled_call_impl
     assert compiled is not None
     owner_mover = OwnerMover(experts, layers, placer, world)
     measures = config.rates is None and can_measure(placer, world)
+    dense_shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
+    records = (*layers, *replicated, *dense_shards)
     forward = CompiledForward(
-        compiled, experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
+        compiled, records=records, experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
         config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
-        replicated=replicated, sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
+        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
     ).attach(model)  # fmt: skip
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.training.forward import CompiledForward
@@ -27,7 +28,6 @@ class CompiledModel:
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
         layers: the runtime record of each of ``experts``.
-        replicated: records of the parameters that every rank has whole.
     """
 
     config: Config
@@ -35,7 +35,6 @@ class CompiledModel:
     experts: tuple[ExpertsModule, ...]
     passed_over: tuple[PassedOver, ...]
     layers: tuple[Layer, ...]
-    replicated: tuple[ReplicatedParameter, ...]
     sync: GradientSync
     backend: Backend
     placer: Placer
@@ -44,13 +43,19 @@ class CompiledModel:
 
     def attach(self, model: nn.Module) -> None:
         """Let ``model`` hold this."""
-        # Not by setattr, which a model's own class may have replaced.
-        model.__dict__[_KEY] = self
+        # Not by setattr, which a model's own class may have replaced. A shallow copy takes the entry along, but is
+        # another model.
+        model.__dict__[_KEY] = (weakref.ref(model), self)
+
+
+def _find(module: nn.Module) -> CompiledModel | None:
+    model, found = module.__dict__.get(_KEY, (None, None))
+    return found if model is not None and model() is module else None
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` went through ``hecate.compile``."""
-    return _KEY in module.__dict__
+    return _find(module) is not None
 
 
 def compiled_model_of(model: nn.Module, function: str) -> CompiledModel:
@@ -62,8 +67,8 @@ def compiled_model_of(model: nn.Module, function: str) -> CompiledModel:
     Raises:
         ValueError: the model was not compiled.
     """
-    found = model.__dict__.get(_KEY) if isinstance(model, nn.Module) else None
-    if not isinstance(found, CompiledModel):
+    found = _find(model) if isinstance(model, nn.Module) else None
+    if found is None:
         raise ValueError(
             f"hecate.{function}: this {type(model).__name__} was not compiled with hecate.compile. "
             "Pass the object that hecate.compile returned, not a wrapper or a submodule of it."

@@ -78,6 +78,8 @@ class Config:
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
+        if hasattr(self.policy, "own"):
+            raise TypeError(f"hecate.Config: {type(self.policy).__name__}.own is now called choose_owners; rename it")
         for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0), ("prefetch_bytes", 0)):
             value = getattr(self, name)
             if name == "prefetch_bytes" and value is None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class GraphRecord:
     passes: tuple[PassRecord, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Backend:
     """Called by Dynamo with every graph of the model.
 
@@ -62,6 +63,17 @@ class Backend:
     dense_parameters: int = 0
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
+
+    def entry(self) -> Callable[..., Callable[..., Any]]:
+        """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
+        backend = weakref.ref(self)
+
+        def hecate(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            alive = backend()
+            assert alive is not None, "the model that is being compiled holds its backend"
+            return alive(gm, example_inputs)
+
+        return hecate
 
     @property
     def disabled(self) -> tuple[str, ...]:

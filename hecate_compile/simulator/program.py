@@ -25,7 +25,7 @@ from hecate.runtime.comm.collective import Collective, collective_named, start_o
 
 Floats = NDArray[np.float64]
 What = Literal["rows", "slots", "owned"]
-# RankSizes on every rank: (layer id, what) -> [W].
+# What a layer has on every rank: (layer id, what) -> [W].
 RankSizes = Mapping[tuple[int, What], Floats]
 
 

@@ -172,9 +172,10 @@ class _Links:
             part = 1 / size if collective.ring_rounds == 2 else 1.0
             part *= max(carried.owned) if carried is not None else 1
             return [collective.ring_rounds * (size - 1) * part * np.roll(np.eye(size), 1, axis=1)]
-        if collective.carries == "dense":
+        if collective.carries == "dense" and collective.role == "reduce":
             return [np.full((size, size), 1 / size)]
-        assert carried is not None
+        if carried is None:
+            raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
         if collective.carries == "rows":
             return [carried.rows.T if collective.homeward else carried.rows]
         if collective.carries == "replicas":
@@ -182,7 +183,7 @@ class _Links:
                 # First inside nodes, then between them.
                 return [stage.T for stage in reversed(carried.all)]
             return carried.planned if collective.role == "gather" else carried.late
-        if collective.carries == "experts":
+        if collective.carries == "experts" and collective.role == "reduce":
             # Gradients of all experts go to their owners.
             return [np.tile(np.asarray(carried.owned, dtype=np.float64), (size, 1))]
         raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")

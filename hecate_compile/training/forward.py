@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.state.overlap_window import HiddenTime
@@ -22,6 +22,7 @@ class CompiledForward:
 
     Args:
         compiled: the forward as torch.compile made it.
+        records: what its graphs name by number. A loss keeps them for its backward, in case the model goes first.
         experts: modules whose shards Dynamo must see without gradients.
         step: tells everything else of the model what runs now.
         queue: where the model's collectives run.
@@ -37,6 +38,7 @@ class CompiledForward:
         self,
         compiled: Callable[..., Any],
         *,
+        records: Sequence[object],
         experts: Sequence[ExpertsModule],
         step: CurrentStep,
         queue: CollectiveQueue,
@@ -46,7 +48,7 @@ class CompiledForward:
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self._hidden_time, self._precision = owner_mover, hidden_time, precision
-        self._dynamo = _dynamo_options()
+        self._records, self._dynamo = tuple(records), _dynamo_options()
         self._compiled_modes: set[bool] = set()
         self.after: Callable[[], None] | None = None
 
@@ -64,6 +66,7 @@ class CompiledForward:
         with self._running(mode):
             out = self._compiled(*args, **kwargs)
         self._compiled_modes.add(training)
+        self._keep_records(out)
         # Step 5: whoever watches, and the output's dtype.
         if self.after is not None:
             self.after()
@@ -78,6 +81,12 @@ class CompiledForward:
                 yield
         finally:
             self._step.mode = None
+
+    def _keep_records(self, out: Any) -> None:
+        for value in tree_leaves(out):
+            node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
+            if node is not None:
+                node.metadata["hecate"] = self._records
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self._precision

@@ -21,7 +21,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
-from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
@@ -120,6 +120,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
 
 
 def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read(module: nn.Module) -> Any:
@@ -130,7 +131,7 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
-        raise UntracedReadError(_untraced(key, layer, shard))
+        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard))
 
     return read
 

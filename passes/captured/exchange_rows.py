@@ -1,6 +1,6 @@
 """exchange_rows: move tokens to the experts' holders instead of gathering the experts.
 
-Needs    hecate.grouped_mm on gathered experts, rows sorted by expert (see ``regions``).
+Needs    hecate.grouped_mm on gathered experts, rows sorted by expert (see ``find_region``).
 Changes  w = gather(shard)                          placement, slots = place(...)
          y = f(rows, w, offsets)         becomes    w' = sparse_all_gather(shards, placement, slots)
                                                     offsets', ticket = route(gather_counts(offsets), placement)

@@ -89,7 +89,7 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
             raise Refused(f"{describe(node)} is computed from this rank's own tokens and used on rows of others")
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
-    if len({facts.grad_modes[node] for node in inside}) != 1:
+    if len({facts.grad_mode(node) for node in inside}) != 1:
         raise Refused("gradients are switched on and off between the expert matmuls")
 
     # Step 4: every row is computed on its own.
@@ -123,7 +123,7 @@ def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
     open_ends = {user for lookup in lookups for user in lookup.users}
     while open_ends:
         node = waiting.next()
-        met = any(source in multiplied for source in node.all_input_nodes)
+        met = node in multiplied or any(source in multiplied for source in node.all_input_nodes)
         if met:
             multiplied.add(node)
         if node in open_ends:

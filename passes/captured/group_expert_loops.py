@@ -171,7 +171,7 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
 
 def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     """Grouping computes all turns after the last entry is known: nothing before that may need an early turn."""
-    turns, modes = loop.turns, facts.grad_modes
+    turns = loop.turns
     exits = {turn.exit for turn in turns}
     if loop.inputs & (exits | set(loop.delayed)):
         raise Refused("a turn needs the result of an earlier one")
@@ -179,7 +179,7 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     facts.refuse_changes_of(loop.inputs, until=max(loop.inputs | bodies))
     for turn in turns:
         facts.refuse_changes_of(turn.body, until=turn.body[-1])
-    if len({modes[node] for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
+    if len({facts.grad_mode(node) for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
         raise Refused("gradients are switched on and off in it")
     if _under_autocast(facts.graph):
         raise Refused("it runs under autocast, which a grouped matmul does not know")

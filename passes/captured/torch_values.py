@@ -68,8 +68,7 @@ def _is_state(placeholder: Node) -> bool:
 class GraphFacts:
     """What passes ask about a whole graph, found out once.
 
-    True as long as nobody adds in-place operations or changes of the grad mode. Nodes that are added later have no
-    grad mode here.
+    True as long as nobody adds in-place operations or changes of the grad mode.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -92,21 +91,28 @@ class GraphFacts:
         found = ((node, mutates(node)) for node in self.graph.nodes)
         return [(node, storage_of(target)) for node, target in found if target is not None]
 
+    def grad_mode(self, node: Node) -> bool:
+        """Whether gradients are recorded at a node, which may have been added since."""
+        while node not in self.grad_modes:
+            node = node.prev
+        return self.grad_modes[node]
+
     @cached_property
-    def _own_tokens(self) -> set[Node]:
-        """What is computed from something else than the model's own state."""
+    def _of_state(self) -> set[Node]:
+        """What is computed from the model's own state alone."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            if node.op == "placeholder":
-                if not _is_state(node):
-                    found.add(node)
-            elif any(source in found for source in node.all_input_nodes):
+            own = _is_state(node) if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
+            if own:
                 found.add(node)
         return found
 
     def same_on_all_ranks(self, node: Node) -> bool:
-        """Whether a value is computed from parameters, buffers and constants alone, not from a rank's own tokens."""
-        return node not in self._own_tokens
+        """Whether a value is computed from parameters, buffers and constants alone, not from a rank's own tokens.
+
+        Not for what was added since: rows that a pass exchanges are other ones on every rank.
+        """
+        return node in self._of_state
 
     def refuse_changes_of(self, values: Iterable[Node], *, until: Node) -> None:
         """Raise if one of ``values`` is changed in place, itself or through a view, before ``until``.

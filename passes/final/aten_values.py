@@ -24,11 +24,6 @@ def operator_of(node: Node) -> torch._ops.OpOverload:
     return node.target
 
 
-def operator_name(node: Node) -> str:
-    """Its name without the namespace."""
-    return operator_of(node).name().split("::")[1]
-
-
 def arguments_of(node: Node) -> dict[str, Any]:
     """Its arguments by name, in the operator's order."""
     names = [argument.name for argument in operator_of(node)._schema.arguments]

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import (
 from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
-from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of
+from hecate.runtime.comm.collective import Collective, start_of, wait_of, whole_of
 from hecate.runtime.state.layer import get_layer
 
 aten = torch.ops.aten
@@ -102,7 +102,8 @@ class Clock:
                 rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
                 sent = [
                     user.args[0] for part in rows for user in part.users
-                    if (collective := collective_of(user.target)) is not None and not collective.homeward
+                    if (one := whole_of(user.target) or start_of(user.target)) is not None and one.carries == "rows"
+                    and not one.homeward
                 ]  # fmt: skip
                 if sent:
                     count = self.number(_value(sent[0]).shape[0])

@@ -1,7 +1,7 @@
 """One record for each collective: everything that passes, predictions and reports ask about it.
 
 The record stands beside the operator (``hecate.runtime.ops``). Whoever needs to know something about a collective
-asks here. So a new one needs no change elsewhere, and one that nobody has described is an error, never a default.
+asks here. So a new one of a known kind needs no change elsewhere, and an unknown one is an error, never a default.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 Role = Literal["exchange", "gather", "reduce"]
 Carries = Literal["rows", "counts", "replicas", "experts", "dense", "bucket"]
+RingRounds = Literal[0, 1, 2]
 SavedInCheckpoints = Literal["always", "unless rematerialized", "as the user says"]
 GatheredAgain = Literal["always", "if rematerialized", "never"]
 
@@ -26,8 +27,9 @@ class Collective:
         whole, start, wait: the operator, and the halves that a graph may put in different places.
         role: ``"exchange"``: its result is needed at once. ``"gather"``: parameters on their way to a use that comes
             later. ``"reduce"``: gradients on their way to their owners, needed at the end.
-        carries: ``"rows"`` of tokens, ``"counts"`` of rows, ``"replicas"`` of a layer's experts (or their gradients),
-            all ``"experts"`` of a layer, sharded ``"dense"`` parameters, or a ``"bucket"`` of whole ones' gradients.
+        carries: ``"rows"`` of tokens (arguments: rows, splits, send index, receive index, ..., layer), ``"counts"``
+            of rows, ``"replicas"`` of a layer's experts (or their gradients), all ``"experts"`` of a layer, sharded
+            ``"dense"`` parameters, or a ``"bucket"`` of whole ones' gradients.
         homeward: of rows, that they return to where they came from.
         ring_rounds: how often its bytes pass around all ranks: 2 for an all-reduce (sum, then share), 1 for an
             all-gather, 0 if everybody sends straight to where it belongs.
@@ -45,16 +47,11 @@ class Collective:
     role: Role
     carries: Carries
     homeward: bool = False
-    ring_rounds: int = 0
+    ring_rounds: RingRounds = 0
     saved_in_checkpoints: SavedInCheckpoints = "as the user says"
     gathered_again: GatheredAgain = "never"
     wait_needs_arguments: bool = False
     gaps_ahead: int = 1
-
-    @property
-    def of_layer(self) -> bool:
-        """Whether it belongs to one MoE layer, and not to dense parameters."""
-        return self.carries not in ("dense", "bucket")
 
 
 _by_name: dict[str, Collective] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,8 @@ _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
 # Bytes per second of a link that nobody uses.
 NO_LINK = 1e15
-_measured: dict[tuple[object, ...], Rates] = {}
+# By group, and not by world: a cache must keep neither a model's queue nor a group that was destroyed.
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Rates]] = weakref.WeakKeyDictionary()
 
 
 def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
@@ -30,11 +32,11 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
     largest of their times, so all get the same rates. What can be hidden behind other work is not known yet, see
     :mod:`hecate.runtime.state.overlap_window`.
     """
-    # Not the world itself: a cache must not keep a model's queue, nor a group, alive.
-    key = dtype, topology, world.rank, world.size, world.device, world.group.group_name if world.group else None
-    if key not in _measured:
-        _measured[key] = _measure(dtype, topology, world)
-    return _measured[key]
+    assert world.group is not None, "one rank has nobody to measure with"
+    of_group, key = _measured.setdefault(world.group, {}), (dtype, topology, world.device)
+    if key not in of_group:
+        of_group[key] = _measure(dtype, topology, world)
+    return of_group[key]
 
 
 def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:

@@ -182,7 +182,8 @@ class CollectiveQueue:
             self._thread = threading.Thread(target=_work, args=(self._inbox,), name="hecate-collectives", daemon=True)
             self._thread.start()
             # The thread holds the inbox alone: when the queue goes, it is told to end.
-            weakref.finalize(self, self._inbox.put, None)
+            # Not when the interpreter ends: what is submitted then must still run.
+            weakref.finalize(self, self._inbox.put, None).atexit = False
         self._last = pending
         self._inbox.put(pending)
         return pending

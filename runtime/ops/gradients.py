@@ -27,7 +27,7 @@ from hecate.runtime.state.registry import Registry
 
 @dataclass
 class GradientSync:
-    """What all replicated parameters of one model share.
+    """What all dense parameters of one model share, replicated or sharded.
 
     Attributes:
         enabled: off between the micro-batches of an accumulation.

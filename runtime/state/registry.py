@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -50,6 +50,3 @@ class Registry(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(list(self._records.values()))

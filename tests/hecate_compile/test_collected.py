@@ -60,8 +60,38 @@ def compile_many() -> dict[str, Any]:
         if number == 0:
             before = alive(expected=1)
         del model
-        torch._dynamo.reset()
     return {"before": before, "after": alive(), "alive": sum(ref() is not None for ref in models), "started": started}
+
+
+def keep_the_loss() -> list[bool]:
+    """On one rank: a backward when the model is gone, with every kind of parameter; the gradients are hooked out."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    import hecate
+
+    found = []
+    for options in ({}, {"dense": "shard"}, {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        model = PlainLanguageModel(hidden=8, layers=1, experts=2)
+        hecate.compile(model, hecate.Config(backend="aot_eager", **options))
+        seen: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda grad, name=name, seen=seen: seen.append(name))
+        expected = len(list(model.parameters()))
+        loss = model(batch(0, rows=2), batch(0, rows=2))["loss"]
+        gone = weakref.ref(model)
+        del model, parameter
+        torch._dynamo.reset()
+        gc.collect()
+        loss.backward()
+        found += [gone() is None, len(seen) == expected]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_can_be_differentiated_when_its_model_is_gone(size: int) -> None:
+    for found in run_ranks("tests.hecate_compile.test_collected:keep_the_loss", size):
+        assert found == [True] * 6
 
 
 @pytest.mark.distributed

@@ -70,7 +70,7 @@ def run_ranks(
         said = "\n".join(f"--- rank {rank}\n{one['error']}" for rank, one in enumerate(found) if "error" in one)
         if problem or said:
             where = f"{function} on {world_size} ranks"
-            raise RanksFailed(f"{where}: {problem or 'failed'}\n{said or _output(folder)}")
+            raise RanksFailed(f"{where}: {problem or 'failed'}\n{said}\n{_output(folder)}")
         return [one["result"] for one in found]
     finally:
         for path in folder.glob("pid*"):
@@ -82,6 +82,12 @@ def run_ranks(
 def _read(path: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return result
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a rank may be killed at any time."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").replace(path)
 
 
 def _output(folder: Path) -> str:
@@ -103,14 +109,15 @@ def _fork(function: str, world_size: int, timeout: float, folder: Path, argument
         _context.Process(target=_rank, args=(function, rank, world_size, store.port, str(folder), arguments))
         for rank in range(world_size)
     ]
-    for process in ranks:
-        process.start()
     try:
+        for process in ranks:
+            process.start()
         return _join(ranks, timeout)
     finally:
         for process in ranks:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _join(ranks: list[Any], timeout: float) -> str:
@@ -131,7 +138,6 @@ def _join(ranks: list[Any], timeout: float) -> str:
 def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arguments: dict[str, Any]) -> None:
     """One rank, in a process group of its own, which is what ends with it."""
     os.setsid()
-    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     log = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -142,7 +148,8 @@ def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arg
         # As under torchrun: the store is there already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    code = _work(function, rank, Path(folder), arguments)
+    with _numbered(Path(folder), rank):
+        code = _work(function, rank, Path(folder), arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by returning: threads that wait for a peer must not keep a rank that has failed.
@@ -162,9 +169,9 @@ def _work(function: str, rank: int, folder: Path, arguments: dict[str, Any]) -> 
         result = {"result": getattr(importlib.import_module(name), attribute)(**arguments)}
         text = json.dumps(result)
     except BaseException:
-        (folder / f"{rank}.json").write_text(json.dumps({"error": traceback.format_exc()}))
+        _write(folder / f"{rank}.json", json.dumps({"error": traceback.format_exc()}))
         return 1
-    (folder / f"{rank}.json").write_text(text)
+    _write(folder / f"{rank}.json", text)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
