@@ -7,7 +7,10 @@ from torch.fx import GraphModule
 
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
-from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.state.layer import add_layer
+from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, number_of, targets
 
 
 def loop(
@@ -131,3 +134,20 @@ def test_leaves_other_uses_alone() -> None:
     gm = g.finish(g.call(torch.ops.hecate.grouped_mm.default, rows, g.experts(H, I), offsets))
     outcome = apply(group_expert_loops, g, gm)
     assert outcome.rewritten == 0 and outcome.skipped == ()
+
+
+def test_two_experts_modules_in_one_loop_are_grouped_each() -> None:
+    """Gate and up projections in modules of their own: both loops stand behind the same last input."""
+    g = GraphUnderTest()
+    hidden = g.input(torch.randn(R, H))
+    gate = g.experts(H, I)
+    g.layer = number_of(add_layer(name="up", owners=Owners.contiguous(E, 1), world=SINGLE))
+    up, outs = g.experts(H, I), []
+    parts = [g.call(operator.getitem, hidden, slice(e * R // E, (e + 1) * R // E)) for e in range(E)]
+    for expert, rows in enumerate(parts):
+        h = g.call(operator.matmul, rows, g.call(operator.getitem, gate, expert))
+        other = g.call(operator.matmul, rows, g.call(operator.getitem, up, expert))
+        outs.append(g.call(operator.mul, g.call(torch.nn.functional.silu, h), other))
+    gm = g.finish(g.call(torch.cat, outs))
+    assert apply(group_expert_loops, g, gm).rewritten == 2
+    assert targets(gm).count("grouped_mm.default") == 2
