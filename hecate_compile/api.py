@@ -112,8 +112,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     assert compiled is not None
     owner_mover = OwnerMover(experts, layers, placer, world)
     measures = config.rates is None and can_measure(placer, world)
-    dense_shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
-    records = (*layers, *replicated, *dense_shards)
+    shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
+    records = (*layers, *replicated, *shards)
     forward = CompiledForward(
         compiled, records=records, experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
