@@ -6,7 +6,7 @@ Nodes compare by their place in the graph: ``a < b`` if ``a`` comes first. That 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,14 +53,7 @@ def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set
     Args:
         until: the last node to look at; what depends on later ones is left out too.
     """
-    seen: set[Node] = set()
-    stack = list(starts)
-    while stack:
-        for user in stack.pop().users:
-            if user not in seen and (until is None or user <= until):
-                seen.add(user)
-                stack.append(user)
-    return seen
+    return _reached(starts, lambda node: [n for n in node.users if until is None or n <= until])
 
 
 def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[Node]:
@@ -69,13 +62,16 @@ def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[
     Args:
         since: the first node to look at; what earlier ones depend on is left out too.
     """
+    return _reached(ends, lambda node: [n for n in node.all_input_nodes if since is None or n >= since])
+
+
+def _reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
     seen: set[Node] = set()
-    stack = list(ends)
+    stack = list(starts)
     while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen and (since is None or source >= since):
-                seen.add(source)
-                stack.append(source)
+        new = [node for node in neighbours(stack.pop()) if node not in seen]
+        seen.update(new)
+        stack += new
     return seen
 
 
