@@ -20,7 +20,7 @@ COMPILES = 50
 
 
 def compile_many() -> dict[str, Any]:
-    """On one rank: a small model compiled again and again; every tenth one is trained for a step too."""
+    """On one rank: a small model compiled again and again; every twentieth one is trained for a step too."""
     import hecate
     from hecate.runtime.comm import queue
     from hecate.runtime.ops.dense import DENSE_SHARDS
@@ -51,7 +51,7 @@ def compile_many() -> dict[str, Any]:
         config = hecate.Config(backend="aot_eager", dense="shard" if number % 2 else "replicate")
         hecate.compile(model, config)
         models.append(weakref.ref(model))
-        if number % 10 == 0:
+        if number % 20 == 0:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             run_step(model, batch(0, rows=2))
             optimizer.step()
@@ -63,14 +63,16 @@ def compile_many() -> dict[str, Any]:
     return {"before": before, "after": alive(), "alive": sum(ref() is not None for ref in models), "started": started}
 
 
-def keep_the_loss() -> list[bool]:
+def keep_the_loss(size: int) -> list[bool]:
     """On one rank: a backward when the model is gone, with every kind of parameter; the gradients are hooked out."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import hecate
 
     found = []
-    for options in ({}, {"dense": "shard"}, {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+    # At one rank only mixed precision reads dense parameters through records.
+    mixed = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for options in [mixed] if size == 1 else [{}, {"dense": "shard"}]:
         model = PlainLanguageModel(hidden=8, layers=1, experts=2)
         hecate.compile(model, hecate.Config(backend="aot_eager", **options))
         seen: list[str] = []
@@ -90,15 +92,15 @@ def keep_the_loss() -> list[bool]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_can_be_differentiated_when_its_model_is_gone(size: int) -> None:
-    for found in run_ranks("tests.hecate_compile.test_collected:keep_the_loss", size):
-        assert found == [True] * 6
+    for found in run_ranks("tests.hecate_compile.test_collected:keep_the_loss", size, size=size):
+        assert found and all(found)
 
 
 @pytest.mark.distributed
 def test_fifty_compiles_leave_nothing_behind() -> None:
     for result in run_ranks("tests.hecate_compile.test_collected:compile_many", 2):
         assert result["before"]["layers"] == 1 and result["before"]["replicated"] > 0
-        assert result["started"] == COMPILES // 10, "queues had threads"
+        assert result["started"] == COMPILES // 20 + 1, "queues had threads"
         assert result["alive"] == 0
         groups = result["before"]["groups"]
         assert result["after"] == dict.fromkeys(result["after"], 0) | {"groups": groups}

@@ -121,15 +121,17 @@ class PlainLanguageModel(nn.Module):
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "plain", "split")
 
 
-def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def build(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any
+) -> nn.Module:
     """The same weights for the same seed, in every process."""
     torch.manual_seed(seed)
     if family in ("plain", "split"):
-        model: nn.Module = PlainLanguageModel(SplitMoE if family == "split" else PlainMoE, **changes)
+        model: nn.Module = PlainLanguageModel(SplitMoE if family == "split" else PlainMoE, layers=layers, **changes)
     else:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(transformers_config(family, **changes))
+        model = AutoModelForCausalLM.from_config(transformers_config(family, num_hidden_layers=layers, **changes))
         with torch.no_grad():
             # The families start with a std of 0.02 and zero biases; larger values make errors visible.
             for parameter in model.parameters():
