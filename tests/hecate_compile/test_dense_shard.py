@@ -123,13 +123,13 @@ def mixed_precision() -> dict[str, Any]:
 
     found = {}
     for family in ("qwen3_moe", "plain"):
-        reference = build(family)
+        reference = build(family, layers=1)
         for parameter in reference.parameters():
             parameter.data = parameter.data.bfloat16()
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
-        model = _compiled(build(family), mixed_precision=policy)
+        model = _compiled(build(family, layers=1), mixed_precision=policy)
         with _gathers() as gathered:
             loss = run_step(model, batch(0))
         expected = reference(input_ids=batch(0), labels=batch(0))["loss"]
@@ -159,7 +159,7 @@ def test_mixed_precision() -> None:
 
 def train() -> dict[str, Any]:
     """Tied embeddings, owners that change, evaluation between, accumulation, clipping, decay by dimension, AdamW."""
-    options = {"tie_word_embeddings": True, "num_experts": 5}
+    options = {"tie_word_embeddings": True, "num_experts": 5, "layers": 1}
     reference = build("qwen3_moe", **options)
     model = _compiled(build("qwen3_moe", **options), policy=Moving(reshard_every=2))
     optimizers = []
@@ -233,10 +233,10 @@ def test_training_equals_one_process(size: int) -> None:
 
 def partly_frozen() -> dict[str, Any]:
     """Frozen matrices beside trained ones in every block."""
-    reference = build("qwen3_moe")
+    reference = build("qwen3_moe", layers=1)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_("experts" in name or "norm" in name or "k_proj" in name)
-    model = build("qwen3_moe")
+    model = build("qwen3_moe", layers=1)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
     _compiled(model)
@@ -258,7 +258,7 @@ def test_frozen_parameters_are_sharded_too() -> None:
 
 
 def memory() -> dict[str, Any]:
-    model = build("qwen3_moe")
+    model = build("qwen3_moe", layers=1)
     _, size = rank_and_size()
     full = sum(p.numel() for name, p in model.named_parameters() if ".experts." not in name)
     row = sum(p[0].numel() for name, p in model.named_parameters() if ".experts." not in name)
@@ -298,7 +298,7 @@ def test_a_rank_holds_its_share() -> None:
 
 
 def state_dict_round_trip() -> dict[str, Any]:
-    options = {"tie_word_embeddings": True}
+    options = {"tie_word_embeddings": True, "layers": 1}
     reference = build("qwen3_moe", **options)
     model = _compiled(build("qwen3_moe", **options))
     state, expected = model.state_dict(), reference.state_dict()
@@ -395,7 +395,7 @@ class WithExtras(PlainLanguageModel):
     """A scalar, a single row, a recurrent module, and a part that Dynamo leaves to Python."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=1)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.randn(1, 32))
         self.filter = nn.Linear(32, 32)

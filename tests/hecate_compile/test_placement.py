@@ -95,7 +95,9 @@ def resharding_is_invisible() -> dict[str, Any]:
     found = {}
     for name, make in OPTIMIZERS.items():
         torch._dynamo.reset()
-        models = [_compiled(build("qwen3_moe"), policy=p) for p in (Moving(reshard_every=2), "static")]
+        # Two layers once: their moves are agreed on together.
+        layers = 2 if name == "AdamW" else 1
+        models = [_compiled(build("qwen3_moe", layers=layers), policy=p) for p in (Moving(reshard_every=2), "static")]
         # Two optimizers per model: every parameter's own is found.
         optimizers = [
             [make([p for p in m.parameters() if shard_of(p)]), make([p for p in m.parameters() if not shard_of(p)])]
@@ -156,7 +158,7 @@ def test_resharding_is_bitwise_invisible() -> None:
             assert result["different"] == [], name
             assert len(result["moves"]) == 3 and min(result["moves"]) > 0
             assert result["hooked"] == 7, "hooks on parameters survive"
-            assert result["tensors"] >= 50
+            assert result["tensors"] >= 30
 
 
 def two_hundred_steps() -> dict[str, Any]:
@@ -236,8 +238,8 @@ def degenerate() -> dict[str, Any]:
     found = {}
     for name, (model_options, options) in cases.items():
         torch._dynamo.reset()
-        reference = build("qwen3_moe", **model_options)
-        model = _compiled(build("qwen3_moe", **model_options), **options)
+        reference = build("qwen3_moe", layers=1, **model_options)
+        model = _compiled(build("qwen3_moe", layers=1, **model_options), **options)
         worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(3))
         import hecate
 
@@ -286,7 +288,7 @@ def test_ranks_that_plan_differently_stop_with_the_layer_and_the_step() -> None:
 
 def resume() -> dict[str, Any]:
     """State saved after experts moved, loaded where they are in their first places, and trained on."""
-    first = _compiled(build("qwen3_moe"), policy=Moving(reshard_every=2))
+    first = _compiled(build("qwen3_moe", layers=1), policy=Moving(reshard_every=2))
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
     for step in range(5):
         run_step(first, batch(step))
@@ -294,7 +296,7 @@ def resume() -> dict[str, Any]:
         optimizer.zero_grad()
     saved = first.state_dict(), copy.deepcopy(optimizer.state_dict())
     torch._dynamo.reset()
-    second = _compiled(build("qwen3_moe", seed=1), policy="static")
+    second = _compiled(build("qwen3_moe", seed=1, layers=1), policy="static")
     second.load_state_dict(saved[0])
     resumed = torch.optim.AdamW(second.parameters(), lr=1e-2)
     resumed.load_state_dict(saved[1])
@@ -311,7 +313,7 @@ def test_saved_optimizer_state_finds_its_experts_again() -> None:
     for result in run_ranks(f"{_HERE}:resume", 2):
         assert len(result["moves"]) == 2
         assert result["different"] == []
-        assert result["tensors"] > 90
+        assert result["tensors"] > 50
 
 
 class Flat(torch.optim.SGD):
@@ -326,7 +328,7 @@ class Flat(torch.optim.SGD):
 
 
 def unmovable_state() -> dict[str, Any]:
-    model = _compiled(build("qwen3_moe"), policy=Moving(reshard_every=1))
+    model = _compiled(build("qwen3_moe", layers=1), policy=Moving(reshard_every=1))
     optimizer = Flat(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -83,8 +83,8 @@ def test_fifty_steps_with_extreme_routing() -> None:
 
 
 def more_ranks_than_experts() -> dict[str, Any]:
-    reference = build("qwen3_moe", num_experts=3)
-    model = _compiled(build("qwen3_moe", num_experts=3))
+    reference = build("qwen3_moe", layers=1, num_experts=3)
+    model = _compiled(build("qwen3_moe", layers=1, num_experts=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     worst = 0.0
@@ -186,8 +186,8 @@ def test_state_dict_is_full_and_loads_back() -> None:
 def ranks_with_other_weights_and_lengths() -> dict[str, Any]:
     """Rank 0's weights win, and each rank may have sequences of its own length."""
     rank, size = rank_and_size()
-    reference = build("olmoe", seed=0)
-    model = _compiled(build("olmoe", seed=rank))
+    reference = build("olmoe", seed=0, layers=1)
+    model = _compiled(build("olmoe", seed=rank, layers=1))
     lengths = [16, 11, 7][:size]
     whole = batch(0, rows=2 * size)
     mine = whole.chunk(size)[rank][:, : lengths[rank]]
@@ -274,13 +274,13 @@ def mixed_precision() -> dict[str, Any]:
     found = {}
     for family in ("qwen3_moe", "gpt_oss", "plain"):
         torch._dynamo.reset()
-        reference = build(family)
+        reference = build(family, layers=1)
         for parameter in reference.parameters():
             parameter.data = parameter.data.bfloat16()
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
-        model = _compiled(build(family), mixed_precision=policy)
+        model = _compiled(build(family, layers=1), mixed_precision=policy)
         ids = batch(0)
         loss = run_step(model, ids)
         expected = reference(input_ids=ids, labels=ids)["loss"]
@@ -368,7 +368,7 @@ def test_generate() -> None:
 
 def evaluate_between_steps() -> dict[str, Any]:
     """No-grad forwards and a new sequence length between training steps."""
-    reference, model = build("qwen3_moe"), _compiled(build("qwen3_moe"))
+    reference, model = build("qwen3_moe", layers=1), _compiled(build("qwen3_moe", layers=1))
     worst = 0.0
     for step, length in enumerate((16, 16, 9, 12)):
         ids = batch(step, length=length)
