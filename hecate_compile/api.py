@@ -25,9 +25,11 @@ from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
+from hecate.training.additions import Additions
 from hecate.training.forward import CompiledForward
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
+from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.parameter_reads import install_reads
@@ -113,10 +115,16 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     owner_mover = OwnerMover(experts, layers, placer, world)
     measures = config.rates is None and can_measure(placer, world)
     shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
-    records = (*layers, *replicated, *shards)
+    outside_gradients = OutsideGradients(sync)
+    for record in replicated:
+        outside_gradients.watch(record)
+    additions = Additions(
+        model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch
+    )
     forward = CompiledForward(
-        compiled, records=records, experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
+        compiled, records=(*layers, *shards), experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
+        additions=additions, outside_gradients=outside_gradients,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(

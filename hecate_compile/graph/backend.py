@@ -127,7 +127,8 @@ class Backend:
         return PassContext(
             world_size=size,
             replicates=self.placer.policy.replicates,
-            calibrates=self.placer.policy.calibrates,
+            # What calibrate adds are replicas.
+            calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,

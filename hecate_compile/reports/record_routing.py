@@ -14,6 +14,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
 
 
 @contextmanager
@@ -37,20 +38,17 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
 
     Raises:
         ValueError: the model was not compiled; it is recorded already; its layers have different numbers of experts.
-        FileNotFoundError: the folder of ``path`` does not exist on rank 0.
+        OSError: rank 0 cannot write ``path``; at once, and on all ranks.
         RuntimeError: in the first forward, if a layer gathers its experts, so that nobody counts its rows.
     """
     state = compiled_model_of(model, "record")
-    target = Path(path)
-    found = torch.tensor([target.parent.is_dir()], dtype=torch.uint8, device=state.world.control_device)
-    collectives.broadcast(found, state.world)
-    if not bool(found):
-        raise FileNotFoundError(f"hecate.record: {target.parent} is not a folder")
     experts = {layer.num_experts for layer in state.layers}
     if len(experts) != 1:
         raise ValueError(f"hecate.record: layers have different numbers of experts: {sorted(experts)}")
     if state.forward.after is not None:
         raise ValueError("hecate.record: this model is being recorded already")
+    target = Path(path)
+    _try_to_write(target, state.world)
     steps: list[np.ndarray[Any, Any]] = []
     owners = np.asarray([layer.owners.ranks for layer in state.layers], dtype=np.int32)
 
@@ -72,9 +70,24 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         state.forward.after = None
         if state.world.rank == 0:
             shape = (0, len(state.layers), state.world.size, experts.pop())
-            np.savez_compressed(
-                target,
-                counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
-                layers=np.asarray([layer.name for layer in state.layers]),
-                owners=owners,
-            )
+            with target.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
+                    layers=np.asarray([layer.name for layer in state.layers]),
+                    owners=owners,
+                )
+
+
+def _try_to_write(target: Path, world: World) -> None:
+    """Raise on all ranks if rank 0 cannot open the file: now, not when the trace is whole."""
+    problem = ""
+    if world.rank == 0:
+        try:
+            target.open("ab").close()
+        except OSError as error:
+            problem = str(error)
+    failed = torch.tensor([bool(problem)], dtype=torch.uint8, device=world.control_device)
+    collectives.broadcast(failed, world)
+    if bool(failed):
+        raise OSError(f"hecate.record: rank 0 cannot write {target}. {problem}".rstrip())

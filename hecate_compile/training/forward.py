@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
+from hecate.training.additions import Additions
 from hecate.training.move_owners import OwnerMover
+from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.find_experts import ExpertsModule
 
 
@@ -29,6 +32,8 @@ class CompiledForward:
         owner_mover: may move experts before a training forward.
         hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
+        additions: takes in parameters that were added to the model.
+        outside_gradients: averages gradients that do not come from the compiled forward alone.
 
     Attributes:
         after: called at the end of every forward; see :func:`hecate.record`.
@@ -45,18 +50,23 @@ class CompiledForward:
         owner_mover: OwnerMover,
         hidden_time: HiddenTime | None,
         precision: Any,
+        additions: Additions,
+        outside_gradients: OutsideGradients,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self._hidden_time, self._precision = owner_mover, hidden_time, precision
+        self._additions, self._outside_gradients = additions, outside_gradients
         self._records, self._dynamo = tuple(records), _dynamo_options()
         self._compiled_modes: set[bool] = set()
         self.after: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_ddp()
         # Step 1: what this forward is for.
         training = torch.is_grad_enabled()
         mode = StepMode(training=training, first=training not in self._compiled_modes)
-        # Step 2: between two steps, experts may change owners and rates may become known.
+        # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
+        self._additions.before_forward()
         self._owner_mover.before_forward(mode)
         if self._hidden_time is not None:
             self._hidden_time.before_forward(mode)
@@ -67,6 +77,7 @@ class CompiledForward:
             out = self._compiled(*args, **kwargs)
         self._compiled_modes.add(training)
         self._keep_records(out)
+        self._outside_gradients.after_forward(out)
         # Step 5: whoever watches, and the output's dtype.
         if self.after is not None:
             self.after()
@@ -86,7 +97,7 @@ class CompiledForward:
         for value in tree_leaves(out):
             node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
             if node is not None:
-                node.metadata["hecate"] = self._records
+                node.metadata["hecate"] = self._records, self._additions.records
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self._precision
@@ -97,6 +108,16 @@ class CompiledForward:
     def _cast_output(self, out: Any) -> Any:
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
+
+
+def _refuse_ddp() -> None:
+    """DDP around a model that contains this one has copied rank 0's experts over everybody else's."""
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            "hecate: the compiled model is inside DistributedDataParallel, which copied rank 0's experts over "
+            "everybody else's and would average gradients of different experts. Use the model without it: Hecate "
+            "averages gradients itself. With Lightning that is Trainer(strategy=SingleDeviceStrategy(...))."
+        )
 
 
 def _dynamo_options() -> dict[str, Any]:

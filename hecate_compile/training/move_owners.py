@@ -52,7 +52,12 @@ class OwnerMover:
         exchanging = [layer for layer in self.layers if layer.placer.plan.loads]
         if not exchanging:
             return
-        new = self.placer.policy.choose_owners([layer.placer.view for layer in exchanging])
+        new = list(self.placer.policy.choose_owners([layer.placer.view for layer in exchanging]) or ())
+        if len(new) != len(exchanging):
+            name = type(self.placer.policy).__name__
+            raise RuntimeError(
+                f"hecate: {name}.choose_owners returned owners of {len(new)} layers, not {len(exchanging)}"
+            )
         for layer in exchanging:
             layer.placer.plan.forget()
         self.move(list(zip(exchanging, new, strict=True)))
@@ -69,7 +74,9 @@ class OwnerMover:
         """
         of = dict(zip((layer.id for layer in self.layers), self.experts, strict=True))
         changes = [(of[layer.id], layer, owners) for layer, owners in wanted if owners != layer.owners]
-        if not changes or not self._agree_to_move(changes):
+        # Before anything else: a rank that wants no change must hear of those that do.
+        self._agree_on(changes)
+        if not changes or not self._can_move(changes):
             return False
         for e, layer, owners in changes:
             self._move(e, layer, owners)
@@ -78,11 +85,28 @@ class OwnerMover:
             layer.placer.change_owners(owners)
         return True
 
-    def _agree_to_move(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> bool:
-        """Whether every rank can move its optimizer state; raises if ranks would move different things."""
+    def _agree_on(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> None:
+        agree(
+            [f"{layer.name}: {owners}" for _, layer, owners in changes]
+            + [
+                f"{layer.name}.{key} {p.dtype} gradient {p.grad is not None}"
+                for e, layer, _ in changes
+                for key, p in _parameters(e)
+            ],
+            "what moves when experts change owners",
+            "Every rank must run the same steps, and a policy must choose the same owners on all of them. With "
+            "reshard_every=0 owners stay as they are.",
+            self.world,
+        )
+
+    def _can_move(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> bool:
+        """Whether every rank can move its optimizer state."""
         for _, layer, owners in changes:
             if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
-                raise ValueError(f"hecate: the policy returned owners for {layer.name} that do not fit: {owners}")
+                name = type(self.placer.policy).__name__
+                raise ValueError(
+                    f"hecate: {name}.choose_owners returned owners for {layer.name} that do not fit: {owners}"
+                )
         stuck = state_that_cannot_move({layer.id for _, layer, _ in changes})
         count = torch.tensor([len(stuck)], device=self.world.control_device)
         dist.all_reduce(count, group=self.world.group)
@@ -95,17 +119,6 @@ class OwnerMover:
                     stacklevel=2,
                 )
             return False
-        agree(
-            [f"{layer.name}: {owners.ranks}" for _, layer, owners in changes]
-            + [
-                f"{layer.name}.{key} {p.dtype} gradient {p.grad is not None}"
-                for e, layer, _ in changes
-                for key, p in _parameters(e)
-            ],
-            "what moves when experts change owners",
-            "Every rank must run the same steps. A policy with reshard_every=0 keeps owners as they are.",
-            self.world,
-        )
         return True
 
     def _move(self, experts: ExpertsModule, layer: Layer, owners: Owners) -> None:

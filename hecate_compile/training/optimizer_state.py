@@ -1,7 +1,8 @@
 """Optimizer state that follows its experts, whoever built the optimizer.
 
-Each parameter group notes whose experts its state belongs to. Right before an optimizer's next step its state moves
-to where its experts went, so state that was saved under other owners finds its way too.
+Each parameter group notes which rank's state it is, and whose experts that belongs to. Right before an optimizer's
+next step its state moves to where its experts went, so state that was saved under other owners finds its way too;
+state of another rank is refused, and so are optimizers that would need the whole of a parameter.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.shard import shard_of
 
-# The key in a parameter group under which the owners stand as JSON: text survives every kind of checkpoint.
-_OWNERS = "hecate_owners"
+# The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
+_NOTE = "hecate_state"
+# They take norms, dot products or factors of whole parameters, and would see those of this rank's part.
+_WHOLE = {
+    "Adafactor", "CAME", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo",
+}  # fmt: skip
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
@@ -51,6 +57,12 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
     ]
 
 
+def _world_of(group: dict[str, Any]) -> World | None:
+    """The ranks over which the group's parameters are sharded, if any are."""
+    shards = (shard_of(parameter) for parameter in group["params"])
+    return next((shard.world for shard in shards if shard is not None and shard.world.group is not None), None)
+
+
 def _expert_shards_in(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, ExpertShard]]:
     for parameter in group["params"]:
         shard = shard_of(parameter)
@@ -68,38 +80,68 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
-        if _OWNERS in group:
-            _follow(optimizer, group)
+        world = _world_of(group)
+        if world is None:
+            continue
+        _refuse_whole(optimizer)
+        if _NOTE in group:
+            _check_rank(optimizer, group, world)
+            _follow(optimizer, group, world)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
+        world = _world_of(group)
+        if world is None:
+            continue
         layers = _layers_in(group)
         for layer in layers:
             layer.placer.model.optimizer_stepped = True
         if any(layer.placer.model.policy.reshard_every for layer in layers):
             _stepped.add(optimizer)
-            if _OWNERS not in group:
-                group[_OWNERS] = _as_text(layers)
+        if _NOTE not in group:
+            group[_NOTE] = _as_text(world, layers)
 
 
-def _as_text(layers: Iterable[Layer]) -> str:
-    return json.dumps({layer.name: layer.owners.ranks for layer in layers})
+def _refuse_whole(optimizer: Optimizer) -> None:
+    names = _WHOLE.intersection(cls.__name__ for cls in type(optimizer).__mro__)
+    if names:
+        raise RuntimeError(
+            f"hecate: {type(optimizer).__name__} needs whole parameters, to take norms or products of them, and this "
+            "rank holds a part of each. Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or "
+            "Lion, or leave sharded parameters to such a one."
+        )
 
 
-def _follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """A collective if owners changed; the note in the group is the same on all ranks."""
-    text = _as_text(_layers_in(group))
-    if text == group[_OWNERS]:
+def _as_text(world: World, layers: Iterable[Layer]) -> str:
+    owners = {layer.name: layer.owners.ranks for layer in layers}
+    return json.dumps({"rank": world.rank, "ranks": world.size, "owners": owners})
+
+
+def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
+    """The state must be this rank's own: ranks have other experts and rows."""
+    noted = json.loads(group[_NOTE])
+    if (noted["rank"], noted["ranks"]) != (world.rank, world.size):
+        raise RuntimeError(
+            f"hecate: {type(optimizer).__name__} has the state of rank {noted['rank']} of {noted['ranks']}, and this "
+            f"is rank {world.rank} of {world.size}. Each rank has the state of its own experts and rows: save "
+            "optimizer.state_dict() on every rank, in a file of its own, and load it on the same rank."
+        )
+
+
+def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
+    """A collective if owners changed; which ones they were stands in the note of every rank."""
+    text = _as_text(world, _layers_in(group))
+    if text == group[_NOTE]:
         return
     with torch.no_grad():
         for parameter, shard in _expert_shards_in(group):
             old = _noted_owners(group, shard.layer)
             if old != shard.layer.owners:
                 _move(optimizer, parameter, shard, old)
-    group[_OWNERS] = text
+    group[_NOTE] = text
 
 
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
@@ -117,7 +159,7 @@ def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old
 
 def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
     """Whose experts the group's state belongs to."""
-    noted: dict[str, Sequence[int]] = json.loads(group[_OWNERS]) if _OWNERS in group else {}
+    noted: dict[str, Sequence[int]] = json.loads(group[_NOTE])["owners"] if _NOTE in group else {}
     owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
     if owners.num_experts != layer.num_experts:
         raise ValueError(

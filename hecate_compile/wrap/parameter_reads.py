@@ -23,8 +23,12 @@ from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
+from hecate.wrap.changes import note_change
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
+
+# The class attribute that names the parameters which are read this way, and the module's records of whole ones.
+_READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
 
 class UntracedReadError(RuntimeError):
@@ -48,9 +52,8 @@ def install_reads(
         Records that graphs will name; they must live as long as the model.
     """
     experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
-    replicated: dict[int, ReplicatedParameter] = {}
     checked: set[int] = set()
-    for name, module in model.named_modules():
+    for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         own, layer = experts.get(id(module), (None, None))
         for key, parameter in module._parameters.items():
@@ -61,30 +64,65 @@ def install_reads(
             if isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
-                    _require_average(parameter, shard, shard.name)
+                    _require_average(parameter, shard)
                 readers[key] = _read_dense_shard(key, shard.id, step, param_dtype)
-            elif parameter is not None and (sync.world.size > 1 or param_dtype is not None):
-                whole = replicated.get(id(parameter))
-                if whole is None:
-                    whole = replicated[id(parameter)] = add_replicated(module, key, sync)
-                    if sync.world.size > 1 and parameter.requires_grad:
-                        _require_average(parameter, whole, f"{name}.{key}".lstrip("."))
-                readers[key] = _read_dense(key, whole.id, step, param_dtype)
         if readers:
             _swap_class(module, readers)
-    return tuple(replicated.values())
+    return install_replicated_reads(model, sync, step, param_dtype)
 
 
-def _require_average(parameter: nn.Parameter, record: DenseShard | ReplicatedParameter, name: str) -> None:
+def install_replicated_reads(
+    model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
+) -> tuple[ReplicatedParameter, ...]:
+    """Swap the classes of modules with parameters that are no shards, as far as they are not read this way already.
+
+    Returns:
+        Records of the parameters that are new; they must live as long as the model.
+    """
+    if sync.world.size == 1 and param_dtype is None:
+        return ()
+    known, new = _records_in(model), []
+    for name, module in model.named_modules():
+        readers: dict[str, Callable[[nn.Module], Any]] = {}
+        for key, parameter in module._parameters.items():
+            if parameter is None or shard_of(parameter) is not None:
+                continue
+            qualified = f"{name}.{key}".lstrip(".")
+            records = module.__dict__.setdefault(_RECORDS, {})
+            if key not in records and key in getattr(type(module), _READERS, ()):
+                raise RuntimeError(
+                    f"hecate: {qualified} is no longer the shard that hecate.compile made; something replaced the "
+                    "parameter. Load weights with load_state_dict."
+                )
+            record = known.get(id(parameter))
+            if record is None:
+                record = known[id(parameter)] = add_replicated(module, key, sync, name=qualified)
+                new.append(record)
+            if records.get(key) is not record:
+                records[key] = record
+                readers[key] = _read_dense(key, record.id, step, param_dtype)
+        if readers:
+            _swap_class(module, readers)
+    return tuple(new)
+
+
+def _records_in(model: nn.Module) -> dict[int, ReplicatedParameter]:
+    """The records that are in use, by the identity of the parameter that they are of now."""
+    records = (record for module in model.modules() for record in module.__dict__.get(_RECORDS, {}).values())
+    return {id(record.parameter): record for record in records if record.exists}
+
+
+def _require_average(parameter: nn.Parameter, shard: DenseShard) -> None:
     """Raise in the backward if a gradient arrives that no collective has seen: ranks would drift apart."""
 
-    def check(_: torch.Tensor) -> None:
-        if not record.take_averaged():
+    def check(parameter: torch.Tensor) -> None:
+        # Torch calls this too for what is only read without gradients, and then there is none.
+        if parameter.grad is not None and not shard.take_averaged():
             raise UntracedReadError(
-                f"hecate: the gradient of {name} was not averaged over ranks, because the parameter was used outside "
-                "the compiled model's forward, or by a module that keeps parameters under other names (nn.LSTM and "
-                "its kin). Compute everything that needs gradients inside the forward of the model given to "
-                "hecate.compile."
+                f"hecate: the gradient of {shard.name} was not averaged over ranks, because the parameter was used "
+                "outside the compiled model's forward, where this rank has only its rows of it. Compute everything "
+                "that needs gradients inside the forward of the model given to hecate.compile, or use "
+                'Config(dense="replicate").'
             )
 
     parameter.register_post_accumulate_grad_hook(check)
@@ -92,16 +130,18 @@ def _require_average(parameter: nn.Parameter, record: DenseShard | ReplicatedPar
 
 def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]]) -> None:
     cls = type(module)
+    everything = frozenset(readers) | getattr(cls, _READERS, frozenset())
     for read in readers.values():
         # Inlined into traced code, but never compiled as a frame of its own: in a frame that Dynamo skipped,
         # the read must run as plain Python and see that.
         skip_code(read.__code__)
-    namespace: dict[str, Any] = {key: property(read) for key, read in readers.items()}
+    namespace: dict[str, Any] = {key: property(read) for key, read in readers.items()} | {_READERS: everything}
 
     def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # The inherited one asks hasattr(self, name) first, which would read the property.
-        if name in readers:
+        if name in everything:
             self._parameters[name] = parameter
+            note_change(self)
         else:
             super(swapped, self).register_parameter(name, parameter)
 

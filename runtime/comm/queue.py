@@ -89,6 +89,8 @@ class _Pending:
     job: Job | None
     span: Span
     queue: CollectiveQueue
+    # A mode of the thread that starts the job, like the tensors that are in it.
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
@@ -99,7 +101,7 @@ class _Pending:
         self.span.begun = time.perf_counter()
         try:
             assert self.job is not None
-            with torch.no_grad():
+            with torch.inference_mode(self.inference), torch.no_grad():
                 self.result = self.job.run()
         except BaseException as error:
             self.error = error

@@ -20,6 +20,8 @@ class World:
     ``group`` is None for a single process, and then nothing ever communicates.
 
     Attributes:
+        group: Hecate's own, of the same ranks as the user's. Collectives of the queue's thread and those of the
+            model's own code would otherwise meet in one group, in another order on every rank.
         queue: where the collectives of graphs run.
     """
 
@@ -85,7 +87,30 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
             "hecate.compile: the process group is NCCL but the model is on the CPU. "
             "Move the model to this rank's GPU first, or start torch.distributed with gloo."
         )
-    return World(rank=dist.get_rank(group), size=size, group=group if size > 1 else None, device=device)
+    own = _own_group(group) if group is not None and size > 1 else None
+    return World(rank=dist.get_rank(group), size=size, group=own, device=device)
+
+
+# By the name of the group that it is beside. Models share it: their collectives are in one order on all ranks.
+_own: dict[str, dist.ProcessGroup] = {}
+
+
+def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks, backend and timeout. A collective of these ranks when it is first asked for."""
+    own = _own.get(group.group_name)
+    # Those of before destroy_process_group are gone.
+    if own is None or own not in dist.distributed_c10d._world.pg_map:
+        backend = dist.get_backend_config(group)
+        kind = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=backend,
+            timeout=group._get_backend(kind).options._timeout,
+            use_local_synchronization=True,
+            group_desc="hecate",
+        )
+        _own[group.group_name] = own
+    return own
 
 
 def find_topology(given: Topology | None, world: World) -> Topology:

@@ -50,6 +50,7 @@ class ReplicatedParameter:
     Attributes:
         id: the number in the graph.
         owner: the module; weak, because a record must not keep a model alive.
+        name: qualified parameter name in the model; of a tied parameter, the first.
         averaged: the gradient that arrives next has been through :func:`_average_gradients`.
     """
 
@@ -57,7 +58,14 @@ class ReplicatedParameter:
     owner: weakref.ref[nn.Module]
     key: str
     sync: GradientSync
+    name: str = ""
     averaged: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether the parameter is still there."""
+        module = self.owner()
+        return module is not None and module._parameters.get(self.key) is not None
 
     @property
     def parameter(self) -> Tensor:
@@ -76,9 +84,9 @@ class ReplicatedParameter:
 REPLICATED: Registry[ReplicatedParameter] = Registry("replicated parameter")
 
 
-def add_replicated(owner: nn.Module, key: str, sync: GradientSync) -> ReplicatedParameter:
+def add_replicated(owner: nn.Module, key: str, sync: GradientSync, *, name: str = "") -> ReplicatedParameter:
     """Register the parameter ``owner._parameters[key]``; the record's number goes into the graph."""
-    return REPLICATED.add(lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync))
+    return REPLICATED.add(lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync, name or key))
 
 
 def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
@@ -138,12 +146,18 @@ class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: tuple[int, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.ids = ids
+        # A parameter that gets no gradient has None in one process too, and no optimizer touches it.
+        ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        averaged = torch.ops.hecate.average_gradients([grad.contiguous() for grad in grads], list(ctx.ids))
-        return None, *averaged
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        there = {id: grad.contiguous() for id, grad in zip(ctx.ids, grads, strict=True) if grad is not None}
+        if not there:
+            return None, *grads
+        averaged = torch.ops.hecate.average_gradients(list(there.values()), list(there))
+        found = dict(zip(there, averaged, strict=True))
+        return None, *map(found.get, ctx.ids)
 
 
 @torch.compiler.allow_in_graph

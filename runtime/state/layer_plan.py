@@ -76,16 +76,35 @@ class LayerPlacer:
         """Decide the next forward's placement, if it is not decided yet."""
         plan = self.plan
         if plan.planned is None:
-            plan.planned = self._checked(self.model.policy.place(self.view))
+            plan.planned = self._checked(self.model.policy.place(self.view), "place")
             self._sign(plan.planned)
 
-    def _checked(self, placement: Placement) -> Placement:
-        name = type(self.model.policy).__name__
+    def _checked(self, placement: Placement, method: str) -> Placement:
+        """What the policy returned, if a step can run on it; else an error that names the policy."""
+        if not isinstance(placement, Placement):
+            raise self._wrong(method, f"{_kind(placement)}, not a Placement")
         if placement.owners != self.owners:
-            raise RuntimeError(f"hecate: {name}.place returned other owners for {self.name} than it has now")
+            raise self._wrong(method, "other owners than the layer has now")
+        if len(placement.holders) != self.owners.num_experts:
+            raise self._wrong(method, f"holders of {len(placement.holders)} experts, not {self.owners.num_experts}")
+        experts, ranks = placement.pairs
+        owned = np.bincount(experts[ranks == placement.owner_array[experts]], minlength=len(placement.holders))
+        if (owned != 1).any():
+            expert = int(np.argmax(owned != 1))
+            raise self._wrong(
+                method,
+                f"holders {list(placement.holders[expert])} of expert {expert}, in which its owner, rank "
+                f"{self.owners.ranks[expert]}, must stand once. Placement.with_replicas adds the owners",
+            )
+        if len(ranks) and not (ranks.min() >= 0 and ranks.max() < self.owners.world_size):
+            raise self._wrong(method, f"holders that are none of the ranks 0 to {self.owners.world_size - 1}")
         if placement.num_replicas and not self.model.policy.replicates:
-            raise RuntimeError(f"hecate: {name}.place returned replicas, but {name}.replicates is not set")
+            raise self._wrong(method, f"replicas, but {type(self.model.policy).__name__}.replicates is not set")
         return placement
+
+    def _wrong(self, method: str, what: str) -> RuntimeError:
+        policy = type(self.model.policy).__name__
+        return RuntimeError(f"hecate: {policy}.{method} returned, for {self.name}, {what}.")
 
     def _sign(self, placement: Placement) -> None:
         self.model.sign(self.name, self.plan.step, self.owners, placement)
@@ -103,9 +122,9 @@ class LayerPlacer:
 
     def calibrate(self, placement: Placement, counts: Ints) -> Placement:
         """The policy's second thoughts, after the gate."""
-        calibrated = self.model.policy.calibrate(self.view, placement, counts)
+        calibrated = self._checked(self.model.policy.calibrate(self.view, placement, counts), "calibrate")
         if not calibrated.includes(placement):
-            raise RuntimeError(f"hecate: {type(self.model.policy).__name__}.calibrate dropped holders of {self.name}")
+            raise self._wrong("calibrate", "a placement without some of the holders that it was given")
         if calibrated is not placement:
             self._sign(calibrated)
             self._keep(calibrated)
@@ -113,7 +132,37 @@ class LayerPlacer:
 
     def assign(self, placement: Placement, counts: Ints) -> Quotas:
         """This rank's part of the exchange."""
-        return self.model.policy.assign(self.view, placement, counts, self.model.world.rank)
+        rank = self.model.world.rank
+        quotas = self.model.policy.assign(self.view, placement, counts, rank)
+        self._check_quotas(quotas, placement, counts, rank)
+        return quotas
+
+    def _check_quotas(self, quotas: Quotas, placement: Placement, counts: Ints, rank: int) -> None:
+        """Every row of this rank goes to one holder of its expert, and only such rows arrive."""
+        if not isinstance(quotas, Quotas):
+            raise self._wrong("assign", f"{_kind(quotas)}, not Quotas")
+        held = placement.matrix > 0
+        if quotas.sends.shape != held.shape or quotas.receives.shape != counts.shape:
+            shapes = f"sends {list(quotas.sends.shape)} and receives {list(quotas.receives.shape)}"
+            raise self._wrong("assign", f"{shapes}, not {list(held.shape)} and {list(counts.shape)}")
+        sent, strangers = quotas.sends.sum(1), np.where(held, 0, quotas.sends).any(1)
+        wrong = (sent != counts[rank]) | strangers | (quotas.sends < 0).any(1)
+        if wrong.any():
+            expert = int(np.argmax(wrong))
+            raise self._wrong(
+                "assign",
+                f"sends {quotas.sends[expert].tolist()} for expert {expert}. Rank {rank} has "
+                f"{int(counts[rank, expert])} rows for it, and ranks {list(placement.holders[expert])} hold it",
+            )
+        wrong = ((quotas.receives < 0) | (quotas.receives > np.where(held[:, rank], counts, 0))).any(0)
+        if wrong.any():
+            expert = int(np.argmax(wrong))
+            raise self._wrong(
+                "assign",
+                f"receives {quotas.receives[:, expert].tolist()} of expert {expert} for rank {rank}, which "
+                f"{'holds' if held[expert, rank] else 'does not hold'} it. Ranks have {counts[:, expert].tolist()} "
+                "rows for it",
+            )
 
     def observe(self, counts: Ints) -> None:
         """Remember the rows ``[W, E]`` of a step."""
@@ -146,3 +195,7 @@ class LayerPlacer:
         recent = self.plan.recent
         if not any(known is placement for known, _ in recent):
             recent.append((placement, []))
+
+
+def _kind(value: object) -> str:
+    return "nothing (is there a return statement?)" if value is None else f"a {type(value).__name__}"

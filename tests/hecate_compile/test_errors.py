@@ -216,20 +216,6 @@ def test_direct_call_of_a_part() -> None:
         assert "call the compiled model instead" in message
 
 
-def used_outside() -> str:
-    """The head's weight trained by code outside the model: its gradient would never be averaged."""
-    model = hecate.compile(build("plain"), EAGER)
-    model(batch(0), batch(0))["loss"].backward()
-    return message_of(lambda: model.norms[0].weight.square().sum().backward())
-
-
-@pytest.mark.distributed
-def test_parameter_trained_outside_the_forward() -> None:
-    for message in run_ranks(f"{_HERE}:used_outside", 2):
-        assert message.startswith("UntracedReadError")
-        assert "gradient of norms.0.weight was not averaged" in message
-
-
 def different_models() -> list[str]:
     hecate.compile(build("plain"), EAGER)  # starts torch.distributed
     rank, _ = rank_and_size()

@@ -43,8 +43,9 @@ def test_a_trace_holds_what_stats_showed(tmp_path: Path) -> None:
 def test_refusals_and_a_block_that_raises(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))
-    with pytest.raises(FileNotFoundError, match="nowhere"), hecate.record(model, tmp_path / "nowhere" / "x.npz"):
-        pass
+    for wrong in (tmp_path / "nowhere" / "x.npz", tmp_path):
+        with pytest.raises(OSError, match=f"rank 0 cannot write {wrong}"), hecate.record(model, wrong):
+            raise AssertionError("the block must not run")
     with pytest.raises(ValueError, match="was not compiled"), hecate.record(build("mixtral"), tmp_path / "x.npz"):
         pass
     with pytest.raises(ZeroDivisionError), hecate.record(model, tmp_path / "x.npz"):

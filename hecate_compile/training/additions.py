@@ -1,0 +1,89 @@
+"""Parameters that were added to a compiled model, such as adapters: taken in before the next forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import agree
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.state.step_mode import CurrentStep
+from hecate.wrap.changes import Changes
+from hecate.wrap.parameter_reads import install_replicated_reads
+from hecate.wrap.shard import shard_of
+
+
+class Additions:
+    """Makes what was added after ``hecate.compile`` part of the training: whole on every rank, averaged.
+
+    Args:
+        replicated: the records that the model has.
+        added: called with every record that is new or whose parameter is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicated: Sequence[ReplicatedParameter],
+        *,
+        sync: GradientSync,
+        step: CurrentStep,
+        param_dtype: torch.dtype | None,
+        added: Callable[[ReplicatedParameter], None],
+    ) -> None:
+        # Weak: the model holds this.
+        self._model = weakref.ref(model)
+        self._sync, self._step, self._param_dtype, self._added = sync, step, param_dtype, added
+        self._records = list(replicated)
+        self._changes = Changes()
+        # By identity: tensors compare element by element.
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._remember(model)
+
+    @property
+    def records(self) -> tuple[ReplicatedParameter, ...]:
+        """Of all parameters that every rank has whole."""
+        return tuple(self._records)
+
+    def before_forward(self) -> None:
+        """Take in what is new; a collective then, and all ranks have added the same."""
+        model = self._model()
+        if not self._changes.pending or model is None:
+            return
+        self._changes.pending = False
+        new = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if shard_of(parameter) is None and parameter not in self._known
+        }
+        if not new:
+            self._remember(model)
+            return
+        world = self._sync.world
+        agree(
+            [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],
+            "the parameters that were added after hecate.compile",
+            "Add the same ones on every rank, or add them before.",
+            world,
+        )
+        with torch.no_grad():
+            for parameter in new.values():
+                collectives.broadcast(parameter.detach(), world)
+        added = install_replicated_reads(model, self._sync, self._step, self._param_dtype)
+        self._records = [record for record in self._records if record.exists]
+        replaced = [record for record in self._records if any(record.parameter is p for p in new.values())]
+        self._records += added
+        for record in (*replaced, *added):
+            self._added(record)
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._changes.follow(model)
+        for parameter in model.parameters():
+            if shard_of(parameter) is None:
+                self._known[parameter] = True

@@ -1,0 +1,45 @@
+"""Notice that a compiled model got other parameters or modules, without looking at it in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_KEY = "_hecate_changes"
+_hooks: list[Any] = []
+
+
+@dataclass
+class Changes:
+    """Shared by all modules of one compiled model.
+
+    Attributes:
+        pending: a parameter or a module was registered since somebody last looked.
+    """
+
+    pending: bool = False
+
+    def follow(self, model: nn.Module) -> None:
+        """Hear of everything that is registered in ``model`` from now on. The first call starts it for all models."""
+        if not _hooks:
+            _hooks.append(register_module_module_registration_hook(_registered))
+            _hooks.append(register_module_parameter_registration_hook(_registered))
+        for module in model.modules():
+            module.__dict__[_KEY] = self
+
+
+def note_change(module: nn.Module) -> None:
+    """Something was registered in ``module``."""
+    changes = module.__dict__.get(_KEY)
+    if changes is not None:
+        changes.pending = True
+
+
+def _registered(module: nn.Module, name: str, value: object) -> None:
+    note_change(module)

@@ -1,0 +1,119 @@
+"""Gradients that do not come from one compiled forward alone are those of one process too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hecate
+from tests.support.models import VOCABULARY, PlainLanguageModel, batch
+from tests.support.parity import clear_gradients, compare, rank_and_size
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.training.test_outside_gradients"
+EAGER = hecate.Config(backend="aot_eager", reshard_every=0)
+
+
+class Headless(PlainLanguageModel):
+    """Its loss is computed by the caller, with the embedding and with a head that the forward never uses."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=8, layers=1, experts=4)
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.memory = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        hidden, _ = self.memory(self.embedding(input_ids))
+        return hidden + self.blocks[0](self.norms[0](hidden))
+
+
+def tied(model: Headless, ids: torch.Tensor) -> torch.Tensor:
+    """A chunked loss through the embedding that the forward used too."""
+    chunks = zip(model(ids).chunk(2, 1), ids.chunk(2, 1), strict=True)
+    return sum(cross_entropy((h @ model.embedding.weight.T).flatten(0, 1), part.flatten()) for h, part in chunks) / 2
+
+
+def head(model: Headless, ids: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(model(ids)).flatten(0, 1), ids.flatten())
+
+
+def regularized(model: Headless, ids: torch.Tensor) -> torch.Tensor:
+    """Parameters outside of the experts are in a penalty, outside of the forward."""
+    return head(model, ids) + 0.1 * sum(p.square().sum() for n, p in model.named_parameters() if "blocks" not in n)
+
+
+def twice(model: Headless, ids: torch.Tensor) -> torch.Tensor:
+    """Two forwards, one backward."""
+    return head(model, ids) + tied(model, ids.flip(1))
+
+
+LOSSES: dict[str, Callable[[Headless, torch.Tensor], torch.Tensor]] = {
+    "tied": tied, "head": head, "regularized": regularized, "twice": twice,
+}  # fmt: skip
+
+
+def measure() -> dict[str, Any]:
+    """On one rank."""
+    torch.manual_seed(0)
+    reference = Headless()
+    torch.manual_seed(0)
+    model = hecate.compile(Headless(), EAGER)
+    rank, size = rank_and_size()
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, loss_of in LOSSES.items():
+            for step in range(2):
+                clear_gradients(model, reference)
+                # Two micro-batches, the first one unsynchronized.
+                for micro in range(2):
+                    hecate.set_requires_gradient_sync(model, micro == 1)
+                    ids = batch(10 * step + micro)
+                    loss = loss_of(model, ids.chunk(size)[rank])
+                    loss.backward()
+                    expected = loss_of(reference, ids)
+                    expected.backward()
+                difference = compare(model, loss.detach(), reference, expected.detach())
+                found[name] = max(found.get(name, 0.0), difference.gradient, difference.loss)
+    found["warnings"] = [str(w.message) for w in caught if "averaged once more" in str(w.message)]
+    ids = batch(0)
+
+    def differ() -> None:
+        hidden = model(ids)
+        (hidden.sum() + (model.head(hidden).sum() if rank else model.norms[0](hidden).sum())).backward()
+
+    found["differ"] = message_of(differ)
+    return found
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:measure", 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_one_process(name: str) -> None:
+    for result in results():
+        assert result[name] < 1e-5
+
+
+@pytest.mark.distributed
+def test_it_is_said_once() -> None:
+    first, second = (result["warnings"] for result in results())
+    assert len(first) == 1 and "several forwards share one backward" in first[0]
+    assert second == []
+
+
+@pytest.mark.distributed
+def test_ranks_that_use_different_parameters_are_told() -> None:
+    for result in results():
+        assert "DisagreementError: hecate: ranks disagree on which parameters get gradients" in result["differ"]
+        assert "rank 0, line 0" in result["differ"] and "head.weight" in result["differ"]

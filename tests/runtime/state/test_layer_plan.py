@@ -1,0 +1,118 @@
+"""What a policy returns is checked before a step runs on it, and the message names the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.runtime.comm.world import World
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Quotas
+from hecate.runtime.placement.policy import Policy
+from hecate.runtime.placement.topology import Topology
+from hecate.runtime.state.layer_plan import LayerPlacer
+from hecate.runtime.state.placer import Placer
+
+OWNERS = Owners((0, 0, 1, 2), 3)
+WORLD = World(rank=1, size=3, group=None, device=torch.device("cpu"))
+COUNTS = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]])
+
+
+def placer(method: str, returned: Callable[..., Any], **attributes: Any) -> LayerPlacer:
+    """One whose policy has another ``method``."""
+    kind = type("Mine", (Policy,), {method: lambda self, *args: returned(*args)} | {"replicates": True} | attributes)
+    return LayerPlacer(Placer(kind(), Topology.even(3, 3), WORLD), id=0, name="the layer", owners=OWNERS)
+
+
+def holders(*ranks: tuple[int, ...]) -> Callable[..., Placement]:
+    return lambda *_: Placement(OWNERS, ranks)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda layer: None, r"nothing \(is there a return statement\?\), not a Placement"),
+        (lambda layer: [(0,)], "a list, not a Placement"),
+        (lambda layer: Placement.owned(Owners((0, 1, 1, 2), 3)), "other owners than the layer has now"),
+        (holders((0,), (0,), (1,)), "holders of 3 experts, not 4"),
+        (
+            holders((0,), (0,), (0, 2), (2,)),
+            r"holders \[0, 2\] of expert 2, in which its owner, rank 1, must stand once",
+        ),
+        (holders((0, 0), (0,), (1,), (2,)), r"holders \[0, 0\] of expert 0"),
+        (holders((0,), (0,), (1, 3), (2,)), "holders that are none of the ranks 0 to 2"),
+    ],
+)
+def test_placements(returned: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"Mine\.place returned, for the layer, {message}"):
+        placer("place", returned).take()
+
+
+def test_replicas_without_the_attribute() -> None:
+    wrong = placer("place", holders((0, 1), (0,), (1,), (2,)), replicates=False)
+    with pytest.raises(RuntimeError, match=r"replicas, but Mine\.replicates is not set"):
+        wrong.take()
+
+
+def test_calibrate_must_keep_holders() -> None:
+    before = Placement.with_replicas(OWNERS, [{1}, set(), set(), set()])
+    wrong = placer("calibrate", lambda layer, placement, counts: Placement.owned(OWNERS))
+    with pytest.raises(RuntimeError, match=r"Mine\.calibrate returned.*without some of the holders"):
+        wrong.calibrate(before, COUNTS)
+
+
+def right() -> Quotas:
+    """Every row goes to its owner: what rank 1 sends and receives."""
+    sends = np.zeros((4, 3), dtype=np.int64)
+    sends[range(4), OWNERS.ranks] = COUNTS[1]
+    receives = np.zeros((3, 4), dtype=np.int64)
+    receives[:, 2] = COUNTS[:, 2]
+    return Quotas(sends=sends, receives=receives)
+
+
+def changed(name: str, index: tuple[int, int], value: int) -> Quotas:
+    quotas = right()
+    matrix = getattr(quotas, name).copy()
+    matrix[index] = value
+    return replace(quotas, **{name: matrix})
+
+
+def moved() -> Quotas:
+    """All rows leave, but one goes to a rank without the expert."""
+    quotas = changed("sends", (3, 2), 7)
+    quotas.sends[3, 0] = 1
+    return quotas
+
+
+@pytest.mark.parametrize(
+    ("quotas", "message"),
+    [
+        (None, "nothing .*, not Quotas"),
+        (
+            Quotas(sends=right().sends[:2], receives=right().receives),
+            r"sends \[2, 3\] and receives \[3, 4\], not \[4, 3\]",
+        ),
+        (
+            changed("sends", (2, 1), 6),
+            r"sends \[0, 6, 0\] for expert 2. Rank 1 has 7 rows for it, and ranks \[1\] hold",
+        ),
+        (moved(), r"sends \[1, 0, 7\] for expert 3. Rank 1 has 8 rows for it, and ranks \[2\] hold it"),
+        (changed("receives", (0, 2), 4), r"receives \[4, 7, 2\] of expert 2 for rank 1, which holds it"),
+        (changed("receives", (0, 0), 1), r"receives \[1, 0, 0\] of expert 0 for rank 1, which does not hold it"),
+    ],
+)
+def test_quotas(quotas: Any, message: str) -> None:
+    wrong = placer("assign", lambda *_: quotas)
+    with pytest.raises(RuntimeError, match=rf"Mine\.assign returned, for the layer, {message}"):
+        wrong.assign(Placement.owned(OWNERS), COUNTS)
+
+
+def test_right_quotas_pass() -> None:
+    found = placer("assign", lambda *_: right()).assign(Placement.owned(OWNERS), COUNTS)
+    assert np.array_equal(found.sends, right().sends)
