@@ -10,22 +10,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hecate.checks import check_no_optimizer, check_usable, describe_model, refuse_ddp, warn_float16
+from hecate.checks import check_no_optimizer, check_usable, describe_model, warn_float16
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
-from hecate.integrations import transformers_models
+from hecate.integrations import transformers_models, transformers_trainer
+from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
 from hecate.reports.stats import Stats, collect_stats
 from hecate.reports.timeline import write_timeline
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.measure_rates import measure_rates
+from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import find_topology, find_world
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
+from hecate.training.clip_grad_norm import watch_clipping
 from hecate.training.forward import CompiledForward
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
@@ -67,6 +70,11 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     config = config if config is not None else Config()
     if not isinstance(config, Config):
         raise TypeError(f"hecate.compile: config is a {type(config).__name__}, expected a hecate.Config")
+    with doing("hecate.compile"):
+        return _compile(model, config, mesh)
+
+
+def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     precision = config.mixed_precision
     param_dtype = precision.param_dtype if precision else None
 
@@ -93,7 +101,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
 
     # Step 3: reading a parameter becomes a gather or an averaged identity.
-    replicated = install_reads(model, experts, layers, sync, step, param_dtype)
+    replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype)
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
@@ -102,8 +110,11 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
-    refuse_ddp(model, world)
-    watch_optimizers()
+    if world.size > 1:
+        watch_optimizers()
+        watch_clipping()
+        leave_unwrapped()
+        transformers_trainer.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model)
     )  # fmt: skip
@@ -131,6 +142,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
         config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
         sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
     ).attach(model)  # fmt: skip
+    # As wrappers for data parallelism have it; accelerate looks for it.
+    model.__dict__["no_sync"] = no_sync(sync)
     return model
 
 
@@ -180,7 +193,8 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
-    return collect_stats(state.layers, state.world)
+    with doing("hecate.stats"):
+        return collect_stats(tuple(dict.fromkeys(state.layers)), state.world)
 
 
 def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:

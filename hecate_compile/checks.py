@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,15 +73,3 @@ def warn_float16(model: nn.Module, world: World) -> None:
             "hold different experts. Use bfloat16, or float32 with Config(mixed_precision=...).",
             stacklevel=3,
         )
-
-
-def refuse_ddp(model: nn.Module, world: World) -> None:
-    """DDP around a compiled model would copy rank 0's experts over everybody else's.
-
-    With every parameter on its ignore list it refuses by itself, whoever wraps the model.
-    """
-    if world.size > 1:
-        root: Any = model
-        root._ddp_params_and_buffers_to_ignore = [
-            name for name, _ in (*model.named_parameters(), *model.named_buffers())
-        ]

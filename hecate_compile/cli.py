@@ -42,7 +42,7 @@ def simulate(
     ],
     cluster: Annotated[list[Path], typer.Option(help="a TOML file; may be given several times")],
     policy: Annotated[
-        list[str], typer.Option(help="static, hecate, paper, or module:Class of your own; several times")
+        list[str], typer.Option(help="static, hecate, paper, or file.py:Class of your own; several times")
     ] = ["static", "hecate"],  # noqa: B006  typer copies it
     trace: Annotated[Path | None, typer.Option(help="routing that hecate.record wrote")] = None,
     workload: Annotated[str, typer.Option(help=f"made-up routing instead: {', '.join(WORKLOADS)}")] = "zipf",
@@ -78,7 +78,7 @@ def simulate(
             results += study(build, spec, copy.deepcopy(makers), partial(routing, spec), options)
     except (ClusterError, CaptureError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
-    Console(width=150).print(_table(results))
+    Console(width=150, markup=False, emoji=False).print(_table(results))
     if out is not None:
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
@@ -125,16 +125,9 @@ def _policy(name: str, replicas: int) -> Policy:
     }  # fmt: skip
     if name in known:
         return known[name]()
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise typer.BadParameter(f"no policy {name!r}; there are {', '.join(known)}, and module:Class")
-    sys.path.insert(0, os.getcwd())
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(f"policy {name!r}: {error}") from None
-    finally:
-        sys.path.remove(os.getcwd())
+    if ":" not in name:
+        raise typer.BadParameter(f"no policy {name!r}; there are {', '.join(known)}, and file.py:Class")
+    kind = _load(name, "policy", "Class")
     policy = kind() if isinstance(kind, type) and issubclass(kind, Policy) else None
     if policy is None:
         raise typer.BadParameter(f"policy {name!r} is no hecate.Policy")
@@ -143,23 +136,35 @@ def _policy(name: str, replicas: int) -> Policy:
     return policy
 
 
-def _function(name: str) -> Build:
+def _load(name: str, what: str, kind: str) -> Any:
+    """What ``file.py:name`` says; a module on the path, ``package.module:name``, works too."""
     file, _, attribute = name.rpartition(":")
     path = Path(file)
-    if not file or not path.is_file():
-        raise typer.BadParameter(f"model {name!r}: expected file.py:function")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise typer.BadParameter(f"model {name!r}: {path} is not a Python file")
-    # Dataclasses look their module up.
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     sys.path[:0] = [os.getcwd(), str(path.parent)]
-    spec.loader.exec_module(module)
+    if path.is_file():
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise typer.BadParameter(f"{what} {name!r}: {path} is not a Python file")
+        # Dataclasses look their module up.
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    elif not file or path.suffix == ".py" or not all(part.isidentifier() for part in file.split(".")):
+        raise typer.BadParameter(f"{what} {name!r}: expected file.py:{kind}")
+    else:
+        try:
+            module = importlib.import_module(file)
+        except ImportError as error:
+            raise typer.BadParameter(f"{what} {name!r}: {error}; expected file.py:{kind}") from None
     if not hasattr(module, attribute):
-        raise typer.BadParameter(f"model {name!r}: {path} has no {attribute}")
+        raise typer.BadParameter(f"{what} {name!r}: {file} has no {attribute}")
+    return getattr(module, attribute)
+
+
+def _function(name: str) -> Build:
+    function = _load(name, "model", "function")
 
     def build() -> tuple[nn.Module, Mapping[str, Any]]:
-        made = getattr(module, attribute)()
+        made = function()
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
             raise typer.BadParameter(f"{name} must return a model and a batch: (nn.Module, dict of tensors)")
         return made

@@ -27,7 +27,7 @@ class CompiledModel:
     Attributes:
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
-        layers: the runtime record of each of ``experts``.
+        layers: the runtime record of each of ``experts``; the same for modules that share parameters.
     """
 
     config: Config

@@ -54,6 +54,8 @@ class Explanation:
                 ", ".join(experts.parameters), owned,
             )  # fmt: skip
         parts: list[Table | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}", found]
+        if self.world.size == 1:
+            parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")

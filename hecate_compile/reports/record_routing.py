@@ -14,6 +14,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 
 
@@ -42,7 +43,8 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         RuntimeError: in the first forward, if a layer gathers its experts, so that nobody counts its rows.
     """
     state = compiled_model_of(model, "record")
-    experts = {layer.num_experts for layer in state.layers}
+    layers = tuple(dict.fromkeys(state.layers))
+    experts = {layer.num_experts for layer in layers}
     if len(experts) != 1:
         raise ValueError(f"hecate.record: layers have different numbers of experts: {sorted(experts)}")
     if state.forward.after is not None:
@@ -50,13 +52,13 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     target = Path(path)
     _try_to_write(target, state.world)
     steps: list[np.ndarray[Any, Any]] = []
-    owners = np.asarray([layer.owners.ranks for layer in state.layers], dtype=np.int32)
+    owners = np.asarray([layer.owners.ranks for layer in layers], dtype=np.int32)
 
     def after() -> None:
         if not torch.is_grad_enabled():
             return
         counts = []
-        for layer in state.layers:
+        for layer in layers:
             if layer.counts is None:
                 raise RuntimeError(f"hecate.record: {layer.name} gathers its experts, so its rows are not counted")
             counts.append(layer.counts.cpu().numpy())
@@ -69,12 +71,12 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         state.forward.after = None
         if state.world.rank == 0:
-            shape = (0, len(state.layers), state.world.size, experts.pop())
+            shape = (0, len(layers), state.world.size, experts.pop())
             with target.open("wb") as file:
                 np.savez_compressed(
                     file,
                     counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
-                    layers=np.asarray([layer.name for layer in state.layers]),
+                    layers=np.asarray([layer.name for layer in layers]),
                     owners=owners,
                 )
 
@@ -88,6 +90,7 @@ def _try_to_write(target: Path, world: World) -> None:
         except OSError as error:
             problem = str(error)
     failed = torch.tensor([bool(problem)], dtype=torch.uint8, device=world.control_device)
-    collectives.broadcast(failed, world)
+    with doing("hecate.record"):
+        collectives.broadcast(failed, world)
     if bool(failed):
         raise OSError(f"hecate.record: rank 0 cannot write {target}. {problem}".rstrip())

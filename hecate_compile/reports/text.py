@@ -10,7 +10,8 @@ from rich.table import Table
 
 def as_text(*tables: Table | str) -> str:
     """What a terminal of 120 columns would show."""
-    console = Console(width=120, file=io.StringIO(), record=True)
+    # What is printed is the user's code and names, in which brackets are brackets.
+    console = Console(width=120, file=io.StringIO(), record=True, markup=False, emoji=False)
     for table in tables:
         console.print(table)
     return console.export_text()

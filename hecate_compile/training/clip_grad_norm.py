@@ -1,15 +1,53 @@
-"""Gradient clipping for a model whose experts are sharded."""
+"""Gradient clipping for a model whose experts are sharded.
+
+A norm over one rank's gradients differs from rank to rank, and clipping by it would let ranks drift apart. So
+trainers that call torch's own functions get the norm of the whole model too.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad
 
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import shard_of, worlds_of_gradients
+
+_local_norm = clip_grad._get_total_norm
+
+
+def watch_clipping() -> None:
+    """From now on ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know shards. The first call does it."""
+    # What clip_grad_norm_ calls, wherever it was imported to.
+    clip_grad._get_total_norm = _total_norm
+    torch.nn.utils.get_total_norm = _total_norm
+
+
+@functools.wraps(_local_norm)
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Torch's function; of gradients of shards, with those of all ranks. Then all ranks call it together."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    worlds = worlds_of_gradients()
+    owned = [tensor for tensor in tensors if id(tensor) in worlds]
+    if not owned:
+        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    whole = _local_norm([tensor for tensor in tensors if id(tensor) not in worlds], norm_type, False, foreach)
+    with doing("clip_grad_norm_"), torch.no_grad():
+        norm = _with_owned(whole, owned, float(norm_type), worlds[id(owned[0])], foreach)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
 
 
 def clip_grad_norm_(
@@ -21,9 +59,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the norm of the whole model on every rank.
 
-    The plain function sees another norm on each rank, because each rank has other shards, and would scale
-    the parameters apart. A collective: all ranks call it after a backward with gradient
-    synchronization on, also ranks without gradients.
+    Torch's own does the same once a model was compiled, for gradients of shards that are there; this one works
+    for ranks without any too. A collective: all ranks call it after a backward with gradient synchronization on.
 
     Args:
         parameters: the compiled model, or its parameters.
@@ -49,17 +86,23 @@ def clip_grad_norm_(
     worlds = [_world_of_shard(p) for p in parameters]
     whole = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is None]
     owned = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is not None]
-    norm = torch.nn.utils.get_total_norm(whole, norm_type, foreach=foreach)
+    norm = _local_norm(whole, norm_type, foreach=foreach)
     shared = next((world for world in worlds if world is not None), None)
     if shared is not None:
-        norm = _with_owned(norm, owned, norm_type, shared, foreach)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"hecate.clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}. To clip anyway, "
-            "set error_if_nonfinite=False."
-        )
+        with doing("hecate.clip_grad_norm_"):
+            norm = _with_owned(norm, owned, norm_type, shared, foreach)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
     return norm
+
+
+def _check_finite(norm: torch.Tensor, order: float) -> None:
+    if not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"hecate.clip_grad_norm_: the gradient norm of order {order} is {float(norm)}. To clip anyway, "
+            "set error_if_nonfinite=False."
+        )
 
 
 def _world_of_shard(parameter: torch.Tensor) -> World | None:
@@ -72,14 +115,12 @@ def _with_owned(
     whole: torch.Tensor, owned: list[torch.Tensor], order: float, world: World, foreach: bool | None
 ) -> torch.Tensor:
     """The norm of replicated gradients, equal on all ranks, joined with those of all ranks' shards."""
-    own = torch.nn.utils.get_total_norm([g for g in owned if g.numel()], order, foreach=foreach)
+    own = _local_norm([g for g in owned if g.numel()], order, foreach=foreach)
     own = own.to(device=world.device, dtype=torch.float32)
     whole = whole.to(device=world.device, dtype=torch.float32)
     if order == float("inf"):
-        if world.group is not None:
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=world.group)
+        collectives.all_reduce(own, world, dist.ReduceOp.MAX)
         return torch.maximum(own, whole)
     power = own**order
-    if world.group is not None:
-        dist.all_reduce(power, group=world.group)
+    collectives.all_reduce(power, world)
     return (power + whole**order) ** (1.0 / order)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.runtime.comm.queue import CollectiveQueue
@@ -61,7 +60,6 @@ class CompiledForward:
         self.after: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_ddp()
         # Step 1: what this forward is for.
         training = torch.is_grad_enabled()
         mode = StepMode(training=training, first=training not in self._compiled_modes)
@@ -110,16 +108,6 @@ class CompiledForward:
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
 
-def _refuse_ddp() -> None:
-    """DDP around a model that contains this one has copied rank 0's experts over everybody else's."""
-    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
-        raise RuntimeError(
-            "hecate: the compiled model is inside DistributedDataParallel, which copied rank 0's experts over "
-            "everybody else's and would average gradients of different experts. Use the model without it: Hecate "
-            "averages gradients itself. With Lightning that is Trainer(strategy=SingleDeviceStrategy(...))."
-        )
-
-
 def _dynamo_options() -> dict[str, Any]:
     """What Dynamo must do differently while it traces the model."""
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
@@ -145,7 +133,8 @@ def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
     equals the parameter's.
     """
     # Looked up anew: load_state_dict(assign=True) makes new parameters.
-    shards = [p for e in experts for key in e.parameters if (p := e.module._parameters[key]) is not None]
+    found = (e.module._parameters[key] for e in experts for key in e.parameters)
+    shards = list({id(p): p for p in found if p is not None}.values())
     gradients = [shard.grad for shard in shards]
     for shard in shards:
         shard.grad = None

@@ -7,10 +7,9 @@ follows before its optimizer's next step; see ``optimizer_state``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hecate.runtime.comm import collectives
@@ -22,6 +21,7 @@ from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.optimizer_state import state_that_cannot_move
 from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.shard import shard_of
 
 
 class OwnerMover:
@@ -34,7 +34,10 @@ class OwnerMover:
     def __init__(
         self, experts: Sequence[ExpertsModule], layers: Sequence[Layer], placer: Placer, world: World
     ) -> None:
-        self.experts, self.layers, self.placer, self.world = experts, layers, placer, world
+        self.layers, self.placer, self.world = tuple(dict.fromkeys(layers)), placer, world
+        self._experts: dict[int, list[ExpertsModule]] = {layer.id: [] for layer in layers}
+        for e, layer in zip(experts, layers, strict=True):
+            self._experts[layer.id].append(e)
         self.moves: list[int] = []
         self._steps = 0
         self._impossible = False
@@ -72,26 +75,25 @@ class OwnerMover:
             DisagreementError: ranks want different owners.
             ValueError: owners of another number of experts or ranks.
         """
-        of = dict(zip((layer.id for layer in self.layers), self.experts, strict=True))
-        changes = [(of[layer.id], layer, owners) for layer, owners in wanted if owners != layer.owners]
+        changes = [(layer, owners) for layer, owners in wanted if owners != layer.owners]
         # Before anything else: a rank that wants no change must hear of those that do.
         self._agree_on(changes)
         if not changes or not self._can_move(changes):
             return False
-        for e, layer, owners in changes:
-            self._move(e, layer, owners)
-        self.moves.append(sum(_changed(layer.owners, owners) for _, layer, owners in changes))
-        for _, layer, owners in changes:
+        for layer, owners in changes:
+            self._move(layer, owners)
+        self.moves.append(sum(_changed(layer.owners, owners) for layer, owners in changes))
+        for layer, owners in changes:
             layer.placer.change_owners(owners)
         return True
 
-    def _agree_on(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> None:
+    def _agree_on(self, changes: Sequence[tuple[Layer, Owners]]) -> None:
         agree(
-            [f"{layer.name}: {owners}" for _, layer, owners in changes]
+            [f"{layer.name}: {owners}" for layer, owners in changes]
             + [
-                f"{layer.name}.{key} {p.dtype} gradient {p.grad is not None}"
-                for e, layer, _ in changes
-                for key, p in _parameters(e)
+                f"{name} {p.dtype} gradient {p.grad is not None}"
+                for layer, _ in changes
+                for name, p in self._parameters(layer).items()
             ],
             "what moves when experts change owners",
             "Every rank must run the same steps, and a policy must choose the same owners on all of them. With "
@@ -99,17 +101,17 @@ class OwnerMover:
             self.world,
         )
 
-    def _can_move(self, changes: Sequence[tuple[ExpertsModule, Layer, Owners]]) -> bool:
+    def _can_move(self, changes: Sequence[tuple[Layer, Owners]]) -> bool:
         """Whether every rank can move its optimizer state."""
-        for _, layer, owners in changes:
+        for layer, owners in changes:
             if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
                 name = type(self.placer.policy).__name__
                 raise ValueError(
                     f"hecate: {name}.choose_owners returned owners for {layer.name} that do not fit: {owners}"
                 )
-        stuck = state_that_cannot_move({layer.id for _, layer, _ in changes})
+        stuck = state_that_cannot_move({layer.id for layer, _ in changes})
         count = torch.tensor([len(stuck)], device=self.world.control_device)
-        dist.all_reduce(count, group=self.world.group)
+        collectives.all_reduce(count, self.world)
         if int(count):
             self._impossible = True
             if self.world.rank == 0:
@@ -121,21 +123,20 @@ class OwnerMover:
             return False
         return True
 
-    def _move(self, experts: ExpertsModule, layer: Layer, owners: Owners) -> None:
+    def _parameters(self, layer: Layer) -> dict[str, nn.Parameter]:
+        """The shards of a layer by their names, each once."""
+        # Looked up anew: load_state_dict(assign=True) makes new parameters.
+        found = (e.module._parameters[key] for e in self._experts[layer.id] for key in e.parameters)
+        return {shard.name: p for p in found if p is not None and (shard := shard_of(p)) is not None}
+
+    def _move(self, layer: Layer, owners: Owners) -> None:
         with torch.no_grad():
-            for _, parameter in _parameters(experts):
+            for parameter in self._parameters(layer).values():
                 gradient = parameter.grad
                 if gradient is not None:
                     gradient = collectives.move_shards(gradient, layer.owners, owners, self.world)
                 values = collectives.move_shards(parameter.detach(), layer.owners, owners, self.world)
                 _refill(parameter, values, gradient)
-
-
-def _parameters(experts: ExpertsModule) -> Iterator[tuple[str, nn.Parameter]]:
-    for key in experts.parameters:
-        parameter = experts.module._parameters[key]
-        if parameter is not None:
-            yield key, parameter
 
 
 def _changed(old: Owners, new: Owners) -> int:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 
@@ -144,7 +144,7 @@ class OutsideGradients:
         with torch.no_grad():
             for dtype, same in by_dtype.items():
                 buffer = torch.cat([gradient.reshape(-1) for gradient in same]).to(self._sync.dtype or dtype)
-                dist.all_reduce(buffer, group=world.group)
+                collectives.all_reduce(buffer, world)
                 buffer.div_(world.size)
                 for gradient, part in zip(same, buffer.split([g.numel() for g in same]), strict=True):
                     gradient.copy_(part.view_as(gradient))

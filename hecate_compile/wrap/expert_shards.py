@@ -15,7 +15,7 @@ from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import ParameterSites, Shard, as_parameter
+from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,33 @@ def shard_experts(found: Sequence[ExpertsModule], sites: ParameterSites, world: 
     """Keep this rank's experts of each module, with rank 0's values, and free the rest.
 
     A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``).
+
+    Returns:
+        The record of each module. Modules that share a parameter share their record: an expert has one owner.
     """
     layers = []
     for experts in found:
-        owners = Owners.contiguous(experts.num_experts, world.size)
-        layer = add_layer(name=experts.name, owners=owners, world=world, placer=placer)
+        layer = _layer_of_shared(experts)
+        if layer is None:
+            owners = Owners.contiguous(experts.num_experts, world.size)
+            layer = add_layer(name=experts.name, owners=owners, world=world, placer=placer)
         for key in experts.parameters:
             _shard_parameter(experts, key, layer, sites)
         layers.append(layer)
     return layers
 
 
+def _layer_of_shared(experts: ExpertsModule) -> Layer | None:
+    """The record under which another module's parameters were sharded that are this one's too."""
+    shards = [shard_of(experts.module._parameters[key]) for key in experts.parameters]
+    return next((shard.layer for shard in shards if is_expert_shard(shard)), None)
+
+
 def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites) -> None:
     full = experts.module._parameters[key]
     assert full is not None
+    if shard_of(full) is not None:
+        return
     shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape)
     with torch.no_grad():
         if full.is_meta:
@@ -81,7 +94,7 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
         if layer.world.group is not None:
             whole = full.detach() if layer.world.rank == 0 else None
             collectives.scatter_shards(whole, local, layer.owners, layer.world)
-    sites.replace_at(experts.module, key, as_parameter(local, shard, requires_grad=full.requires_grad))
+    sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 
 def size_up(found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None) -> None:

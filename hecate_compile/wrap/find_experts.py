@@ -60,6 +60,7 @@ def find_experts(
 
     Raises:
         NoExpertsError: nothing found, or a pattern matches nothing usable.
+        ValueError: a module shares parameters with two others that share none.
     """
     found: list[ExpertsModule] = []
     passed_over: list[PassedOver] = []
@@ -90,7 +91,23 @@ def find_experts(
     unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
     if not found or unmatched:
         raise NoExpertsError(_nothing_found(model, unmatched if patterns is not None else None, passed_over))
+    _check_shared(found)
     return found, passed_over
+
+
+def _check_shared(found: Sequence[ExpertsModule]) -> None:
+    """Modules that share parameters have one owner for each expert, so it must be clear which modules those are."""
+    first: dict[int, str] = {}
+    for experts in found:
+        own = [id(experts.module._parameters[key]) for key in experts.parameters]
+        others = dict.fromkeys(first[p] for p in own if p in first)
+        if len(others) > 1:
+            raise ValueError(
+                f"hecate.compile: {experts.name} shares expert parameters with {' and '.join(others)}, which "
+                "share none with each other. Share all parameters of a module, or of one other module only."
+            )
+        for p in own:
+            first.setdefault(p, next(iter(others), experts.name))
 
 
 def _per_expert_matrix(parameter: torch.Tensor) -> bool:

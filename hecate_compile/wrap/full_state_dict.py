@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.runtime.comm.waiting import doing
 from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
 
 Site = tuple[nn.Module, str]
@@ -20,36 +21,38 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites) -> None:
     """
     gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
     for module in model.modules():
-        firsts = {
-            key: sites.of(parameter)[0]
+        hangs = {
+            key: sites.of(parameter)
             for key, parameter in module._parameters.items()
             if parameter is not None and shard_of(parameter) is not None
         }
-        if firsts:
-            _keep_full(module, firsts, gathered)
+        if hangs:
+            _keep_full(module, hangs, gathered)
 
 
 def _keep_full(
-    module: nn.Module, firsts: dict[str, Site], gathered: weakref.WeakValueDictionary[int, torch.Tensor]
+    module: nn.Module, hangs: dict[str, list[Site]], gathered: weakref.WeakValueDictionary[int, torch.Tensor]
 ) -> None:
-    """``firsts`` has the module's sharded keys, and the first site of the parameter: another one if it is tied."""
+    """``hangs`` has the module's sharded keys, and all sites of the parameter: several if it is tied."""
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key, first in firsts.items():
+        for key, sites in hangs.items():
             parameter = state.get(prefix + key)
             if parameter is None:
                 continue
             shard = _shard_at(module, prefix, key)
-            full = gathered.get(id(shard))
-            if first == (module, key) or full is None or not any(value is full for value in state.values()):
-                full = gathered[id(shard)] = shard.gather(parameter.detach())
+            full = gathered.get(id(shard)) if len(sites) > 1 else None
+            # What an earlier state dict has is not of now.
+            if full is None or not any(value is full for value in state.values()):
+                with doing("state_dict"):
+                    full = gathered[id(shard)] = shard.gather(parameter.detach())
             state[prefix + key] = full
 
     def slice(
         module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        for key, (first, first_key) in firsts.items():
+        for key, ((first, first_key), *_) in hangs.items():
             current, full = module._parameters[key], state.get(prefix + key)
             if full is None or current is None:
                 continue

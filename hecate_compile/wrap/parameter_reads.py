@@ -12,7 +12,7 @@ so the program is right before any pass runs. ``named_parameters()`` and the par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
-from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
@@ -36,12 +36,7 @@ class UntracedReadError(RuntimeError):
 
 
 def install_reads(
-    model: nn.Module,
-    found: Sequence[ExpertsModule],
-    layers: Sequence[Layer],
-    sync: GradientSync,
-    step: CurrentStep,
-    param_dtype: torch.dtype | None,
+    model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[ReplicatedParameter, ...]:
     """Swap the classes. Dense parameters of a single process without mixed precision are left alone.
 
@@ -51,17 +46,14 @@ def install_reads(
     Returns:
         Records that graphs will name; they must live as long as the model.
     """
-    experts = {id(e.module): (e, layer) for e, layer in zip(found, layers, strict=True)}
     checked: set[int] = set()
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
-        own, layer = experts.get(id(module), (None, None))
         for key, parameter in module._parameters.items():
-            if own is not None and layer is not None and key in own.parameters:
-                readers[key] = _read_experts(key, layer, step, param_dtype)
-                continue
             shard = shard_of(parameter)
-            if isinstance(shard, DenseShard) and parameter is not None:
+            if is_expert_shard(shard):
+                readers[key] = _read_experts(key, shard.layer, step, param_dtype)
+            elif isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
                     _require_average(parameter, shard)
@@ -104,6 +96,11 @@ def install_replicated_reads(
         if readers:
             _swap_class(module, readers)
     return tuple(new)
+
+
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` as its author wrote it."""
+    return next(cls for cls in type(module).__mro__ if _READERS not in vars(cls))
 
 
 def _records_in(model: nn.Module) -> dict[int, ReplicatedParameter]:
@@ -151,7 +148,8 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
             f"hecate: a compiled model cannot be copied or pickled ({cls.__name__} in it reads sharded parameters). "
-            "Save model.state_dict(), which all ranks call together; for a second copy, build the model again."
+            "Save model.state_dict(), which all ranks call together; for a second copy, build the model again. An "
+            "average of the weights can be kept in optimizer.state[parameter], where it follows its experts."
         )
 
     namespace["__reduce_ex__"] = __reduce_ex__

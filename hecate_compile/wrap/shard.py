@@ -10,10 +10,13 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hecate.runtime.comm.world import World
 
 _SHARD = "_hecate_shard"
+# Every shard parameter of this process, by identity: tensors compare element by element.
+_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Shard(Protocol):
@@ -52,10 +55,16 @@ def shard_of(parameter: torch.Tensor | None) -> Shard | None:
     return getattr(parameter, _SHARD, None)
 
 
+def worlds_of_gradients() -> dict[int, World]:
+    """The ranks that share each shard with a gradient, by the gradient's identity."""
+    return {id(p.grad): shard.world for p, shard in _alive.items() if p.grad is not None}
+
+
 def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
     """``local`` as a parameter that knows what it is a shard of."""
     parameter = nn.Parameter(local, requires_grad=requires_grad)
     setattr(parameter, _SHARD, shard)
+    _alive[parameter] = shard
     if shard.length_varies and shard.world.size > 1:
         # A size that the graph must not know.
         torch._dynamo.decorators.mark_unbacked(parameter, 0)
@@ -76,14 +85,6 @@ class ParameterSites:
     def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
         """All sites of a parameter, the first one first."""
         return self._of[id(parameter)]
-
-    def replace_at(self, module: nn.Module, key: str, new: nn.Parameter) -> None:
-        """Hang ``new`` at one site alone; what else hangs there stays with the old one."""
-        old = module._parameters[key]
-        assert old is not None
-        self._of[id(old)].remove((module, key))
-        self._of[id(new)] = [(module, key)]
-        module._parameters[key] = new
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Hang ``new`` wherever ``old`` is."""

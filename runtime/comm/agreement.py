@@ -9,8 +9,9 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 
 
@@ -33,6 +34,11 @@ def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
         return
     # What is said here must not meet what graphs have on its way.
     world.queue.drain()
+    with doing(f"the comparison of {what}"):
+        _compare(lines, what, advice, world)
+
+
+def _compare(lines: Sequence[str], what: str, advice: str, world: World) -> None:
     text = "\n".join(lines).encode()
     digests = _gather(hashlib.sha256(text).digest(), 32, world)
     if all(digest == digests[0] for digest in digests):
@@ -48,9 +54,7 @@ def _gather(payload: bytes, length: int, world: World) -> list[bytes]:
     mine = torch.zeros(length, dtype=torch.uint8)
     if payload:
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    out = [torch.empty(length, dtype=torch.uint8, device=device) for _ in range(world.size)]
-    dist.all_gather(out, mine.to(device), group=world.group)
-    return [bytes(tensor.cpu().tolist()) for tensor in out]
+    return [bytes(line) for line in collectives.all_gather_even(mine.to(device), world).tolist()]
 
 
 def _first_difference(everyone: list[list[str]]) -> str:

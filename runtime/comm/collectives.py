@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm.waiting import waiting
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 
@@ -41,7 +42,8 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     if world.group is None:
         return out.copy_(rows)
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=world.group)
+    with waiting(world.group):
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=world.group)
     return out
 
 
@@ -53,7 +55,8 @@ def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
         return all_gather_even(tensor.cpu(), world).to(tensor.device)
     # Flat, because gloo takes stacked output only for one-dimensional input.
     out = tensor.new_empty(world.size * tensor.numel())
-    _all_gather(out, tensor.reshape(-1), group=world.group)
+    with waiting(world.group):
+        _all_gather(out, tensor.reshape(-1), group=world.group)
     return out.view(world.size, *tensor.shape)
 
 
@@ -136,4 +139,12 @@ def move_shards(shard: torch.Tensor, old: Owners, new: Owners, world: World) -> 
 def broadcast(tensor: torch.Tensor, world: World) -> None:
     """Overwrite ``tensor`` with rank 0's, in place."""
     if world.group is not None:
-        dist.broadcast(tensor, group=world.group, group_src=0)
+        with waiting(world.group):
+            dist.broadcast(tensor, group=world.group, group_src=0)
+
+
+def all_reduce(tensor: torch.Tensor, world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Overwrite ``tensor`` with the sum over ranks, or what else ``op`` is, in place."""
+    if world.group is not None:
+        with waiting(world.group):
+            dist.all_reduce(tensor, op=op, group=world.group)

@@ -57,7 +57,7 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
         dtype=torch.float64,
         device=world.control_device,
     )
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
+    collectives.all_reduce(seconds, world, dist.ReduceOp.MAX)
     compute, within, between, copy = seconds.tolist()
     most = max(map(len, topology.members))
     return Rates(

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from hecate.runtime.comm.waiting import doing
+
 
 @dataclass(frozen=True)
 class Job:
@@ -72,6 +74,11 @@ class Span:
         return cls(part, operator, subject, float(predicted), float(behind), time.perf_counter())
 
     @property
+    def title(self) -> str:
+        """What it is, for people."""
+        return f"{self.part} {self.operator} of {self.subject}" if self.part != "-" else "a collective"
+
+    @property
     def seconds(self) -> float:
         """How long it ran."""
         return self.ended - self.begun
@@ -101,7 +108,7 @@ class _Pending:
         self.span.begun = time.perf_counter()
         try:
             assert self.job is not None
-            with torch.inference_mode(self.inference), torch.no_grad():
+            with torch.inference_mode(self.inference), torch.no_grad(), doing(self.span.title):
                 self.result = self.job.run()
         except BaseException as error:
             self.error = error

@@ -102,10 +102,12 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if own is None or own not in dist.distributed_c10d._world.pg_map:
         backend = dist.get_backend_config(group)
         kind = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
+        # A fake group has no options.
+        options = group._get_backend(kind).options
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             backend=backend,
-            timeout=group._get_backend(kind).options._timeout,
+            timeout=options._timeout if options is not None else None,
             use_local_synchronization=True,
             group_desc="hecate",
         )

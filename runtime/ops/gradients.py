@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.registration import define_collective
@@ -119,8 +119,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
                 gradient.zero_()
 
     def run() -> list[Tensor]:
-        if sync.world.group is not None:
-            dist.all_reduce(buffer, group=sync.world.group)
+        collectives.all_reduce(buffer, sync.world)
         buffer.div_(sync.world.size)
         return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
 

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.collective import collective_named
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
@@ -40,7 +41,7 @@ def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates
     if world.device.type == "cpu" and rates.node_bytes >= NO_LINK:
         return rates
     fewest = torch.tensor(tokens, device=world.control_device)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=world.group)
+    collectives.all_reduce(fewest, world, dist.ReduceOp.MIN)
     return replace(rates, hidden_seconds=dense_seconds(int(fewest), dense_parameters, layers, rates.flops))
 
 
@@ -60,7 +61,7 @@ def measure_hidden(spans: Iterable[Span], world: World) -> float:
         seconds[part].append(gap)
     mine = sum(median(gaps) if gaps else math.inf for gaps in seconds.values())
     least = torch.tensor(mine, dtype=torch.float64, device=world.control_device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.group)
+    collectives.all_reduce(least, world, dist.ReduceOp.MIN)
     return float(least)
 
 

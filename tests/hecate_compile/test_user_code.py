@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.policy import Policy
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import rank_and_size, step_and_compare
+from tests.support.parity import clear_gradients, compare, rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_user_code"
@@ -106,12 +107,69 @@ def odd() -> dict[str, Any]:
     return found
 
 
-def inside_ddp() -> str:
-    """DDP around a module that contains a compiled one."""
-    dist.init_process_group("gloo")
-    outer = nn.Sequential(compiled(small(layers=1, experts=4), policy="static"))
-    wrapped = nn.parallel.DistributedDataParallel(outer)
-    return message_of(lambda: wrapped(batch(0)))
+class Shared(PlainLanguageModel):
+    """Both blocks have the same experts, and one matrix of them is an attribute of the model too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        first, second = self.blocks
+        second.w_in, second.w_out = first.w_in, first.w_out
+        self.also = first.w_in
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = super().forward(input_ids, labels)
+        out["loss"] = out["loss"] + 1e-3 * self.also.square().sum()
+        return out
+
+
+def shared() -> dict[str, Any]:
+    """Owners that move, two optimizer steps, and a state dict."""
+    model = compiled(small(Shared), policy=Anything(reshard_every=1))
+    reference = small(Shared)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    worst = 0.0
+    for step in range(4):
+        worst = max(worst, step_and_compare(model, reference, batch(step)).gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    state, expected = model.state_dict(), reference.state_dict()
+    model.load_state_dict(expected)
+    worst = max(worst, step_and_compare(model, reference, batch(9)).gradient)
+    return {
+        "worst": worst, "weights": max(float((state[name] - value).abs().max()) for name, value in expected.items()),
+        "parameters": len(list(model.parameters())) - len(list(reference.parameters())),
+        "tied": state["blocks.0.w_in"] is state["blocks.1.w_in"] is state["also"],
+        "gathered": not hecate.stats(model).layers,
+    }  # fmt: skip
+
+
+def around() -> dict[str, Any]:
+    """DistributedDataParallel around a compiled model, and around a module that contains one."""
+    model, reference = compiled(small(layers=1)), small(layers=1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    clear_gradients(model, reference)
+    rank, size = rank_and_size()
+    for micro in range(2):
+        ids = batch(micro)
+        with wrapped.no_sync() if micro == 0 else nullcontext():
+            loss = wrapped(ids.chunk(size)[rank], ids.chunk(size)[rank])["loss"]
+            loss.backward()
+        if micro == 0:
+            local = model.norms[0].weight.grad.clone()
+        expected = reference(ids, ids)["loss"]
+        expected.backward()
+    error = compare(model, loss.detach(), reference, expected.detach()).gradient
+    everyone = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(everyone, local)
+    outer = nn.Sequential(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    message = message_of(lambda: nn.parallel.DistributedDataParallel(outer))
+    plain = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    return {
+        "same": wrapped is model, "error": error, "local": not torch.equal(*everyone), "message": message,
+        "kept": all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)),
+        "plain": type(plain).__name__,
+    }  # fmt: skip
 
 
 class OwnerPerRank(Anything):
@@ -145,9 +203,8 @@ def other_owners() -> str:
 
 def everything() -> dict[str, Any]:
     """On one rank, in one launch."""
-    # First, because it starts torch.distributed itself.
-    return {"ddp": inside_ddp(), "balance": global_balance(), "inference": inference(), "odd": odd(),
-            "owners": other_owners()}  # fmt: skip
+    return {"ddp": around(), "balance": global_balance(), "inference": inference(), "odd": odd(),
+            "owners": other_owners(), "shared": shared()}  # fmt: skip
 
 
 @cache
@@ -178,12 +235,24 @@ def test_parameters_without_a_gradient_have_none() -> None:
             assert result["odd"][dense]["none"] == ["indexer.bias", "indexer.weight", "steps", "unused"]
 
 
-def test_ddp_around_a_module_that_contains_it() -> None:
-    for result in results():
-        assert "inside DistributedDataParallel" in result["ddp"] and "SingleDeviceStrategy" in result["ddp"]
+def test_data_parallel_around_it() -> None:
+    for result in (rank["ddp"] for rank in results()):
+        assert result["same"] and result["error"] < 1e-5
+        assert result["local"], "no_sync left gradients as they are"
+        assert "contains a compiled model (0)" in result["message"] and "SingleDeviceStrategy" in result["message"]
+        assert result["kept"], "before anything was copied"
+        assert result["plain"] == "DistributedDataParallel", "others are wrapped as ever"
 
 
 def test_ranks_that_choose_other_owners_are_told() -> None:
     for result in results():
         assert result["owners"].startswith("DisagreementError")
         assert "what moves when experts change owners" in result["owners"] and "blocks.0" in result["owners"]
+
+
+def test_experts_that_two_modules_share_stay_shared() -> None:
+    for result in (rank["shared"] for rank in results()):
+        assert result["worst"] < 1e-5 and result["weights"] < 1e-5
+        assert result["parameters"] == 0
+        assert result["tied"]
+        assert result["gathered"], "two uses are no region"

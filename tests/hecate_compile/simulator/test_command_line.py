@@ -48,12 +48,12 @@ def test_it_predicts_every_policy(folder: Path) -> None:
     out = folder / "out.json"
     done = run(
         f"{folder}/model.py:small", "--cluster", f"{folder}/two.toml",
-        "--policy", "static", "--policy", "hecate", "--policy", "benchmarks.policies:FasterMoE",
+        "--policy", "static", "--policy", "hecate", "--policy", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE",
         "--workload", "zipf", "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = {result["policy"]: result for result in json.loads(out.read_text())}
-    assert list(found) == ["static", "hecate", "benchmarks.policies:FasterMoE"]
+    assert list(found) == ["static", "hecate", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE"]
     assert all(result["seconds"] > 0 and result["states"] > 0 for result in found.values())
     assert found["static"]["replicas"] == 0 and found["static"]["imbalance"] > 1
     assert "hecate" in done.stdout and "times as fast" in done.stdout
@@ -68,6 +68,8 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         (["{}/model.py:small", "--cluster", "{}/none.toml"], "none.toml"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "magic"], "no policy 'magic'"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "os:getcwd"], "no hecate.Policy"),
+        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "none.py:Mine"], "expected file.py:Class"),
+        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "no_such:Mine"], "No module named"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--workload", "mild"], "no workload 'mild'"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/two.toml"], "not a trace"),
         (["{}/model.py:dense", "--cluster", "{}/two.toml"], "no experts"),

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 import hecate
+from hecate.compiled_model import compiled_model_of
 from hecate.wrap.shard import shard_of
+from tests.support.adversaries import Moving
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import run_step
+from tests.support.parity import run_step, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.training.test_optimizer_state"
@@ -57,6 +59,33 @@ def try_all() -> dict[str, str]:
     return found
 
 
+def averages() -> dict[str, Any]:
+    """On one rank: an average of the weights in the optimizer's state, while owners move in every step."""
+    torch.manual_seed(0)
+    model = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    torch.manual_seed(0)
+    reference = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    config = hecate.Config(backend="aot_eager", policy=Moving(reshard_every=1))
+    hecate.compile(model, config)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(6):
+        step_and_compare(model, reference, batch(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    average = optimizer.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                    average.lerp_(parameter.detach(), 0.5)
+    ours, theirs = (dict(m.named_parameters()) for m in (model, reference))
+    worst = 0.0
+    for name, parameter in ours.items():
+        shard, expected = shard_of(parameter), optimizers[1].state[theirs[name]]["average"]
+        found = optimizers[0].state[parameter]["average"]
+        worst = max(worst, float((found - (shard.slice(expected) if shard else expected)).abs().max()))
+    copied = message_of(lambda: torch.optim.swa_utils.AveragedModel(model))
+    return {"worst": worst, "moves": compiled_model_of(model, "test").owner_mover.moves, "copied": copied}
+
+
 @cache
 def results() -> list[dict[str, str]]:
     return run_ranks(f"{_HERE}:try_all", 2)
@@ -82,3 +111,11 @@ def test_optimizers_that_need_whole_parameters_are_refused() -> None:
             "LBFGS, replicate", "Adafactor, replicate", "LBFGS, shard", "Adafactor, shard", "Muon, shard",
         }  # fmt: skip
         assert result["Muon, replicate"] == result["LBFGS of what is whole"] == "no error"
+
+
+@pytest.mark.distributed
+def test_averages_of_weights_follow_their_experts() -> None:
+    for result in run_ranks(f"{_HERE}:averages", 2):
+        assert result["worst"] < 1e-6
+        assert len(result["moves"]) == 5 and min(result["moves"]) > 0
+        assert "cannot be copied" in result["copied"] and "optimizer.state[parameter]" in result["copied"]

@@ -1,0 +1,90 @@
+"""transformers.Trainer saves on rank 0 alone. A compiled model is saved by all ranks together.
+
+The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
+The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
+are read by ``from_pretrained``. Each rank has a file for the state of its own experts and rows. Nothing here imports
+transformers unless the user has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.compiled_model import is_compiled
+from hecate.wrap.parameter_reads import class_before
+
+_adopted: set[type] = set()
+
+
+def adopt() -> None:
+    """From now on trainers save and load compiled models right. Does nothing before there is a Trainer."""
+    if "transformers.trainer" not in sys.modules:
+        return
+    trainer: Any = sys.modules["transformers.trainer"].Trainer
+    if trainer in _adopted:
+        return
+    _adopted.add(trainer)
+    save, load, load_best = trainer.save_model, trainer._load_from_checkpoint, trainer._load_best_model
+    save_optimizer, load_optimizer = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, so that ``from_pretrained`` reads it. All ranks call it together."""
+        if not is_compiled(self.model):
+            return save(self, output_dir, _internal_call)
+        state = self.model.state_dict()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return None
+
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        model = model if model is not None else self.model
+        if not _load_pretrained(model, resume_from_checkpoint):
+            load(self, resume_from_checkpoint, model)
+
+    def load_best_model(self: Any) -> None:
+        if not _load_pretrained(self.model, self.state.best_model_checkpoint):
+            load_best(self)
+
+    def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        save_optimizer(self, output_dir)
+        if is_compiled(self.model) and self.args.world_size > 1:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(self.optimizer.state_dict(), _own_file(self, output_dir))
+
+    def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        load_optimizer(self, checkpoint)
+        if checkpoint is None or not is_compiled(self.model) or self.args.world_size == 1:
+            return
+        own = _own_file(self, checkpoint)
+        if not os.path.exists(own):
+            raise FileNotFoundError(
+                f"hecate: {own} is not there. Each rank saves the optimizer state of its own experts and rows, so "
+                "training resumes on as many ranks as it was saved by, with the folder visible to all of them."
+            )
+        self.optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
+
+    trainer.save_model = save_model
+    trainer._load_from_checkpoint = load_from_checkpoint
+    trainer._load_best_model = load_best_model
+    trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
+    trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+
+
+def _load_pretrained(model: nn.Module, folder: str) -> bool:
+    """Load what ``save_pretrained`` wrote, if ``model`` is one that has it and is compiled."""
+    kind: Any = class_before(model)
+    if not is_compiled(model) or not hasattr(kind, "from_pretrained") or not hasattr(model, "config"):
+        return False
+    model.load_state_dict(kind.from_pretrained(folder).state_dict())
+    return True
+
+
+def _own_file(trainer: Any, folder: str) -> str:
+    return os.path.join(folder, f"optimizer-rank{trainer.args.process_index}-of-{trainer.args.world_size}.pt")
