@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.runtime.comm.queue import CollectiveQueue
@@ -17,6 +18,7 @@ from hecate.training.additions import Additions
 from hecate.training.move_owners import OwnerMover
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.parameter_reads import UntracedReadError
 
 
 class CompiledForward:
@@ -88,6 +90,8 @@ class CompiledForward:
         try:
             with torch._dynamo.config.patch(self._dynamo), _without_gradients(self._experts):
                 yield
+        except GuardOnDataDependentSymNode as error:
+            raise UntracedReadError(_data_dependent(error)) from error
         finally:
             self._step.mode = None
 
@@ -106,6 +110,18 @@ class CompiledForward:
     def _cast_output(self, out: Any) -> Any:
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
+
+
+def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
+    """What torch cannot trace because it depends on routing, with the user's line."""
+    stack = getattr(error, "real_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "see the error above"
+    return (
+        "hecate: torch.compile cannot trace the model, because it would have to know a number that depends on the "
+        f"routing: {str(error).splitlines()[0]}\n  {where}\n"
+        "With experts that is often the length of torch.bincount(ids, minlength=E), which is unknown to it. "
+        "(ids.reshape(-1, 1) == torch.arange(E, device=ids.device)).sum(0) counts the same and has E elements."
+    )
 
 
 def _dynamo_options() -> dict[str, Any]:

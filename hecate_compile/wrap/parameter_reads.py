@@ -12,7 +12,10 @@ so the program is right before any pass runs. ``named_parameters()`` and the par
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -169,7 +172,7 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
-        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard))
+        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
 
     return read
 
@@ -200,15 +203,18 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
     return read
 
 
-def _untraced(key: str, layer: Layer, shard: Any) -> str:
+def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> str:
     record = shard_of(shard)
     name = record.name if record is not None else key
+    file, line = reader.f_code.co_filename, reader.f_lineno
     return (
         f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
         f"{len(shard)} of its {layer.num_experts} experts.\n"
+        f"  {file}:{line}: {linecache.getline(file, line).strip()}\n"
         "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, a "
-        "disabled function, or more recompiles than torch._dynamo.config.recompile_limit. Run with "
-        "TORCH_LOGS=graph_breaks,recompiles to see where; for a transformers model, "
+        "disabled function, or more recompiles than torch._dynamo.config.recompile_limit. A branch on how many rows "
+        "an expert has is a graph break (`if rows.numel() == 0: continue`): leave it out, zero rows cost nothing. "
+        "Run with TORCH_LOGS=graph_breaks,recompiles to see where; for a transformers model, "
         "model.set_experts_implementation('grouped_mm') gives experts that trace.\n"
         "If you called a part of the model yourself, call the compiled model instead. To look at weights, use "
         "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard."

@@ -191,7 +191,10 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     delayed, node = set(loop.delayed), loop.delayed[0]
     while node <= loop.last:
         if node not in delayed and any(storage_of(source) in changed for source in node.all_input_nodes):
-            raise Refused(f"{describe(node)} reads what an earlier turn changed in place")
+            raise Refused(
+                f"{describe(node)} reads what an earlier turn changed in place; `out[rows] += y` does, "
+                "`out.index_add_(0, rows, y)` does not"
+            )
         node = node.next
 
 
