@@ -33,8 +33,8 @@ hecate.compile(model, hecate.Config(backend="aot_eager"))  # 2; without the Conf
 trainer = Trainer(
     model,
     TrainingArguments(
-        sys.argv[1] if len(sys.argv) > 1 else "build/trainer", max_steps=60, per_device_train_batch_size=8,
-        learning_rate=3e-3, logging_steps=20, eval_strategy="steps", eval_steps=30, save_steps=30, report_to="none",
+        sys.argv[1] if len(sys.argv) > 1 else "build/trainer", max_steps=40, per_device_train_batch_size=8,
+        learning_rate=3e-3, logging_steps=20, eval_strategy="steps", eval_steps=20, save_steps=20, report_to="none",
     ),
     train_dataset=sequences("argparse.py"),
     eval_dataset=sequences("shlex.py"),
