@@ -71,5 +71,5 @@ def warn_float16(model: nn.Module, world: World) -> None:
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero and "
             "torch.amp.GradScaler cannot help: it decides on each rank alone whether to skip a step, and ranks "
             "hold different experts. Use bfloat16, or float32 with Config(mixed_precision=...).",
-            stacklevel=3,
+            stacklevel=4,
         )

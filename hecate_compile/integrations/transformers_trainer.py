@@ -64,6 +64,9 @@ def adopt() -> None:
             return
         own = _own_file(self, checkpoint)
         if not os.path.exists(own):
+            if not os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
+                # Saved without optimizer state, which the trainer allows.
+                return
             raise FileNotFoundError(
                 f"hecate: {own} is not there. Each rank saves the optimizer state of its own experts and rows, so "
                 "training resumes on as many ranks as it was saved by, with the folder visible to all of them."

@@ -51,11 +51,10 @@ class Additions:
         return tuple(self._records)
 
     def before_forward(self) -> None:
-        """Take in what is new; a collective then, and all ranks have added the same."""
+        """Take in what is new; a collective then, which ranks that added nothing do not come to."""
         model = self._model()
         if not self._changes.pending or model is None:
             return
-        self._changes.pending = False
         new = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -64,6 +63,7 @@ class Additions:
         if not new:
             self._remember(model)
             return
+        # Still pending if ranks disagree: this forward raises, and so does the next.
         world = self._sync.world
         agree(
             [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],
@@ -83,6 +83,7 @@ class Additions:
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
+        self._changes.pending = False
         self._changes.follow(model)
         for parameter in model.parameters():
             if shard_of(parameter) is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+
+# As in bucket_gradients.
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class OutsideGradients:
         # What compiled backwards have sent to a parameter: address and version of the gradient.
         self._sent: dict[int, list[tuple[int, int]]] = {}
         self._unsure: dict[int, _Watched] = {}
+        # What backwards without synchronization left local.
+        self._local: dict[int, _Watched] = {}
+        self._frozen: dict[int, ReplicatedParameter] = {}
+        # A comparison is due at the end of this backward; one was due before, so that all of them compare.
+        self._queued = self._outside = False
         # By the class of the autograd node, of which every compiled graph has its own.
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
         self._warned = False
@@ -64,8 +72,13 @@ class OutsideGradients:
     def watch(self, record: ReplicatedParameter) -> None:
         """Look at each gradient that arrives at the parameter of ``record``, if it gets any."""
         parameter = record.parameter
-        if self._sync.world.group is None or not parameter.requires_grad:
+        if self._sync.world.group is None:
             return
+        if not parameter.requires_grad:
+            # It may be unfrozen later.
+            self._frozen[record.id] = record
+            return
+        self._frozen.pop(record.id, None)
         watched = self._watched[id(parameter)] = _Watched(weakref.ref(parameter), record)
         parameter.register_hook(lambda grad: self._arrived(watched, grad))
 
@@ -73,6 +86,13 @@ class OutsideGradients:
         """Let the compiled backwards behind an output tell what they send to which parameter."""
         if self._sync.world.group is None:
             return
+        if torch._C._current_graph_task_id() == -1:
+            # Not inside a backward: what one that failed has left is of no use.
+            self._sent.clear()
+            self._unsure.clear()
+            self._queued = False
+        for record in [r for r in self._frozen.values() if r.exists and r.parameter.requires_grad]:
+            self.watch(record)
         seen: set[Any] = set()
         nodes: list[Any] = [
             leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
@@ -102,8 +122,8 @@ class OutsideGradients:
             leaf = getattr(node, "variable", None)
             if leaf is None and node is not None:
                 others.append(index)
-            elif id(leaf) in self._watched:
-                watched.append((index, self._watched[id(leaf)].record))
+            elif (found := self._watched.get(id(leaf))) is not None and found.parameter() is leaf:
+                watched.append((index, found.record))
         return _Edges(tuple(watched), tuple(others))
 
     def _note(self, edges: _Edges, sent: tuple[Tensor | None, ...]) -> None:
@@ -113,22 +133,35 @@ class OutsideGradients:
                 self._sent.setdefault(record.id, []).append((grad.data_ptr(), grad._version))
 
     def _arrived(self, watched: _Watched, grad: Tensor | None) -> None:
-        record = watched.record
+        record, parameter = watched.record, watched.parameter()
+        if parameter is None or self._watched.get(id(parameter)) is not watched:
+            # The record is of another parameter by now.
+            return
         sent, averaged = self._sent.pop(record.id, []), record.take_averaged()
-        if grad is None or not self._sync.enabled:
+        if grad is None:
+            return
+        if not self._sync.enabled:
+            self._local[record.id] = watched
             return
         # What the graph sent, untouched: nothing was added on the way.
-        if averaged and sent == [(grad.data_ptr(), grad._version)]:
-            return
-        if not self._unsure:
+        certain = averaged and sent == [(grad.data_ptr(), grad._version)]
+        # What was local goes along with the graph's all-reduce, or is averaged below.
+        self._local.pop(record.id, None)
+        if not certain:
+            self._unsure[record.id] = watched
+        if not self._queued and (not certain or self._outside or self._local):
+            self._queued = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._average)
-        self._unsure[record.id] = watched
 
     def _average(self) -> None:
         """Average the gradients that are not certainly equal on all ranks. At the end of a backward; a collective."""
-        unsure, self._unsure = [self._unsure[id] for id in sorted(self._unsure)], {}
-        world = self._sync.world
+        due = self._local | self._unsure
+        self._local, self._unsure, self._queued = {}, {}, False
+        unsure, world = [due[id] for id in sorted(due)], self._sync.world
+        if not unsure and not self._outside:
+            return
+        self._outside = True
         agree(
             [watched.record.name for watched in unsure],
             "which parameters get gradients from outside of the compiled forward",
@@ -136,18 +169,25 @@ class OutsideGradients:
             "has nothing for them.",
             world,
         )
+        if not unsure:
+            return
         self._say(unsure)
-        gradients = [p.grad for w in unsure if (p := w.parameter()) is not None and p.grad is not None]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
+        for watched in unsure:
+            gradient = _gradient_of(watched)
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         with torch.no_grad():
-            for dtype, same in by_dtype.items():
-                buffer = torch.cat([gradient.reshape(-1) for gradient in same]).to(self._sync.dtype or dtype)
-                collectives.all_reduce(buffer, world)
-                buffer.div_(world.size)
-                for gradient, part in zip(same, buffer.split([g.numel() for g in same]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
+            for same in by_dtype.values():
+                for bucket in _buckets(same):
+                    self._average_bucket(bucket)
+
+    def _average_bucket(self, gradients: list[Tensor]) -> None:
+        world, dtype = self._sync.world, self._sync.dtype or gradients[0].dtype
+        buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype)
+        collectives.all_reduce(buffer, world)
+        buffer.div_(world.size)
+        for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def _say(self, unsure: list[_Watched]) -> None:
         if self._warned or self._sync.world.rank:
@@ -159,3 +199,26 @@ class OutsideGradients:
             "They are averaged once more when such a backward ends: right, but not hidden behind compute.",
             stacklevel=2,
         )
+
+
+def _gradient_of(watched: _Watched) -> Tensor:
+    parameter = watched.parameter()
+    gradient = parameter.grad if parameter is not None else None
+    if gradient is None:
+        raise RuntimeError(
+            f"hecate: {watched.record.name} has no gradient when its backward ends: something stepped or cleared it "
+            "inside the backward, before what came from outside of the compiled forward was averaged. Step after it."
+        )
+    return gradient
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients together of about the size of the graph's own buckets: all at once would be a second copy of all."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        bucket.append(gradient)
+        if sum(g.numel() * g.element_size() for g in bucket) >= BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

@@ -1,7 +1,8 @@
 """Find the modules that hold expert parameters, with nothing from the user.
 
 An experts module holds at least one floating-point parameter ``[E, a, b]`` with one matrix per expert,
-all with the same E, and may hold ``[E, a]`` biases beside them. Convolutions and other three-dimensional
+all with the same E, and may hold ``[E, a]`` biases beside them. Or it is a list of modules with the same parameters,
+and has a name that says "experts". Convolutions and other three-dimensional
 parameters look alike, so one sign that says "experts" is asked for as well. A wrong guess costs speed,
 never correctness: whatever is found is read through a gather unless a pass recognizes how it is used.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 import torch
@@ -33,6 +34,9 @@ class ExpertsModule:
         parameters: names of its own parameters with the expert dimension first, in order.
         num_experts: E.
         sign: why it was taken for experts.
+        members: the experts themselves, if they are modules of a list; ``parameters`` are then made of theirs
+            (``stack_experts``).
+        names: name of each parameter in a member, and the key of what is made of it.
     """
 
     name: str
@@ -40,6 +44,8 @@ class ExpertsModule:
     parameters: tuple[str, ...]
     num_experts: int
     sign: str
+    members: tuple[nn.Module, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,11 @@ def find_experts(
             continue
         fused = {key: p for key, p in module.named_parameters(recurse=False) if _per_expert_matrix(p)}
         if not fused:
+            listed = _listed_experts(name, module, chosen)
+            if isinstance(listed, ExpertsModule):
+                found.append(listed)
+            elif listed is not None:
+                passed_over.append(listed)
             continue
         sizes = {parameter.shape[0] for parameter in fused.values()}
         if len(sizes) != 1:
@@ -95,10 +106,38 @@ def find_experts(
     return found, passed_over
 
 
+def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule | PassedOver | None:
+    """A list of experts, one that looks like it, or nothing of the kind."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
+        return None
+    last = name.rpartition(".")[2]
+    sign = "named in Config(experts=...)" if chosen else f"the name {last}"
+    # Not "moe": that may be a list of layers.
+    if not chosen and "expert" not in last.lower():
+        return None
+    members = tuple(module.children())
+    shapes = [[(key, p.shape, p.dtype) for key, p in m.named_parameters(remove_duplicate=False)] for m in members]
+    if len(members) != len(module) or any(other != shapes[0] for other in shapes[1:]) or not shapes[0]:
+        return PassedOver(name=name, reason="a list of modules whose parameters are not of the same names and shapes")
+    if len({id(p) for m in members for p in m.parameters()}) != len(members) * len(shapes[0]):
+        return PassedOver(name=name, reason="a list of modules that share parameters")
+    if {len(shape) for _, shape, _ in shapes[0]} - {1, 2} or not any(len(shape) == 2 for _, shape, _ in shapes[0]):
+        return PassedOver(name=name, reason="a list of modules that do not have matrices and vectors alone")
+    if any(p.is_meta for p in module.parameters()):
+        return PassedOver(name=name, reason="a list of experts on the meta device; build the model on the CPU")
+    names = {key: key.replace(".", "_") for key, _, _ in shapes[0]}
+    return ExpertsModule(
+        name=name, module=module, parameters=tuple(names.values()), num_experts=len(members), sign=sign,
+        members=members, names=names,
+    )  # fmt: skip
+
+
 def _check_shared(found: Sequence[ExpertsModule]) -> None:
     """Modules that share parameters have one owner for each expert, so it must be clear which modules those are."""
     first: dict[int, str] = {}
     for experts in found:
+        if experts.members:
+            continue
         own = [id(experts.module._parameters[key]) for key in experts.parameters]
         others = dict.fromkeys(first[p] for p in own if p in first)
         if len(others) > 1:
@@ -147,7 +186,5 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over
             "experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
         )
         lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed_over]
-        if any(isinstance(m, nn.ModuleList) and _NAME.search(n) for n, m in model.named_modules()):
-            lines.append("Experts kept as a ModuleList of separate modules are not supported: stack them.")
         lines.append('If this is an MoE model, name its experts modules: hecate.Config(experts=("*.experts",)).')
     return "\n".join(lines)

@@ -84,5 +84,5 @@ def warn_uninitialized(names: Sequence[str]) -> None:
             f"hecate.compile: nothing initialized {', '.join(names[:8])}, which came from the meta device: "
             "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
             "with load_state_dict, or, for buffers that are not in it, by computing them again.",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -29,6 +29,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
+from hecate.wrap.stack_experts import member_of
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
@@ -52,8 +53,17 @@ def install_reads(
     checked: set[int] = set()
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
+        member = member_of(module)
+        for key in member.keys if member is not None else ():
+            assert member is not None
+            shard = shard_of(member.holder._parameters[member.keys[key]])
+            assert is_expert_shard(shard)
+            readers[key] = _read_member(key, shard.layer, step, param_dtype)
         for key, parameter in module._parameters.items():
             shard = shard_of(parameter)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                # What is made of its members' parameters is read by them.
+                continue
             if is_expert_shard(shard):
                 readers[key] = _read_experts(key, shard.layer, step, param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
@@ -171,6 +181,24 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
                 shard = shard.to(dtype)
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
+            return shard.to(dtype) if dtype is not None and step.running else shard
+        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
+
+    return read
+
+
+def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
+
+    def read(module: nn.Module) -> Any:
+        member = module.__dict__["_hecate_member"]
+        shard: Any = member.holder._parameters[member.keys[key]]
+        if torch.compiler.is_compiling():
+            if dtype is not None:
+                shard = shard.to(dtype)
+            return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)[member.expert]
+        if alone:
+            shard = shard[member.expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
         raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
 

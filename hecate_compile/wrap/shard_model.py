@@ -18,6 +18,7 @@ from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
 from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
 from hecate.wrap.shard import ParameterSites, shard_of
+from hecate.wrap.stack_experts import save_by_old_names, stack_experts
 
 
 def shard_model(
@@ -37,6 +38,7 @@ def shard_model(
     Returns:
         One record for each experts module, in order.
     """
+    stack_experts(found)
     sites = ParameterSites(model)
     dense = DenseSharding(found, sites, sync) if shard_dense else None
     if has_meta(model):
@@ -47,6 +49,7 @@ def shard_model(
             for name, module in model.named_modules():
                 dense.shard(name, module)
     keep_state_dicts_full(model, sites)
+    save_by_old_names(found)
     _copy_from_rank0(model, world)
     return layers
 

@@ -41,12 +41,13 @@ class World:
 
         Slow; it lets several processes share one GPU, which NCCL refuses.
         """
-        return self.group is not None and self.device.type != "cpu" and dist.get_backend(self.group) == "gloo"
+        on_device = self.group is not None and self.device.type != "cpu"
+        return on_device and _backends(self.group).get(self.device.type) == "gloo"
 
     @property
     def control_device(self) -> torch.device:
         """Where small control tensors must live for ``group``: the CPU, unless the group is NCCL only."""
-        if self.group is not None and dist.get_backend(self.group) == "nccl":
+        if self.group is not None and "cpu" not in _backends(self.group):
             return self.device
         return torch.device("cpu")
 
@@ -82,13 +83,19 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
 
 def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
     size = dist.get_world_size(group)
-    if size > 1 and device.type == "cpu" and dist.get_backend(group) == "nccl":
+    if size > 1 and device.type == "cpu" and "cpu" not in _backends(group):
         raise ValueError(
             "hecate.compile: the process group is NCCL but the model is on the CPU. "
             "Move the model to this rank's GPU first, or start torch.distributed with gloo."
         )
     own = _own_group(group) if group is not None and size > 1 else None
     return World(rank=dist.get_rank(group), size=size, group=own, device=device)
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend for each kind of device. Not ``get_backend``, which repeats the text that a group was made with."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
 
 
 # By the name of the group that it is beside. Models share it: their collectives are in one order on all ranks.
@@ -100,15 +107,15 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     own = _own.get(group.group_name)
     # Those of before destroy_process_group are gone.
     if own is None or own not in dist.distributed_c10d._world.pg_map:
-        backend = dist.get_backend_config(group)
-        kind = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
+        ranks = dist.get_process_group_ranks(group)
         # A fake group has no options.
-        options = group._get_backend(kind).options
+        options = group._get_backend(torch.device(next(iter(_backends(group))))).options
         own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=backend,
+            ranks,
+            backend=dist.get_backend_config(group),
             timeout=options._timeout if options is not None else None,
-            use_local_synchronization=True,
+            # Its name then counts the groups that a rank is in, of which ranks may have different numbers.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc="hecate",
         )
         _own[group.group_name] = own

@@ -64,7 +64,11 @@ def measure() -> dict[str, Any]:
     torch.manual_seed(0)
     reference = Headless()
     torch.manual_seed(0)
-    model = hecate.compile(Headless(), EAGER)
+    model = Headless()
+    # The head is unfrozen later.
+    model.head.requires_grad_(False)
+    hecate.compile(model, EAGER)
+    model.head.requires_grad_(True)
     rank, size = rank_and_size()
     found: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
@@ -83,6 +87,29 @@ def measure() -> dict[str, Any]:
                 difference = compare(model, loss.detach(), reference, expected.detach())
                 found[name] = max(found.get(name, 0.0), difference.gradient, difference.loss)
     found["warnings"] = [str(w.message) for w in caught if "averaged once more" in str(w.message)]
+    found["absent"] = 0.0
+    for step in range(2):
+        clear_gradients(model, reference)
+        for micro, loss_of in enumerate((head, tied)):
+            hecate.set_requires_gradient_sync(model, micro == 1)
+            ids = batch(10 * step + micro)
+            loss = loss_of(model, ids.chunk(size)[rank])
+            loss.backward()
+            expected = loss_of(reference, ids)
+            expected.backward()
+        found["absent"] = max(found["absent"], compare(model, loss.detach(), reference, expected.detach()).gradient)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    failing = model.norms[0].weight.register_hook(fail)
+    found["failed"] = message_of(lambda: tied(model, batch(0).chunk(size)[rank]).backward())
+    failing.remove()
+    clear_gradients(model, reference)
+    loss, expected = tied(model, batch(1).chunk(size)[rank]), tied(reference, batch(1))
+    loss.backward()
+    expected.backward()
+    found["after"] = compare(model, loss.detach(), reference, expected.detach()).gradient
     ids = batch(0)
 
     def differ() -> None:
@@ -103,6 +130,19 @@ def results() -> list[dict[str, Any]]:
 def test_equal_one_process(name: str) -> None:
     for result in results():
         assert result[name] < 1e-5
+
+
+@pytest.mark.distributed
+def test_what_is_left_local_by_a_parameter_that_does_not_come_again() -> None:
+    for result in results():
+        assert result["absent"] < 1e-5
+
+
+@pytest.mark.distributed
+def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+    for result in results():
+        assert "ZeroDivisionError" in result["failed"]
+        assert result["after"] < 1e-5
 
 
 @pytest.mark.distributed

@@ -68,6 +68,3 @@ def test_no_experts_says_what_was_looked_for() -> None:
     with pytest.raises(NoExpertsError, match=r"Passed over filters_only: 3-D") as caught:
         find_experts(nn.ModuleDict({"filters_only": Convolutions(), "dense": nn.Linear(3, 3)}))
     assert 'hecate.Config(experts=("*.experts",))' in str(caught.value)
-    listed = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(3, 3) for _ in range(4))})
-    with pytest.raises(NoExpertsError, match="ModuleList of separate modules"):
-        find_experts(listed)

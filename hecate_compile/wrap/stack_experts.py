@@ -1,0 +1,107 @@
+"""Experts that are modules of their own, in an ``nn.ModuleList`` or ``nn.ModuleDict``: each parameter becomes one.
+
+The list gets a parameter ``[E, ...]`` for every parameter ``[...]`` of its members, which from then on read their
+expert of it. The program stays as it is: ``self.experts[e](rows)`` runs the same code on ``stacked[e]``, which is
+what a loop over fused experts reads. State dicts keep the old names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.wrap.find_experts import ExpertsModule
+
+_MEMBER = "_hecate_member"
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """Where the parameters of a module inside an expert are now.
+
+    Attributes:
+        holder: the list.
+        expert: which of its members the module is in.
+        keys: the module's own key of each parameter, and that in the holder.
+    """
+
+    holder: nn.Module
+    expert: int
+    keys: dict[str, str]
+
+
+def member_of(module: nn.Module) -> Member | None:
+    """The record of a module inside an expert that was stacked; None for every other module."""
+    found: Member | None = module.__dict__.get(_MEMBER)
+    return found
+
+
+def stack_experts(found: Sequence[ExpertsModule]) -> None:
+    """Stack the parameters of every module in ``found`` that has members."""
+    for experts in found:
+        if not experts.members:
+            continue
+        for name, key in experts.names.items():
+            parts = [member.get_parameter(name) for member in experts.members]
+            with torch.no_grad():
+                full = torch.stack([part.detach() for part in parts])
+            experts.module._parameters[key] = nn.Parameter(full, requires_grad=parts[0].requires_grad)
+            for index, member in enumerate(experts.members):
+                path, _, own = name.rpartition(".")
+                part = member.get_submodule(path)
+                part._parameters[own] = None
+                record = part.__dict__.setdefault(_MEMBER, Member(experts.module, index, {}))
+                record.keys[own] = key
+        _load_by_old_names(experts)
+
+
+def save_by_old_names(found: Sequence[ExpertsModule]) -> None:
+    """Show the members' parameters one by one in state dicts; after what makes them whole."""
+    for experts in found:
+        if experts.members:
+            _save_by_old_names(experts)
+
+
+def _labels(module: nn.Module) -> list[str]:
+    return list(module._modules)
+
+
+def _save_by_old_names(experts: ExpertsModule) -> None:
+    names = experts.names
+
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        whole = {name: state.pop(prefix + key, None) for name, key in names.items()}
+        for index, label in enumerate(_labels(module)):
+            for name, full in whole.items():
+                if full is not None:
+                    # Memory of its own: files of tensors want no views.
+                    state[f"{prefix}{label}.{name}"] = full[index].clone()
+
+    experts.module.register_state_dict_post_hook(split)
+
+
+def _load_by_old_names(experts: ExpertsModule) -> None:
+    names = experts.names
+
+    def stack(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        for name, key in names.items():
+            old = [f"{prefix}{label}.{name}" for label in _labels(module)]
+            parts = [state.pop(one, None) for one in old]
+            there = [part for part in parts if part is not None]
+            if len({part.shape for part in there}) == 1 and len(there) == len(parts):
+                state[prefix + key] = torch.stack(there)
+                continue
+            absent = [one for one, part in zip(old, parts, strict=True) if part is None]
+            if there and absent and strict:
+                missing.extend(absent)
+            elif there:
+                errors.append(f"{old[0]} and its kin have shapes {sorted({tuple(part.shape) for part in there})}.")
+
+    experts.module.register_load_state_dict_pre_hook(stack)

@@ -1,0 +1,168 @@
+"""Experts in a list: found, stacked, rewritten, saved under their old names."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+import hecate
+from hecate.wrap.find_experts import NoExpertsError, find_experts
+from tests.support.adversaries import Anything
+from tests.support.models import PlainLanguageModel, batch
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.wrap.test_stack_experts"
+
+
+class Expert(nn.Module):
+    """As Mixtral's used to be."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden, intermediate, bias=False)
+        self.w2 = nn.Linear(intermediate, hidden)
+        self.w3 = nn.Linear(hidden, intermediate, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.w2(silu(self.w1(rows)) * self.w3(rows))
+
+
+class ListMoE(nn.Module):
+    """The loop of transformers 4's Mixtral, which most fine-tuned code has on disk."""
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
+        super().__init__()
+        self.choices = choices
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = self.gather([Expert(hidden, intermediate) for _ in range(experts)])
+
+    def gather(self, experts: list[Expert]) -> nn.Module:
+        return nn.ModuleList(experts)
+
+    def each(self) -> Any:
+        return enumerate(self.experts)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.view(-1, hidden.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        mask = torch.nn.functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(tokens)
+        for number, expert in self.each():
+            choice, rows = torch.where(mask[number])
+            current = tokens[None, rows].reshape(-1, hidden.shape[-1])
+            out.index_add_(0, rows, expert(current) * weights[rows, choice, None])
+        return out.view_as(hidden)
+
+
+class DictMoE(ListMoE):
+    """The same in a dictionary, as in Switch Transformers."""
+
+    def gather(self, experts: list[Expert]) -> nn.Module:
+        return nn.ModuleDict({f"expert_{number}": expert for number, expert in enumerate(experts)})
+
+    def each(self) -> Any:
+        return enumerate(self.experts.values())
+
+
+def small(kind: Any = ListMoE, seed: int = 0) -> PlainLanguageModel:
+    torch.manual_seed(seed)
+    return PlainLanguageModel(kind, hidden=16, layers=2, experts=4)
+
+
+def train() -> dict[str, Any]:
+    """On one rank."""
+    found = {}
+    for kind in (ListMoE, DictMoE):
+        torch._dynamo.reset()
+        model, reference = small(kind), small(kind)
+        config = hecate.Config(backend="aot_eager", policy=Anything(reshard_every=2), dense="shard")
+        hecate.compile(model, config)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+        worst = 0.0
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            difference = step_of(model, reference, batch(step))
+            worst = max(worst, difference)
+            for optimizer in optimizers:
+                optimizer.step()
+        state, expected = model.state_dict(), reference.state_dict()
+        other = small(kind, seed=1)
+        model.load_state_dict(other.state_dict())
+        loaded, wanted = model.state_dict(), other.state_dict()
+        wrong = dict(wanted)
+        key = next(key for key in wrong if key.endswith("w2.weight"))
+        del wrong[key]
+        found[kind.__name__] = {
+            "worst": worst, "names": list(state) == list(expected),
+            "weights": max(float((state[n] - v).abs().max()) for n, v in expected.items()),
+            "loaded": all(torch.equal(loaded[n], v) for n, v in wanted.items()),
+            "missing": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong)), "key": key,
+            "rewritten": {r.name: r.rewritten for r in hecate.explain(model).graphs[0].passes},
+            "skipped": [skip.reason for skip in hecate.explain(model).skipped],
+            "rows": list(next(p for n, p in model.named_parameters() if n.endswith("w1_weight")).shape[1:]),
+        }  # fmt: skip
+    return found
+
+
+def step_of(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
+    """The worst error of loss and weights' gradients, experts compared by what the reference has of each."""
+    from tests.support.parity import rank_and_size
+
+    rank, size = rank_and_size()
+    mine = ids.chunk(size)[rank]
+    loss = model(mine, mine)["loss"]
+    loss.backward()
+    expected = reference(ids, ids)["loss"]
+    expected.backward()
+    mean = loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    return float((mean / size - expected.detach()).abs())
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:train", 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["ListMoE", "DictMoE"])
+def test_it_trains_as_one_process(kind: str) -> None:
+    for result in (rank[kind] for rank in results()):
+        assert result["skipped"] == []
+        assert result["rewritten"]["group_expert_loops"] == result["rewritten"]["exchange_rows"] == 2
+        # Four steps of momentum: wrong gradients would show in the weights.
+        assert result["worst"] < 1e-5 and result["weights"] < 1e-5
+        assert result["rows"] == [16, 16]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["ListMoE", "DictMoE"])
+def test_state_dicts_keep_the_old_names(kind: str) -> None:
+    for result in (rank[kind] for rank in results()):
+        assert result["names"] and result["loaded"]
+        assert "Missing key" in result["missing"] and result["key"] in result["missing"]
+
+
+def test_one_process() -> None:
+    torch._dynamo.reset()
+    model, reference = small(), small()
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    loss, expected = (m(batch(0), batch(0))["loss"] for m in (model, reference))
+    assert torch.allclose(loss, expected)
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+def test_lists_that_are_no_experts() -> None:
+    model = small()
+    model.blocks[0].experts[1].w1 = nn.Linear(16, 5)
+    found, passed_over = find_experts(model)
+    assert [experts.name for experts in found] == ["blocks.1.experts"]
+    assert passed_over[0].name == "blocks.0.experts" and "not of the same names and shapes" in passed_over[0].reason
+    with torch.device("meta"), pytest.raises(NoExpertsError, match="build the model on the CPU"):
+        hecate.compile(small())
