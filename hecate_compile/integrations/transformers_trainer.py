@@ -35,13 +35,13 @@ def adopt() -> None:
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, so that ``from_pretrained`` reads it. All ranks call it together."""
         if not is_compiled(self.model):
-            return save(self, output_dir, _internal_call)
+            save(self, output_dir, _internal_call)
+            return
         state = self.model.state_dict()
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        return None
 
     def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = model if model is not None else self.model

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
-
-# As in bucket_gradients.
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -214,11 +212,12 @@ def _gradient_of(watched: _Watched) -> Tensor:
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients together of about the size of the graph's own buckets: all at once would be a second copy of all."""
-    bucket: list[Tensor] = []
+    bucket, size = [], 0
     for gradient in gradients:
         bucket.append(gradient)
-        if sum(g.numel() * g.element_size() for g in bucket) >= BUCKET_BYTES:
+        size += gradient.numel() * gradient.element_size()
+        if size >= BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
     if bucket:
         yield bucket

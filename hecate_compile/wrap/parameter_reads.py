@@ -191,7 +191,8 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read(module: nn.Module) -> Any:
-        member = module.__dict__["_hecate_member"]
+        member = member_of(module)
+        assert member is not None
         shard: Any = member.holder._parameters[member.keys[key]]
         if torch.compiler.is_compiling():
             if dtype is not None:

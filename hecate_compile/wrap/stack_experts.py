@@ -93,15 +93,16 @@ def _load_by_old_names(experts: ExpertsModule) -> None:
     ) -> None:  # fmt: skip
         for name, key in names.items():
             old = [f"{prefix}{label}.{name}" for label in _labels(module)]
-            parts = [state.pop(one, None) for one in old]
-            there = [part for part in parts if part is not None]
-            if len({part.shape for part in there}) == 1 and len(there) == len(parts):
-                state[prefix + key] = torch.stack(there)
-                continue
-            absent = [one for one, part in zip(old, parts, strict=True) if part is None]
-            if there and absent and strict:
-                missing.extend(absent)
+            absent = [one for one in old if one not in state]
+            there = [state.pop(one) for one in old if one in state]
+            shapes = sorted({tuple(part.shape) for part in there})
+            missing.extend(absent)
+            if absent and there:
+                # Also where missing keys are allowed: one expert alone has no parameter to be loaded into.
+                errors.append(f"{absent[0]} is not in the checkpoint, which has others. All are loaded, or none.")
+            elif len(shapes) > 1:
+                errors.append(f"{old[0]} and its kin have different shapes {shapes}.")
             elif there:
-                errors.append(f"{old[0]} and its kin have shapes {sorted({tuple(part.shape) for part in there})}.")
+                state[prefix + key] = torch.stack(there)
 
     experts.module.register_load_state_dict_pre_hook(stack)

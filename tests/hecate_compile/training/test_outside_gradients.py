@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -54,9 +54,25 @@ def twice(model: Headless, ids: torch.Tensor) -> torch.Tensor:
     return head(model, ids) + tied(model, ids.flip(1))
 
 
-LOSSES: dict[str, Callable[[Headless, torch.Tensor], torch.Tensor]] = {
+Loss = Callable[[Headless, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, Loss] = {
     "tied": tied, "head": head, "regularized": regularized, "twice": twice,
 }  # fmt: skip
+
+
+def accumulate(model: Headless, reference: Headless, losses: Sequence[Loss], step: int) -> float:
+    """The worst error after a micro-batch for each loss, of which only the last is synchronized."""
+    rank, size = rank_and_size()
+    clear_gradients(model, reference)
+    for micro, loss_of in enumerate(losses):
+        hecate.set_requires_gradient_sync(model, micro == len(losses) - 1)
+        ids = batch(10 * step + micro)
+        loss = loss_of(model, ids.chunk(size)[rank])
+        loss.backward()
+        expected = loss_of(reference, ids)
+        expected.backward()
+    difference = compare(model, loss.detach(), reference, expected.detach())
+    return max(difference.gradient, difference.loss)
 
 
 def measure() -> dict[str, Any]:
@@ -75,29 +91,10 @@ def measure() -> dict[str, Any]:
         warnings.simplefilter("always")
         for name, loss_of in LOSSES.items():
             for step in range(2):
-                clear_gradients(model, reference)
-                # Two micro-batches, the first one unsynchronized.
-                for micro in range(2):
-                    hecate.set_requires_gradient_sync(model, micro == 1)
-                    ids = batch(10 * step + micro)
-                    loss = loss_of(model, ids.chunk(size)[rank])
-                    loss.backward()
-                    expected = loss_of(reference, ids)
-                    expected.backward()
-                difference = compare(model, loss.detach(), reference, expected.detach())
-                found[name] = max(found.get(name, 0.0), difference.gradient, difference.loss)
+                found[name] = max(found.get(name, 0.0), accumulate(model, reference, (loss_of, loss_of), step))
     found["warnings"] = [str(w.message) for w in caught if "averaged once more" in str(w.message)]
-    found["absent"] = 0.0
-    for step in range(2):
-        clear_gradients(model, reference)
-        for micro, loss_of in enumerate((head, tied)):
-            hecate.set_requires_gradient_sync(model, micro == 1)
-            ids = batch(10 * step + micro)
-            loss = loss_of(model, ids.chunk(size)[rank])
-            loss.backward()
-            expected = loss_of(reference, ids)
-            expected.backward()
-        found["absent"] = max(found["absent"], compare(model, loss.detach(), reference, expected.detach()).gradient)
+    # The head in the unsynchronized micro-batch alone.
+    found["absent"] = max(accumulate(model, reference, (head, tied), step) for step in range(2))
 
     def fail(_: torch.Tensor) -> None:
         raise ZeroDivisionError
