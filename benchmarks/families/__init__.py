@@ -1,0 +1,1 @@
+"""Every MoE family of the installed transformers, tiny, on two ranks: found, rewritten, right?"""

@@ -1,0 +1,116 @@
+"""Every MoE family of the installed transformers on two ranks: found, rewritten, right?
+
+    python -m benchmarks.families                     all of them, about 20 minutes on two cores
+    python -m benchmarks.families qwen3_moe dbrx      some
+    python -m benchmarks.families --write             also writes the table into docs/models.md
+
+A line for each: MoE layers and experts, layers that exchange rows (the others gather, with the reason), the worst
+error of the loss and of any gradient of two steps against data parallelism in one process, graphs, and the seconds of
+the first step with compilation. A family fails if it is wrong by more than 1e-5, or does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from benchmarks.families.models import FAMILIES, not_covered
+from benchmarks.results_folder import results_folder
+from tests.support.ranks import RanksFailed, run_ranks
+
+TOLERANCE = 1e-5
+_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_START, _END = "<!-- families: start -->\n", "<!-- families: end -->\n"
+_HEAD = ("family", "MoE layers", "experts", "exchange rows", "loss", "gradients", "graphs", "s", "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
+    parser.add_argument("--backend", default="aot_eager", choices=("aot_eager", "inductor"))
+    parser.add_argument("--policy", default="hecate")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(FAMILIES))
+    if unknown:
+        parser.error(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    if options.write and options.names:
+        parser.error("--write takes all families")
+    results: dict[str, dict[str, Any]] = {}
+    print(_line(_HEAD))
+    for name in options.names or FAMILIES:
+        results[name] = _measure(name, options.backend, options.policy)
+        print(_line(_cells(name, results[name])), flush=True)
+    (results_folder() / "families.json").write_text(json.dumps(results, indent=1) + "\n")
+    missing = not_covered()
+    print("\n" + _summary(results, missing))
+    if options.write:
+        _write(results, missing)
+    if missing or any(_is_wrong(result) for result in results.values()):
+        raise SystemExit(1)
+
+
+def _measure(name: str, backend: str, policy: str) -> dict[str, Any]:
+    try:
+        first, *_ = run_ranks("benchmarks.families.case:run", 2, timeout=600, name=name, backend=backend, policy=policy)
+    except RanksFailed as error:
+        return dict(error=_reason(str(error)), details=str(error)[-4000:])
+    result: dict[str, Any] = first
+    return result
+
+
+def _reason(text: str) -> str:
+    """What a rank raised: the last line of the first traceback that starts with the name of an error."""
+    part = text.partition("--- rank 0\n")[2].partition("\n--- ")[0]
+    lines = [line for line in part.splitlines() if line and not line.startswith(" ") and ":" in line]
+    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Failed"))]
+    return (named or lines or text.splitlines())[-1][:300]
+
+
+def _is_wrong(result: dict[str, Any]) -> bool:
+    return "error" in result or not max(result["loss_error"], result["gradient_error"]) <= TOLERANCE
+
+
+def _cells(name: str, result: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in result:
+        return (name, "", "", "", "", "", "", "", result["error"])
+    remark = "; ".join(result["reasons"])
+    if not result["gradient_error"] <= TOLERANCE:
+        remark = f"WRONG in {result['worst']}; {remark}"
+    return (
+        name, str(result["layers"]), str(result["experts"]), str(result["rewritten"]), f"{result['loss_error']:.0e}",
+        f"{result['gradient_error']:.0e}", str(result["graphs"]), f"{result['seconds']:.0f}", remark,
+    )  # fmt: skip
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
+    ran = [result for result in results.values() if "error" not in result]
+    exchanging = sum(result["rewritten"] == result["layers"] for result in ran)
+    worst = max((result["gradient_error"] for result in ran), default=0.0)
+    failed = [name for name, result in results.items() if _is_wrong(result)]
+    text = (
+        f"{len(results)} families of transformers {transformers.__version__}: {exchanging} exchange rows in every MoE "
+        f"layer, {len(ran) - exchanging} gather experts in some; the worst gradient is {worst:.0e} off; "
+        f"{len(failed)} failed{': ' + ', '.join(failed) if failed else ''}."
+    )
+    return text + (f" Not in this table: {', '.join(missing)}." if missing else "")
+
+
+def _write(results: dict[str, dict[str, Any]], missing: list[str]) -> None:
+    before, _, rest = _PAGE.read_text().partition(_START)
+    _, _, after = rest.partition(_END)
+    rule = "|" + "---|" * len(_HEAD)
+    table = "\n".join([_line(_HEAD), rule, *(_line(_cells(name, result)) for name, result in results.items())])
+    _PAGE.write_text(f"{before}{_START}{_summary(results, missing)}\n\n{table}\n{_END}{after}")
+
+
+if __name__ == "__main__":
+    main()

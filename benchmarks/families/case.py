@@ -1,0 +1,84 @@
+"""One family on this rank: compile it, take two steps, compare with what data parallelism computes."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import hecate
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.families.models import batch, build
+
+_STEPS = 2
+# A gradient that is zero but for rounding has no relative error; neither has one far below all others.
+_SMALLEST = 1e-4
+
+
+def run(name: str, backend: str = "aot_eager", policy: str = "hecate") -> dict[str, Any]:
+    """What was found and rewritten, the worst error of the loss and of any gradient, graphs, seconds.
+
+    The reference computes every rank's batch in one process and averages, as DistributedDataParallel does: a
+    load-balancing loss of the global batch would be another function. Errors are relative, of a gradient to its
+    largest element.
+    """
+    warnings.simplefilter("ignore")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    reference = build(name)
+    expected = [
+        _mean([_step(reference, batch(name, step * world + rank)) for rank in range(world)]) for step in range(_STEPS)
+    ]
+    model = hecate.compile(build(name), hecate.Config(backend=backend, policy=policy))
+    loss_error, gradient_error, worst, seconds = 0.0, 0.0, "", 0.0
+    for step, (loss, gradients) in enumerate(expected):
+        start = time.perf_counter()
+        own_loss, got = _step(model, batch(name, step * world + rank))
+        seconds = seconds or time.perf_counter() - start
+        mean = torch.tensor(own_loss, dtype=torch.float64)
+        dist.all_reduce(mean)
+        loss_error = max(loss_error, abs(float(mean) / world - loss) / abs(loss))
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        for key, gradient in gradients.items():
+            scale = max(float(gradient.abs().max()), _SMALLEST * largest)
+            error = float((got[key] - gradient).abs().max()) / scale
+            # Not "error > ...": NaN must win.
+            if not error <= gradient_error:
+                gradient_error, worst = error, key
+    explanation = hecate.explain(model)
+    exchanged = {
+        record.rewritten for graph in explanation.graphs for record in graph.passes if record.name == "exchange_rows"
+    }
+    return dict(
+        layers=len(explanation.experts), experts=explanation.experts[0].num_experts,
+        sign=explanation.experts[0].sign, rewritten=max(exchanged, default=0),
+        reasons=sorted({skip.reason for skip in explanation.skipped if skip.fallback}),
+        loss=expected[0][0], loss_error=loss_error, gradient_error=gradient_error, worst=worst,
+        graphs=len(explanation.graphs), seconds=seconds,
+    )  # fmt: skip
+
+
+def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a step, and every gradient, whole, by the names of the state dict; weights stay as they were."""
+    loss = model(**given)["loss"]
+    loss.backward()
+    buffers = {name for name, _ in model.named_buffers()}
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, _ in kept:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.grad = None
+        # A state dict shows what is sharded or stacked whole and by its old names.
+        gradients = {key: value.clone() for key, value in model.state_dict().items() if key not in buffers}
+        for parameter, value in kept:
+            parameter.copy_(value)
+    return float(loss.detach()), gradients
+
+
+def _mean(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> tuple[float, dict[str, torch.Tensor]]:
+    losses = [loss for loss, _ in parts]
+    gradients = {k: sum(g[k] for _, g in parts) / len(parts) for k in parts[0][1]}
+    return sum(losses) / len(losses), gradients
