@@ -33,6 +33,7 @@ from hecate.training.forward import CompiledForward
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.wrap.empty_turns import take_every_turn
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.parameter_reads import install_reads
@@ -100,7 +101,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     shard_dense = config.dense == "shard" and world.size > 1
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
 
-    # Step 3: reading a parameter becomes a gather or an averaged identity.
+    # Step 3: loops over experts take every turn, and reading a parameter becomes a gather or an averaged identity.
+    loops = take_every_turn(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype)
     if config.rates is not None:
@@ -140,7 +142,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     model._compiled_call_impl = forward
     CompiledModel(
         config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
-        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
+        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward, loops=loops,
     ).attach(model)  # fmt: skip
     # As wrappers for data parallelism have it; accelerate looks for it.
     model.__dict__["no_sync"] = no_sync(sync)
@@ -161,6 +163,7 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(
         world=state.world, policy=policy, experts=state.experts, passed_over=state.passed_over, layers=state.layers,
         graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans), disabled=state.backend.disabled,
+        loops=state.loops,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class CompiledModel:
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
         layers: the runtime record of each of ``experts``; the same for modules that share parameters.
+        loops: where loops were changed (``take_every_turn``).
     """
 
     config: Config
@@ -40,6 +41,7 @@ class CompiledModel:
     placer: Placer
     owner_mover: OwnerMover
     forward: CompiledForward
+    loops: tuple[str, ...]
 
     def attach(self, model: nn.Module) -> None:
         """Let ``model`` hold this."""

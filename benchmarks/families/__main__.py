@@ -55,8 +55,17 @@ def main() -> None:
 
 
 def _measure(name: str, backend: str, policy: str) -> dict[str, Any]:
+    result = _run(name, backend=backend, policy=policy)
+    if "error" not in result and _is_wrong(result):
+        # Sums that cancel are inexact in float32. What is wrong is so in float64, too.
+        exact = _run(name, backend=backend, policy=policy, dtype="float64")
+        result |= exact if "error" in exact else {"float64_error": exact["gradient_error"]}
+    return result
+
+
+def _run(name: str, **options: Any) -> dict[str, Any]:
     try:
-        first, *_ = run_ranks("benchmarks.families.case:run", 2, timeout=600, name=name, backend=backend, policy=policy)
+        first, *_ = run_ranks("benchmarks.families.case:run", 2, timeout=600, name=name, **options)
     except RanksFailed as error:
         return dict(error=_reason(str(error)), details=str(error)[-4000:])
     result: dict[str, Any] = first
@@ -72,15 +81,18 @@ def _reason(text: str) -> str:
 
 
 def _is_wrong(result: dict[str, Any]) -> bool:
-    return "error" in result or not max(result["loss_error"], result["gradient_error"]) <= TOLERANCE
+    gradient = result.get("float64_error", result.get("gradient_error"))
+    return "error" in result or not max(result["loss_error"], gradient) <= TOLERANCE
 
 
 def _cells(name: str, result: dict[str, Any]) -> tuple[str, ...]:
     if "error" in result:
         return (name, "", "", "", "", "", "", "", result["error"])
     remark = "; ".join(result["reasons"])
-    if not result["gradient_error"] <= TOLERANCE:
-        remark = f"WRONG in {result['worst']}; {remark}"
+    if "float64_error" in result:
+        remark += f"{result['worst']}: {result['float64_error']:.0e} in float64"
+    if result["graphs"] > 1:
+        remark += f"{result['graphs'] - 1} graph breaks or recompiles"
     return (
         name, str(result["layers"]), str(result["experts"]), str(result["rewritten"]), f"{result['loss_error']:.0e}",
         f"{result['gradient_error']:.0e}", str(result["graphs"]), f"{result['seconds']:.0f}", remark,
@@ -97,8 +109,8 @@ def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
     worst = max((result["gradient_error"] for result in ran), default=0.0)
     failed = [name for name, result in results.items() if _is_wrong(result)]
     text = (
-        f"{len(results)} families of transformers {transformers.__version__}: {exchanging} exchange rows in every MoE "
-        f"layer, {len(ran) - exchanging} gather experts in some; the worst gradient is {worst:.0e} off; "
+        f"{len(results)} families of transformers {transformers.__version__}: {exchanging} exchange rows in every "
+        f"MoE layer, {len(ran) - exchanging} gather experts in some; the worst gradient is {worst:.0e} off; "
         f"{len(failed)} failed{': ' + ', '.join(failed) if failed else ''}."
     )
     return text + (f" Not in this table: {', '.join(missing)}." if missing else "")

@@ -7,11 +7,11 @@ import time
 import warnings
 from typing import Any
 
-import hecate
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import hecate
 from benchmarks.families.models import batch, build
 
 _STEPS = 2
@@ -19,7 +19,7 @@ _STEPS = 2
 _SMALLEST = 1e-4
 
 
-def run(name: str, backend: str = "aot_eager", policy: str = "hecate") -> dict[str, Any]:
+def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: str = "float32") -> dict[str, Any]:
     """What was found and rewritten, the worst error of the loss and of any gradient, graphs, seconds.
 
     The reference computes every rank's batch in one process and averages, as DistributedDataParallel does: a
@@ -28,11 +28,15 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate") -> dict[s
     """
     warnings.simplefilter("ignore")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    reference = build(name)
+    reference = build(name).to(getattr(torch, dtype))
+    for part in reference.modules() if dtype == "float64" else ():
+        if hasattr(part, "set_experts_implementation"):
+            # The only one of transformers' that knows float64.
+            part.set_experts_implementation("eager")
     expected = [
         _mean([_step(reference, batch(name, step * world + rank)) for rank in range(world)]) for step in range(_STEPS)
     ]
-    model = hecate.compile(build(name), hecate.Config(backend=backend, policy=policy))
+    model = hecate.compile(build(name).to(getattr(torch, dtype)), hecate.Config(backend=backend, policy=policy))
     loss_error, gradient_error, worst, seconds = 0.0, 0.0, "", 0.0
     for step, (loss, gradients) in enumerate(expected):
         start = time.perf_counter()
@@ -49,13 +53,12 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate") -> dict[s
             if not error <= gradient_error:
                 gradient_error, worst = error, key
     explanation = hecate.explain(model)
-    exchanged = {
-        record.rewritten for graph in explanation.graphs for record in graph.passes if record.name == "exchange_rows"
-    }
+    gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
+    exchanged = len(hecate.stats(model).layers)
     return dict(
-        layers=len(explanation.experts), experts=explanation.experts[0].num_experts,
-        sign=explanation.experts[0].sign, rewritten=max(exchanged, default=0),
-        reasons=sorted({skip.reason for skip in explanation.skipped if skip.fallback}),
+        layers=exchanged + len(gathered), found=len(explanation.experts),
+        experts=explanation.experts[0].num_experts, sign=explanation.experts[0].sign, rewritten=exchanged,
+        reasons=sorted(set(gathered.values())),
         loss=expected[0][0], loss_error=loss_error, gradient_error=gradient_error, worst=worst,
         graphs=len(explanation.graphs), seconds=seconds,
     )  # fmt: skip

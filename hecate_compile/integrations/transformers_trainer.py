@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hecate.compiled_model import is_compiled
-from hecate.wrap.parameter_reads import class_before
+from hecate.wrap.swapped_class import class_before
 
 _adopted: set[type] = set()
 

@@ -29,6 +29,7 @@ class Explanation:
         graphs: one record per compiled graph; empty before the first forward.
         spans: the collectives of the last forward and its backward, in the order of their starts.
         disabled: passes that are switched off.
+        loops: ``file:line`` of loops that left experts without tokens out, and take every turn now.
     """
 
     world: World
@@ -39,6 +40,7 @@ class Explanation:
     graphs: tuple[GraphRecord, ...]
     spans: tuple[Span, ...] = ()
     disabled: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -57,6 +59,7 @@ class Explanation:
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
+        parts += [f"takes a turn for experts without tokens, too: {place}" for place in self.loops]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
         for number, graph in enumerate(self.graphs):

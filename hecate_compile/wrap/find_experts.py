@@ -115,9 +115,10 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
     # Not "moe": that may be a list of layers.
     if not chosen and "expert" not in last.lower():
         return None
-    members = tuple(module.children())
+    # A dictionary of experts may hold a dropout, too.
+    members = tuple(m for m in module.children() if next(m.parameters(), None) is not None)
     shapes = [[(key, p.shape, p.dtype) for key, p in m.named_parameters(remove_duplicate=False)] for m in members]
-    if len(members) != len(module) or any(other != shapes[0] for other in shapes[1:]) or not shapes[0]:
+    if len(members) < 2 or any(other != shapes[0] for other in shapes[1:]):
         return PassedOver(name=name, reason="a list of modules whose parameters are not of the same names and shapes")
     if len({id(p) for m in members for p in m.parameters()}) != len(members) * len(shapes[0]):
         return PassedOver(name=name, reason="a list of modules that share parameters")

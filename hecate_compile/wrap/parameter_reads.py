@@ -30,6 +30,7 @@ from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import member_of
+from hecate.wrap.swapped_class import swap_class
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
@@ -111,11 +112,6 @@ def install_replicated_reads(
     return tuple(new)
 
 
-def class_before(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` as its author wrote it."""
-    return next(cls for cls in type(module).__mro__ if _READERS not in vars(cls))
-
-
 def _records_in(model: nn.Module) -> dict[int, ReplicatedParameter]:
     """The records that are in use, by the identity of the parameter that they are of now."""
     records = (record for module in model.modules() for record in module.__dict__.get(_RECORDS, {}).values())
@@ -156,7 +152,6 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
             super(swapped, self).register_parameter(name, parameter)
 
     namespace["register_parameter"] = register_parameter
-    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
@@ -166,8 +161,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
         )
 
     namespace["__reduce_ex__"] = __reduce_ex__
-    swapped: Any = type(cls.__name__, (cls,), namespace)
-    module.__class__ = swapped
+    swapped: Any = swap_class(module, namespace)
 
 
 def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:

@@ -66,16 +66,17 @@ def save_by_old_names(found: Sequence[ExpertsModule]) -> None:
             _save_by_old_names(experts)
 
 
-def _labels(module: nn.Module) -> list[str]:
-    return list(module._modules)
+def _labels(experts: ExpertsModule) -> list[str]:
+    members = set(experts.members)
+    return [label for label, module in experts.module._modules.items() if module in members]
 
 
 def _save_by_old_names(experts: ExpertsModule) -> None:
-    names = experts.names
+    names, labels = experts.names, _labels(experts)
 
     def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         whole = {name: state.pop(prefix + key, None) for name, key in names.items()}
-        for index, label in enumerate(_labels(module)):
+        for index, label in enumerate(labels):
             for name, full in whole.items():
                 if full is not None:
                     # Memory of its own: files of tensors want no views.
@@ -85,14 +86,14 @@ def _save_by_old_names(experts: ExpertsModule) -> None:
 
 
 def _load_by_old_names(experts: ExpertsModule) -> None:
-    names = experts.names
+    names, labels = experts.names, _labels(experts)
 
     def stack(
         module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         for name, key in names.items():
-            old = [f"{prefix}{label}.{name}" for label in _labels(module)]
+            old = [f"{prefix}{label}.{name}" for label in labels]
             absent = [one for one in old if one not in state]
             there = [state.pop(one) for one in old if one in state]
             shapes = sorted({tuple(part.shape) for part in there})

@@ -44,15 +44,12 @@ class ListMoE(nn.Module):
     def gather(self, experts: list[Expert]) -> nn.Module:
         return nn.ModuleList(experts)
 
-    def each(self) -> Any:
-        return enumerate(self.experts)
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.view(-1, hidden.shape[-1])
         weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
         mask = torch.nn.functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
         out = torch.zeros_like(tokens)
-        for number, expert in self.each():
+        for number, expert in enumerate(self.experts):
             choice, rows = torch.where(mask[number])
             current = tokens[None, rows].reshape(-1, hidden.shape[-1])
             out.index_add_(0, rows, expert(current) * weights[rows, choice, None])
@@ -60,13 +57,24 @@ class ListMoE(nn.Module):
 
 
 class DictMoE(ListMoE):
-    """The same in a dictionary, as in Switch Transformers."""
+    """The same in a dictionary, with a turn for the experts that have tokens alone, as in Switch Transformers."""
 
     def gather(self, experts: list[Expert]) -> nn.Module:
-        return nn.ModuleDict({f"expert_{number}": expert for number, expert in enumerate(experts)})
+        named = {f"expert_{number}": expert for number, expert in enumerate(experts)}
+        return nn.ModuleDict({**named, "dropout": nn.Dropout(0.0)})
 
-    def each(self) -> Any:
-        return enumerate(self.experts.values())
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.view(-1, hidden.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        mask = torch.nn.functional.one_hot(chosen, len(self.experts) - 1).permute(2, 1, 0)
+        out = torch.zeros_like(tokens)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert in hit:
+            choice, rows = torch.where(mask[expert].squeeze(0))
+            current = tokens[None, rows].reshape(-1, hidden.shape[-1])
+            done = self.experts[f"expert_{expert[0]}"](current) * weights[rows, choice, None]
+            out.index_add_(0, rows, self.experts["dropout"](done).to(hidden.dtype))
+        return out.view_as(hidden)
 
 
 def small(kind: Any = ListMoE, seed: int = 0) -> PlainLanguageModel:

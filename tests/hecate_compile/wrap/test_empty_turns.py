@@ -1,0 +1,230 @@
+"""Loops over the experts that were hit, and loops that leave turns out: changed where that changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hecate.wrap.empty_turns import take_every_turn
+from hecate.wrap.find_experts import find_experts
+from hecate.wrap.swapped_class import class_before
+
+
+class Experts(nn.Module):
+    """Four experts; half of the tokens choose the first, none the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.num_experts = 4
+        self.w = nn.Parameter(torch.randn(4, 3, 3, generator=generator))
+        self.tokens = torch.randn(6, 3, generator=generator)
+        self.chosen = torch.tensor([0, 1, 0, 1, 0, 1]).reshape(6, 1)
+
+    def finish(self, out: torch.Tensor) -> torch.Tensor:
+        return out + 1
+
+    def mask(self) -> torch.Tensor:
+        return nn.functional.one_hot(self.chosen, 4).permute(2, 1, 0)
+
+
+class HitRows(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert in hit:
+            expert = expert[0]
+            if expert == self.num_experts:
+                continue
+            _, token = torch.where(mask[expert])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert])
+        return out
+
+
+class HitNumbers(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = (self.chosen == torch.arange(4)).t()
+        for expert in (mask.sum(-1) > 0).nonzero().flatten():
+            (token,) = torch.where(mask[expert])
+            out[token] += self.tokens[token] @ self.w[expert]
+        return out
+
+
+class HitItem(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        for row in mask.any(dim=-1).any(dim=-1).nonzero():
+            expert = int(row.item())
+            _, token = torch.where(mask[expert].squeeze(0)[None])
+            if token.numel() == 0:
+                continue
+            out = out.index_add(0, token, self.tokens[token] @ self.w[expert])
+        return out
+
+
+class Guard(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            rows = self.chosen[:, 0] == expert
+            (token,) = torch.where(rows)
+            current = self.tokens[token]
+            if current.shape[0] == 0:
+                continue
+            out.index_add_(0, token, current @ self.w[expert])
+        return out
+
+
+class MaskGuard(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            rows = self.chosen[:, 0] == expert
+            if rows.any():
+                out[rows] = self.tokens[rows] @ self.w[expert]
+        return out
+
+
+class Closure(Experts):
+    def forward(self, out: torch.Tensor, scale: float = 2.0, *, more: float = 1.0) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            if not token.numel():
+                continue
+            out.index_add_(0, token, scale * more * (self.tokens[token] @ self.w[expert]))
+        return super().finish(out)
+
+
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(self: Any, out: torch.Tensor) -> Any:
+        return 2 * function(self, out)
+
+    return wrapper
+
+
+class Decorated(Experts):
+    @doubled
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            if len(token) > 0:
+                out.index_add_(0, token, self.tokens[token] @ self.w[expert])
+        return out
+
+
+@pytest.mark.parametrize("kind", [HitRows, HitNumbers, HitItem, Guard, MaskGuard, Closure, Decorated])
+def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
+    module = kind()
+    expected = module(torch.zeros(6, 3))
+    places = take_every_turn(module, find_experts(module)[0])
+    source, start = inspect.getsourcelines(inspect.unwrap(vars(kind)["forward"]))
+    loop = start + next(number for number, line in enumerate(source) if " for " in line)
+    assert f"{__file__}:{loop}" in places
+    assert torch.equal(module(torch.zeros(6, 3)), expected)
+    assert inspect.unwrap(type(module).forward).__code__.co_filename == __file__
+    # All of the loop is straight-line code now: it can be captured.
+    torch._dynamo.reset()
+    options = dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+    with torch._dynamo.config.patch(options):
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        assert torch.allclose(compiled(torch.zeros(6, 3)), expected)
+
+
+class Counts(Experts):
+    """A turn adds to something that is no row."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        turns = 0
+        for expert in self.mask_of().sum(-1).nonzero():
+            turns += 1
+            (token,) = torch.where(self.mask_of()[expert[0]])
+            out.index_add_(0, token, self.tokens[token])
+        return out * turns
+
+    def mask_of(self) -> torch.Tensor:
+        return (self.chosen == torch.arange(4)).t()
+
+
+class Other(Experts):
+    """What is left out has rows in another way than what is written."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            everybody = torch.arange(6)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, everybody, self.tokens @ self.w[expert])
+        return out
+
+
+class Threshold(Experts):
+    """Experts with few tokens are left out, too."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 3).nonzero()
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out
+
+
+class Carried(Experts):
+    """A turn needs what the last one with rows has left."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        last = torch.zeros(1, 3)
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            if token.numel() == 0:
+                continue
+            current = self.tokens[token] @ self.w[expert] + last
+            last = current[:1]
+            out.index_add_(0, token, current)
+        return out
+
+
+class AnotherMask(Experts):
+    """The mask changes between the hits and the loop."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        hit = mask.sum(dim=(-1, -2)).nonzero()
+        mask = mask.flip(0)
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out
+
+
+class Stops(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert])
+            if expert > 2:
+                break
+        return out
+
+
+@pytest.mark.parametrize("kind", [Counts, Other, Threshold, Carried, AnotherMask, Stops])
+def test_left_alone(kind: type[Experts]) -> None:
+    module = kind()
+    assert take_every_turn(module, find_experts(module)[0]) == ()
+    assert type(module) is kind is class_before(module)
+
+
+def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
+    model = nn.ModuleDict({"block": nn.Sequential(Guard()), "aside": nn.Sequential(Guard())})
+    found = [experts for experts in find_experts(model)[0] if experts.name.startswith("block")]
+    assert len(take_every_turn(model, found)) == 1
+    assert type(model["block"][0]) is not Guard and class_before(model["block"][0]) is Guard
+    assert type(model["aside"][0]) is Guard
