@@ -81,7 +81,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 1: everything that can be wrong, before anything changes.
     check_usable(model, config)
-    experts, passed_over = find_experts(model, config.experts)
+    experts, passed_over = ([], []) if config.policy == "replicate" else find_experts(model, config.experts)
     check_no_optimizer(model)
     world = find_world(mesh, _device_of(model, mesh))
     agree(
@@ -97,7 +97,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
-    sync = GradientSync(world, dtype=(precision.reduce_dtype or param_dtype) if precision else None)
+    reduce_dtype = (precision.reduce_dtype or param_dtype) if precision else None
+    sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate")
     shard_dense = config.dense == "shard" and world.size > 1
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
 
@@ -108,7 +109,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
     elif world.size > 1:
-        placer.set_rates(measure_rates(layers[0].dtype, topology, world), because="measured in hecate.compile")
+        dtype = layers[0].dtype if layers else param_dtype or next(model.parameters()).dtype
+        placer.set_rates(measure_rates(dtype, topology, world), because="measured in hecate.compile")
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
@@ -157,7 +159,8 @@ def explain(model: nn.Module) -> Explanation:
     """
     state = compiled_model_of(model, "explain")
     nodes, rates = state.placer.topology.num_nodes, state.placer.rates
-    policy = "policy gather" if state.config.policy == "gather" else f"{state.placer.policy!r} on {nodes} node(s)"
+    named = state.config.policy if state.config.policy in ("gather", "replicate") else None
+    policy = f"policy {named}" if named else f"{state.placer.policy!r} on {nodes} node(s)"
     if state.world.size > 1:
         policy += f", {rates}, {state.placer.rates_from}"
     return Explanation(

@@ -13,7 +13,7 @@ from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
 
 Backend = Literal["inductor", "aot_eager"]
-PolicyName = Literal["hecate", "static", "gather"]
+PolicyName = Literal["hecate", "static", "gather", "replicate"]
 Dense = Literal["replicate", "shard"]
 
 
@@ -32,8 +32,9 @@ class Config:
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
         policy: ``"hecate"``: tokens travel to experts, and in each step hot experts are replicated where that is
             predicted to be faster. ``"static"``: every expert is computed by its owner. ``"gather"``: every rank
-            gathers all experts and computes its own tokens; nothing is exchanged. Or a :class:`hecate.Policy` of
-            your own.
+            gathers all experts and computes its own tokens; nothing is exchanged. ``"replicate"``: experts are not
+            looked for, every rank keeps the whole model, and gradients are averaged when the backward ends: for
+            models whose experts are not found or cannot be traced. Or a :class:`hecate.Policy` of your own.
         objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
             of the paper, with as many experts as ``rates.hidden_seconds`` seconds can hide.
         replicas: most replicas that a rank holds beside its own experts, per layer.
@@ -78,6 +79,11 @@ class Config:
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
+        if self.policy == "replicate" and (self.dense == "shard" or self.experts is not None):
+            other = 'dense="shard"' if self.dense == "shard" else "experts"
+            raise ValueError(
+                f'hecate.Config: policy="replicate" keeps the whole model on every rank; leave {other} out'
+            )
         if hasattr(self.policy, "own"):
             raise TypeError(f"hecate.Config: {type(self.policy).__name__}.own is now called choose_owners; rename it")
         for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0), ("prefetch_bytes", 0)):

@@ -57,7 +57,7 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
     exchanged = len(hecate.stats(model).layers)
     return dict(
         layers=exchanged + len(gathered), found=len(explanation.experts),
-        experts=explanation.experts[0].num_experts, sign=explanation.experts[0].sign, rewritten=exchanged,
+        experts=max((one.num_experts for one in explanation.experts), default=0), rewritten=exchanged,
         reasons=sorted(set(gathered.values())),
         loss=expected[0][0], loss_error=loss_error, gradient_error=gradient_error, worst=worst,
         graphs=len(explanation.graphs), seconds=seconds,

@@ -89,7 +89,9 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
-        comparing = self.step.mode is not None and self.step.mode.first
+        # Where nothing is communicated inside a graph, ranks may run different ones.
+        communicates = self.config.policy != "replicate"
+        comparing = communicates and self.step.mode is not None and self.step.mode.first
         if number == 0 and comparing and self.config.rates is None and self.world.size > 1:
             rates = predict_hidden(
                 _tokens(gm), self.dense_parameters, len(self.layers), self.placer.rates, self.world
@@ -132,7 +134,7 @@ class Backend:
             layer_names={layer.id: layer.name for layer in self.layers},
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,
-            owned=-(-max(layer.num_experts for layer in self.layers) // size),
+            owned=-(-max((layer.num_experts for layer in self.layers), default=1) // size),
             slots=self.config.replicas if self.placer.policy.replicates else 0,
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),

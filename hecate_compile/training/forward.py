@@ -57,7 +57,7 @@ class CompiledForward:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self._hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
-        self._records, self._dynamo = tuple(records), _dynamo_options()
+        self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.after: Callable[[], None] | None = None
 
@@ -124,15 +124,19 @@ def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
     )
 
 
-def _dynamo_options() -> dict[str, Any]:
-    """What Dynamo must do differently while it traces the model."""
+def _dynamo_options(sharded: bool) -> dict[str, Any]:
+    """What Dynamo must do differently while it traces the model.
+
+    Args:
+        sharded: whether there are experts that only graphs can read. Without any, a graph break is none of our
+            business.
+    """
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
         # Routing makes sizes that depend on data; without these every one of them is a graph break.
-        "capture_dynamic_output_shape_ops": True,
-        "capture_scalar_outputs": True,
+        **(dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True) if sharded else {}),
         # So is a line in a log (the last two are what transformers adds); traced code does not log.
         "ignore_logger_methods": {
             *torch._dynamo.config.ignore_logger_methods,

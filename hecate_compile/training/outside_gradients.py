@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_leaves
 
 from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
@@ -156,20 +157,22 @@ class OutsideGradients:
         """Average the gradients that are not certainly equal on all ranks. At the end of a backward; a collective."""
         due = self._local | self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
-        unsure, world = [due[id] for id in sorted(due)], self._sync.world
+        unsure = [due[id] for id in sorted(due)]
         if not unsure and not self._outside:
             return
-        self._outside = True
-        agree(
-            [watched.record.name for watched in unsure],
-            "which parameters get gradients from outside of the compiled forward",
-            "What is computed outside of it must use the same parameters on every rank, also where the local batch "
-            "has nothing for them.",
-            world,
-        )
-        if not unsure:
-            return
-        self._say(unsure)
+        if not self._sync.in_graph:
+            unsure = self._used_anywhere(due)
+        else:
+            self._outside = True
+            agree(
+                [watched.record.name for watched in unsure],
+                "which parameters get gradients from outside of the compiled forward",
+                "What is computed outside of it must use the same parameters on every rank, also where the local "
+                "batch has nothing for them.",
+                self._sync.world,
+            )
+            if unsure:
+                self._say(unsure)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for watched in unsure:
             gradient = _gradient_of(watched)
@@ -178,6 +181,22 @@ class OutsideGradients:
             for same in by_dtype.values():
                 for bucket in _buckets(same):
                     self._average_bucket(bucket)
+
+    def _used_anywhere(self, due: dict[int, _Watched]) -> list[_Watched]:
+        """What got a gradient on any rank; where it got none it has zeros from now on."""
+        everything = sorted(self._watched.values(), key=lambda watched: watched.record.id)
+        names = [watched.record.name for watched in everything]
+        world = self._sync.world
+        agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
+        used = torch.tensor([watched.record.id in due for watched in everything], dtype=torch.uint8)
+        used = used.to(world.device)
+        collectives.all_reduce(used, world, op=ReduceOp.MAX)
+        found = [watched for watched, anywhere in zip(everything, used.tolist(), strict=True) if anywhere]
+        for watched in found:
+            parameter = watched.parameter()
+            if parameter is not None and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
         world, dtype = self._sync.world, self._sync.dtype or gradients[0].dtype

@@ -187,5 +187,8 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over
             "experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
         )
         lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed_over]
-        lines.append('If this is an MoE model, name its experts modules: hecate.Config(experts=("*.experts",)).')
+        lines.append(
+            'If this is an MoE model, name its experts modules: hecate.Config(experts=("*.experts",)). '
+            'hecate.Config(policy="replicate") trains any model, with all of it on every rank.'
+        )
     return "\n".join(lines)

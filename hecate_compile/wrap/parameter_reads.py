@@ -106,7 +106,7 @@ def install_replicated_reads(
                 new.append(record)
             if records.get(key) is not record:
                 records[key] = record
-                readers[key] = _read_dense(key, record.id, step, param_dtype)
+                readers[key] = _read_dense(key, record.id if sync.in_graph else None, step, param_dtype)
         if readers:
             _swap_class(module, readers)
     return tuple(new)
@@ -200,13 +200,15 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
     return read
 
 
-def _read_dense(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    """Args: id: of the record, if the gradient is averaged where it is made."""
+
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[key]
         if parameter is None:
             return None
         if torch.compiler.is_compiling() or step.running:
-            if parameter.requires_grad:
+            if parameter.requires_grad and id is not None:
                 parameter = replicate(parameter, id)
             if dtype is not None and parameter.is_floating_point():
                 parameter = parameter.to(dtype)

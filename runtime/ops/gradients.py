@@ -33,12 +33,14 @@ class GradientSync:
         enabled: off between the micro-batches of an accumulation.
         dtype: dtype of the all-reduce, None for the gradient's own.
         owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
+        in_graph: they are averaged where graphs make them; if not, all together when the backward ends.
     """
 
     world: World
     dtype: torch.dtype | None = None
     enabled: bool = True
     owed: bool = False
+    in_graph: bool = True
 
 
 @dataclass(eq=False)
