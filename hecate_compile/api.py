@@ -33,12 +33,12 @@ from hecate.training.forward import CompiledForward
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
-from hecate.wrap.empty_turns import take_every_turn
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import shard_model
+from hecate.wrap.traceable_loops import make_loops_traceable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -103,7 +103,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
 
     # Step 3: loops over experts take every turn, and reading a parameter becomes a gather or an averaged identity.
-    loops = take_every_turn(model, experts)
+    loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype)
     if config.rates is not None:

@@ -28,7 +28,7 @@ class CompiledModel:
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
         layers: the runtime record of each of ``experts``; the same for modules that share parameters.
-        loops: where loops were changed (``take_every_turn``).
+        loops: where loops were changed (``make_loops_traceable``).
     """
 
     config: Config

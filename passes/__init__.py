@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 
 from hecate.passes.base import Outcome, Pass, PassContext, Skip
+from hecate.passes.captured.accumulate_rows import accumulate_rows
 from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.bucket_gradients import bucket_gradients
 from hecate.passes.captured.exchange_rows import exchange_rows
+from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
@@ -25,7 +27,9 @@ from hecate.passes.joint.rematerialize import rematerialize
 PASSES: tuple[Pass, ...] = (
     share_gathers,        # read every expert parameter once
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
+    accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
     group_expert_loops,   # a loop over experts -> grouped matmuls
+    flatten_batches,      # bmm and einsum over experts -> grouped matmuls
     normalize_matmuls,    # three spellings of a grouped matmul -> one
     functionalize_rows,   # out.add_(b) -> out = out + b
     exchange_rows,        # gather all experts -> exchange tokens with their owners

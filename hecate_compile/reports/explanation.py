@@ -29,7 +29,7 @@ class Explanation:
         graphs: one record per compiled graph; empty before the first forward.
         spans: the collectives of the last forward and its backward, in the order of their starts.
         disabled: passes that are switched off.
-        loops: ``file:line`` of loops that left experts without tokens out, and take every turn now.
+        loops: ``file:line`` of loops and counts that were changed so that they can be traced.
     """
 
     world: World
@@ -59,7 +59,10 @@ class Explanation:
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
-        parts += [f"takes a turn for experts without tokens, too: {place}" for place in self.loops]
+        parts += [
+            f"changed so that it can be traced (hecate/wrap/traceable_loops.py says how): {place}"
+            for place in self.loops
+        ]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
         for number, graph in enumerate(self.graphs):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -176,23 +176,73 @@ def _only(values: list[Node], otherwise: str) -> Node:
 
 _COUNTERS = ("histc", "bincount")
 _CASTS = ("float", "int", "long", "to", "double")
+_SHAPES = ("view", "reshape", "flatten", "unsqueeze")
 
 
 def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
-    """Whether ``offsets`` counts exactly ``ids``, and ``ids`` is sorted.
+    """Whether ``ids`` is sorted, and ``offsets`` says where each expert's part of it ends.
 
-    Recognized: ``offsets = cumsum(histc(cast(ids)))`` with ``ids = sort(...)[0]``, and the ids that
-    group_expert_loops derives from the offsets themselves.
+    Recognized: the ids that group_expert_loops derives from the offsets themselves, and ``offsets = cumsum(counts)``
+    with ids repeated by these counts, or sorted ids that were counted, before or after.
     """
     if calls(ids, torch.ops.hecate.row_slots):
         return arg(ids, 0) is offsets
-    if not (is_getitem(ids) and arg(ids, 1) == 0 and _named(arg(ids, 0), ("sort",))):
+    total = _strip(offsets, _CASTS)
+    if not _named(total, ("cumsum",)):
         return False
-    node = _strip_casts(offsets)
-    if not _named(node, ("cumsum",)):
-        return False
-    node = _strip_casts(arg(node, 0))
-    return _named(node, _COUNTERS) and _strip_casts(arg(node, 0)) is ids
+    counts = _strip(arg(total, 0), _CASTS)
+    if _named(ids, ("repeat_interleave",)):
+        return len(ids.args) > 1 and _is_range(arg(ids, 0)) and _strip(arg(ids, 1), _CASTS) is counts
+    unsorted = _before_sorting(ids)
+    return unsorted is not None and _counted(counts) in (ids, unsorted)
+
+
+def _before_sorting(ids: Node) -> Node | None:
+    """What ``ids`` is the sorted form of."""
+    if is_getitem(ids) and arg(ids, 1) == 0 and _named(arg(ids, 0), ("sort",)):
+        return cast(Node, arg(arg(ids, 0), 0)) if _is_ascending(arg(ids, 0)) else None
+    # values[order], values.gather(0, order)
+    if is_getitem(ids):
+        order = arg(ids, 1)
+    elif _named(ids, ("gather", "index_select")) and len(ids.args) == 3 and arg(ids, 1) in (0, -1):
+        order = arg(ids, 2)
+    else:
+        return None
+    values, order = arg(ids, 0), _strip(order, _CASTS)
+    if is_getitem(order) and arg(order, 1) == 1 and _named(arg(order, 0), ("sort",)):
+        order = arg(order, 0)
+    elif not _named(order, ("argsort",)):
+        return None
+    return values if arg(order, 0) is values and _is_ascending(order) else None
+
+
+def _is_ascending(sort: Node) -> bool:
+    """Of sort and argsort, whose flags are "descending" and "stable"."""
+    positional = [value for value in sort.args[1:] if isinstance(value, bool)]
+    return not sort.kwargs.get("descending") and not any(positional)
+
+
+def _counted(counts: Any) -> Node | None:
+    """The ids that ``counts`` has the numbers of, expert by expert."""
+    if _named(counts, _COUNTERS):
+        return cast(Node, _strip(arg(counts, 0), _CASTS))
+    # (ids[:, None] == arange(E)).sum(0), one_hot(ids, E).sum(0), zeros(E).index_add(0, ids, ones)
+    if _named(counts, ("sum",)) and len(counts.args) == 2 and arg(counts, 1) == 0:
+        each = _strip(arg(counts, 0), _CASTS)
+        if _named(each, ("one_hot",)):
+            return cast(Node, arg(each, 0))
+        if _named(each, ("eq",)) and _is_range(arg(each, 1)):
+            column = arg(each, 0)
+            if is_getitem(column) and arg(column, 1) == (slice(None), None):
+                return cast(Node, arg(column, 0))
+            return cast(Node, _strip(column, _SHAPES))
+    return None
+
+
+def _is_range(node: Any) -> bool:
+    """``arange(E)``, in any shape."""
+    node = _strip(node, (*_CASTS, *_SHAPES))
+    return _named(node, ("arange",)) and (len(node.args) == 1 or (len(node.args) == 2 and arg(node, 0) == 0))
 
 
 def _named(node: object, names: tuple[str, ...]) -> bool:
@@ -202,7 +252,7 @@ def _named(node: object, names: tuple[str, ...]) -> bool:
     return name in names
 
 
-def _strip_casts(node: Any) -> Any:
-    while _named(node, _CASTS):
+def _strip(node: Any, names: tuple[str, ...]) -> Any:
+    while _named(node, names):
         node = arg(node, 0)
     return node

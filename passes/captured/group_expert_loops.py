@@ -1,6 +1,7 @@
 """group_expert_loops: a Python loop over experts becomes grouped matmuls over all of them.
 
-Needs    gathered experts that are used one by one, w[0], w[1], ..., w[E-1], in the same way each.
+Needs    gathered experts that are used one by one, w[0], w[1], ..., w[E-1], in the same way each, and each as often
+         as the others (a loop over choices around it).
 Changes  y0 = f(x0, w[0]); y1 = f(x1, w[1]); ...
          becomes   rows = cat([x0, x1, ...]); y = f'(rows, w, offsets); y0, y1, ... = split(y)
          where f' is f with every product by an expert's matrix as a grouped one.
@@ -22,7 +23,17 @@ from torch.fx import Graph, GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, mutates, storage_of, value_of
-from hecate.passes.fx import Builder, arg, between, calls, closure_forward, describe, is_getitem, operands
+from hecate.passes.fx import (
+    Builder,
+    arg,
+    between,
+    calls,
+    closure_backward,
+    closure_forward,
+    describe,
+    is_getitem,
+    operands,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +61,7 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
         if not gathers:
             continue
         try:
-            loop = _Loop.of(_find_turns(gathers))
+            loop = _Loop.of(*_find_turns(gathers))
             _check_order(facts, loop)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=f"loop over experts: {reason}"))
@@ -65,34 +76,36 @@ class _Loop:
     """All turns, and what stands around them.
 
     Attributes:
-        turns: one for each expert.
+        turns: one for each expert, or several, those of an expert one behind the other.
+        repeats: how many for each.
         inputs: everything that the turns compute from.
         last: the last of these; the grouped computation stands behind it.
         delayed: what depends on a turn's result and stands before ``last``; it moves behind the whole.
     """
 
     turns: tuple[_Turn, ...]
+    repeats: int
     inputs: frozenset[Node]
     last: Node
     delayed: tuple[Node, ...]
 
     @classmethod
-    def of(cls, turns: Sequence[_Turn]) -> _Loop:
+    def of(cls, turns: Sequence[_Turn], repeats: int) -> _Loop:
         inputs: set[Node] = set()
         for turn in turns:
             own = {*turn.views, *turn.body}
             inputs |= {source for node in own for source in node.all_input_nodes} - own
         last = max(inputs)
         delayed = sorted(closure_forward([turn.exit for turn in turns], until=last))
-        return cls(turns=tuple(turns), inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
+        return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
 def _is_one_expert(node: Node) -> bool:
     return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
 
 
-def _find_turns(gathers: Sequence[Node]) -> list[_Turn]:
-    """One turn per expert, all of the same form.
+def _find_turns(gathers: Sequence[Node]) -> tuple[list[_Turn], int]:
+    """The turns of every expert, all of the same form, and how many each has.
 
     Raises:
         Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
@@ -106,12 +119,17 @@ def _find_turns(gathers: Sequence[Node]) -> list[_Turn]:
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
     views = {expert: _views(nodes) for expert, nodes in picked.items()}
     everything = {view for nodes in views.values() for view in nodes}
-    turns = [_turn(views[expert], everything) for expert in range(num_experts)]
+    of_each = [_turns(views[expert], everything) for expert in range(num_experts)]
+    repeats = len(of_each[0])
+    for expert, own in enumerate(of_each):
+        if len(own) != repeats:
+            raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}")
+    turns = [turn for own in of_each for turn in own]
     # What is the same node in every turn is no rows.
     shared = set.intersection(*(set(turn.entries) for turn in turns))
     turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
-    for expert, turn in enumerate(turns[1:], start=1):
-        _check_same(turns[0], turn, expert)
+    for number, turn in enumerate(turns[1:], start=1):
+        _check_same(turns[0], turn, number // repeats)
     first = turns[0]
     if not first.entries:
         raise Refused("every expert gets the same rows")
@@ -120,7 +138,7 @@ def _find_turns(gathers: Sequence[Node]) -> list[_Turn]:
             raise Refused("values with different numbers of rows flow into a turn")
     _check_forms(first)
     check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
-    return turns
+    return turns, repeats
 
 
 def _num_rows(entry: Node) -> str:
@@ -140,18 +158,38 @@ def _views(picked: list[Node]) -> tuple[Node, ...]:
     return tuple(sorted(found))
 
 
-def _turn(views: tuple[Node, ...], everything: set[Node]) -> _Turn:
+def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[_Turn]:
+    """What is computed with one expert, each connected part of it a turn."""
     own = set(views)
     anchors = {user for view in views for user in view.users if user not in own}
     if any(source in everything - own for anchor in anchors for source in anchor.all_input_nodes):
         raise Refused("two experts meet in one operation")
-    inside = anchors | between(anchors, anchors)
-    body = tuple(sorted(inside))
-    entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in own))
-    exits = [n for n in body if any(user not in inside for user in n.users)]
-    if len(exits) != 1:
-        raise Refused(f"{len(exits)} values leave a turn, one is expected")
-    return _Turn(views=views, body=body, entries=entries, exit=exits[0])
+    turns = []
+    for part in _connected(anchors | between(anchors, anchors)):
+        behind = closure_backward(part, since=views[0])
+        body = tuple(sorted(part))
+        entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in part and s not in own))
+        exits = [n for n in body if any(user not in part for user in n.users)]
+        if len(exits) != 1:
+            raise Refused(f"{len(exits)} values leave a turn, one is expected")
+        used = tuple(view for view in views if view in behind)
+        turns.append(_Turn(views=used, body=body, entries=entries, exit=exits[0]))
+    return sorted(turns, key=lambda turn: turn.body[0])
+
+
+def _connected(nodes: set[Node]) -> list[set[Node]]:
+    """The parts of ``nodes`` between which there is no edge."""
+    parts, left = [], set(nodes)
+    while left:
+        part, waiting = set(), [left.pop()]
+        while waiting:
+            node = waiting.pop()
+            part.add(node)
+            near = left & {*node.users, *node.all_input_nodes}
+            left -= near
+            waiting += near
+        parts.append(part)
+    return parts
 
 
 def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
@@ -247,8 +285,13 @@ def _group(facts: GraphFacts, loop: _Loop) -> None:
     first, here = loop.turns[0], Builder(facts.graph, after=loop.last)
     # Step 1: rows of all experts in expert order, and where each expert's rows end.
     sizes = [here.method("size", turn.entries[0], 0) for turn in loop.turns]
-    offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first.entries[0])
-    offsets.meta["example_value"] = value_of(first.entries[0]).new_empty(len(sizes), dtype=torch.int32)
+    of_experts = sizes[:: loop.repeats]
+    for again in range(1, loop.repeats):
+        of_experts = [
+            here.call(operator.add, *pair) for pair in zip(of_experts, sizes[again :: loop.repeats], strict=True)
+        ]
+    offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, of_experts, first.entries[0])
+    offsets.meta["example_value"] = value_of(first.entries[0]).new_empty(len(of_experts), dtype=torch.int32)
     new: dict[Node, Node] = {}
     for entries in zip(*(turn.entries for turn in loop.turns), strict=True):
         rows = new[entries[0]] = here.call(torch.cat, list(entries))
@@ -287,10 +330,9 @@ def _group(facts: GraphFacts, loop: _Loop) -> None:
         if node not in old:
             last.append(node)
             last = node
-    for turn in loop.turns:
-        for node in reversed((*turn.views, *turn.body)):
-            if not node.users:
-                facts.graph.erase_node(node)
+    for node in sorted({node for turn in loop.turns for node in (*turn.views, *turn.body)}, reverse=True):
+        if not node.users:
+            facts.graph.erase_node(node)
 
 
 def _grouped_anchor(here: Builder, node: Node, views: set[Node], new: dict[Node, Node], by_id: _ByExpert) -> Node:

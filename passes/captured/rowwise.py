@@ -6,6 +6,7 @@ model's code baked in shows as an error. Then the kind of every value is derived
 
     ROWS    dimension 0 is rows: element r depends on row r of its inputs alone
     SLOTS   dimension 0 is experts
+    CELLS   dimension 0 is experts and dimension 1 rows, as many for each: element [e, c] depends on those alone
     OFFSETS, IDS   the ends of the slots; the slot of each row
     PLAIN   the same for all rows
 
@@ -39,9 +40,16 @@ class Kind(Enum):
 
     ROWS = "rows"
     SLOTS = "experts"
+    CELLS = "rows of experts"
     OFFSETS = "offsets"
     IDS = "expert ids of rows"
     PLAIN = "plain"
+
+
+_LEADING = {
+    Kind.ROWS: (ROW_COUNT,), Kind.IDS: (ROW_COUNT,), Kind.SLOTS: (SLOT_COUNT,), Kind.OFFSETS: (SLOT_COUNT,),
+    Kind.CELLS: (SLOT_COUNT, ROW_COUNT),
+}  # fmt: skip
 
 
 def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind]) -> None:
@@ -104,9 +112,9 @@ def _fake(node: Node, kind: Kind) -> Any:
         return int(value.node.hint) if isinstance(value, torch.SymInt) and value.node.has_hint() else value
     sizes = []
     for dim, size in enumerate(value.shape):
-        counted = {Kind.ROWS: ROW_COUNT, Kind.IDS: ROW_COUNT, Kind.SLOTS: SLOT_COUNT, Kind.OFFSETS: SLOT_COUNT}
-        if dim == 0 and kind in counted:
-            sizes.append(counted[kind])
+        leading = _LEADING.get(kind, ())
+        if dim < len(leading):
+            sizes.append(leading[dim])
         elif isinstance(size, torch.SymInt):
             if not size.node.has_hint():
                 raise Refused(f"{node.name} has the data-dependent size {size} in dimension {dim}")
@@ -134,11 +142,10 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
         ids = arg(node, 1)
         if len(ids) == 1 and known.get(ids[0]) is Kind.IDS:
             return Kind.ROWS
-    kind = next((k for k in (Kind.ROWS, Kind.SLOTS) if k in kinds), None)
-    if kind is None or not kinds <= {kind, Kind.PLAIN}:
+    kind = next((k for k in (Kind.ROWS, Kind.CELLS, Kind.SLOTS) if k in kinds), None)
+    if kind is None or not kinds <= {kind, Kind.PLAIN} | ({Kind.SLOTS} if kind is Kind.CELLS else set()):
         raise Refused(f"{target} mixes {' and '.join(sorted(k.value for k in kinds))}")
-    count = ROW_COUNT if kind is Kind.ROWS else SLOT_COUNT
-    if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, count):
+    if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, _LEADING[kind]):
         raise Refused(f"{target} is not known to keep {kind.value} apart")
     return kind
 
@@ -161,34 +168,40 @@ _SAME_FIRST = {
 }  # fmt: skip
 
 
-def _keeps_apart(node: Node, counted: set[Node], count: int) -> bool:
-    """Whether row r of the result depends on row r of the counted inputs alone."""
+def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:
+    """Whether row r of the result depends on row r of the counted inputs alone.
+
+    Args:
+        leading: the sizes of the first dimensions, which say what row r is.
+    """
+    depth = len(leading)
     out = node.meta["val"]
     results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
-    if any(v.ndim == 0 or v.shape[0] != count for v in results):
+    if any(v.shape[:depth] != leading for v in results):
         return False
     target = node.target
-    if any(n.meta["val"].shape[:1] != (count,) for n in counted):
+    if any(n.meta["val"].shape[:depth] != leading for n in counted):
         return False
     if target in _SAME_FIRST:
         return True
     if target in (_aten.mm.default, _aten.bmm.default):
         # Rows times a matrix; a batched product keeps its batch apart.
-        return arg(node, 0) in counted and (target is _aten.bmm.default or arg(node, 1) not in counted)
+        alone = target is _aten.bmm.default or arg(node, 1) not in counted
+        return depth == 1 and arg(node, 0) in counted and alone
     if target is _aten.addmm.default:
-        return arg(node, 1) in counted and arg(node, 2) not in counted and arg(node, 0) not in counted
+        return depth == 1 and arg(node, 1) in counted and arg(node, 2) not in counted and arg(node, 0) not in counted
     if target is _aten.transpose.int:
-        return all(arg(node, index) % results[0].ndim != 0 for index in (1, 2))
+        return all(arg(node, index) % results[0].ndim >= depth for index in (1, 2))
     if target in (_aten.native_layer_norm.default, _aten._fused_rms_norm.default):
-        return len(arg(node, 1)) < results[0].ndim
+        return len(arg(node, 1)) <= results[0].ndim - depth
     if target in _ALONG:
-        return _not_along_first(node, _ALONG[target])
+        return _not_along_first(node, _ALONG[target], depth)
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return all(_aligned(n, counted, results[0]) for n in node.all_input_nodes)
+        return all(_aligned(n, counted, results[0], leading) for n in node.all_input_nodes)
     return False
 
 
-def _not_along_first(node: Node, position: int) -> bool:
+def _not_along_first(node: Node, position: int, depth: int) -> bool:
     dims: Any = node.kwargs.get("dim")
     if dims is None and len(node.args) > position:
         dims = node.args[position]
@@ -197,18 +210,23 @@ def _not_along_first(node: Node, position: int) -> bool:
     source = arg(node, 0)[0] if isinstance(arg(node, 0), (list, tuple)) else arg(node, 0)
     ndim = source.meta["val"].ndim
     if node.target is _aten.permute.default:
-        return dims[0] % ndim == 0
+        return [d % ndim for d in dims[:depth]] == list(range(depth))
     if node.target in (_aten.unsqueeze.default, _aten.stack.default):
         ndim += 1
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
-    return len(listed) > 0 and all(d % ndim != 0 for d in listed)
+    return len(listed) > 0 and all(d % ndim >= depth for d in listed)
 
 
-def _aligned(operand: Node, counted: set[Node], result: torch.Tensor) -> bool:
+def _aligned(operand: Node, counted: set[Node], result: torch.Tensor, leading: tuple[int, ...]) -> bool:
     """Whether a pointwise operand lines up with the rows of the result, or is broadcast over them."""
     value = operand.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return True
     if operand in counted:
         return value.ndim == result.ndim
-    return value.ndim < result.ndim or value.shape[0] == 1
+    first = (1,) * (result.ndim - value.ndim) + tuple(value.shape)
+    # Something of each expert may meet all of its rows.
+    return all(
+        size in (1, leading[0] if len(leading) > 1 and dim == 0 else 1)
+        for dim, size in enumerate(first[: len(leading)])
+    )

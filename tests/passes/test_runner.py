@@ -40,9 +40,10 @@ def test_dump_has_before_after_and_diff_in_run_order(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert len(names) == 3 * len(PASSES)
     assert names[0] == "graph003.01.share_gathers.1.before.py"
-    assert "+" in (tmp_path / "graph003.06.exchange_rows.3.diff").read_text()
-    assert "exchange_back" in (tmp_path / "graph003.06.exchange_rows.2.after.py").read_text()
-    assert "exchange_back" not in (tmp_path / "graph003.06.exchange_rows.1.before.py").read_text()
+    before, after, diff = sorted(tmp_path.glob("graph003.*.exchange_rows.*"))
+    assert "+" in diff.read_text()
+    assert "exchange_back" in after.read_text()
+    assert "exchange_back" not in before.read_text()
 
 
 def test_bodies_of_higher_order_operators_are_entered() -> None:

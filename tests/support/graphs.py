@@ -114,8 +114,12 @@ def apply(function: Pass, under_test: GraphUnderTest, gm: GraphModule, *, world_
 
 
 def _run(gm: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The first output, and the gradient of every floating input."""
-    leaves = [value.detach().clone().requires_grad_(value.is_floating_point()) for value in inputs]
+    """The first output, and the gradient of every floating input; in float64, where order hardly matters."""
+    floating = [value.is_floating_point() for value in inputs]
+    leaves = [
+        value.detach().to(torch.float64 if yes else value.dtype, copy=True).requires_grad_(yes)
+        for value, yes in zip(inputs, floating, strict=True)
+    ]
     out = gm(*leaves)[0]
     if out.requires_grad:
         out.square().sum().backward()

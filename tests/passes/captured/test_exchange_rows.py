@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_at_one_rank_rows_are_only_counted() -> None:
         lambda g, x: g.method("view", g.method("view", x, -1, I, 1), -1, I),
         lambda g, x: g.call(torch.nn.functional.linear, x, g.parameter(I, I)),
         lambda g, x: g.call(operator.add, x, g.parameter(I)),
-        lambda g, x: g.method("clamp", g.method("float", x), min=None, max=1.0),
+        lambda g, x: g.method("clamp", g.method("contiguous", x), min=None, max=1.0),
     ],
     ids=["chunk", "norm", "softmax", "views", "linear", "vector", "clamp"],
 )
@@ -139,6 +140,58 @@ def test_refuses_biases_by_unknown_ids() -> None:
     gm = g.finish(g.call(operator.add, x, g.call(operator.getitem, g.experts(I), other)))
     outcome = apply(exchange_rows, g, gm, world_size=2)
     assert "the expert of each sorted row" in outcome.skipped[0].reason
+
+
+def _ordered(g: GraphUnderTest, chosen: Any, spelling: str) -> tuple[Any, Any]:
+    """Sorted ids, and the order of the rows."""
+    if spelling == "argsort":
+        order = g.method("argsort", chosen, stable=True)
+        return g.call(operator.getitem, chosen, order), order
+    if spelling == "gather":
+        order = g.call(operator.getitem, g.call(torch.sort, chosen), 1)
+        return g.call(torch.gather, chosen, 0, order), order
+    down = spelling == "descending"
+    ordered = g.method("sort", chosen, 0, True) if down else g.call(torch.sort, chosen)
+    return g.call(operator.getitem, ordered, 0), g.call(operator.getitem, ordered, 1)
+
+
+def _counted(g: GraphUnderTest, chosen: Any, ids: Any, spelling: str) -> Any:
+    if spelling == "eq":
+        each = g.call(operator.eq, g.call(operator.getitem, chosen, (slice(None), None)), g.call(torch.arange, E))
+        return g.method("sum", each, 0)
+    if spelling == "one_hot":
+        return g.method("sum", g.call(torch.nn.functional.one_hot, chosen, E), 0)
+    floats = g.method("float", ids if spelling == "histc of sorted" else chosen)
+    return g.call(torch.histc, floats, bins=E, min=0, max=E - 1)
+
+
+@pytest.mark.parametrize(
+    "sorting, counting, known",
+    [
+        ("sort", "histc of sorted", True),
+        ("argsort", "histc", True),
+        ("gather", "eq", True),
+        ("argsort", "one_hot", True),
+        ("repeat", "eq", True),
+        ("descending", "histc", False),
+        ("other", "eq", False),
+    ],
+)
+def test_biases_by_ids_however_they_are_spelled(sorting: str, counting: str, known: bool) -> None:
+    g = GraphUnderTest()
+    hidden, chosen = g.input(torch.randn(R, H)), g.input(torch.randint(0, E, (R,)))
+    ids, order = _ordered(g, chosen, sorting)
+    counts = _counted(g, chosen, ids, counting)
+    if sorting == "repeat":
+        ids = g.call(torch.repeat_interleave, g.call(torch.arange, E), counts, output_size=R)
+    if sorting == "other":
+        ids = g.call(operator.getitem, g.input(torch.randint(0, E, (R,))), order)
+    offsets = g.method("to", g.call(torch.cumsum, counts, 0), torch.int32)
+    x = mm(g, g.call(operator.getitem, hidden, order), g.experts(H, I), offsets)
+    gm = g.finish(g.call(operator.add, x, g.call(operator.getitem, g.experts(I), ids)))
+    outcome = apply(exchange_rows, g, gm, world_size=2)
+    assert outcome.rewritten == known
+    assert known or "the expert of each sorted row" in outcome.skipped[0].reason
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -63,6 +63,41 @@ def test_refuses_turns_that_differ_or_are_missing_or_mix_rows() -> None:
         assert targets(gm) == before
 
 
+def choices(g: GraphUnderTest, *, once: int | None = None, odd: bool = False) -> GraphModule:
+    """A loop over choices around one over experts: each expert has two turns."""
+    hidden, w_in, w_out, bias = g.input(torch.randn(R, H)), g.experts(H, I), g.experts(I, H), g.experts(H)
+    out = g.call(torch.zeros_like, hidden)
+    for choice in range(2):
+        for expert in range(E):
+            if choice == 1 and expert == once:
+                continue
+            # 1, 2, 3, 4 rows, then 4, 3, 2, 1.
+            index = g.input(torch.arange(expert + 1 if choice == 0 else E - expert))
+            rows = g.call(operator.getitem, hidden, index)
+            h = g.call(operator.matmul, rows, g.call(operator.getitem, w_in, expert))
+            h = g.call(torch.relu if odd and choice else torch.nn.functional.silu, h)
+            h = g.call(operator.matmul, h, g.call(operator.getitem, w_out, expert))
+            h = g.call(operator.add, h, g.call(operator.getitem, bias, expert))
+            out = g.call(torch.index_add, out, 0, index, h)
+    return g.finish(out)
+
+
+def test_several_turns_of_each_expert() -> None:
+    g = GraphUnderTest()
+    gm = choices(g)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    names = targets(gm)
+    assert names.count("grouped_mm.default") == 2 and names.count("index_add") == 2 * E
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_refuses_turns_that_not_every_expert_has() -> None:
+    for options, reason in (({"once": 2}, "expert 2 has 1 turns, expert 0 has 2"), ({"odd": True}, "another way")):
+        g = GraphUnderTest()
+        outcome = apply(group_expert_loops, g, choices(g, **options))
+        assert outcome.rewritten == 0 and reason in outcome.skipped[0].reason
+
+
 def test_refuses_a_turn_that_needs_an_earlier_one() -> None:
     g = GraphUnderTest()
     rows, weights = g.input(torch.randn(3, H)), g.experts(H, H)

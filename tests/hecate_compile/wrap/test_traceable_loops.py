@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hecate.wrap.empty_turns import take_every_turn
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.swapped_class import class_before
+from hecate.wrap.traceable_loops import make_loops_traceable
 
 
 class Experts(nn.Module):
@@ -121,7 +121,7 @@ class Decorated(Experts):
 def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     module = kind()
     expected = module(torch.zeros(6, 3))
-    places = take_every_turn(module, find_experts(module)[0])
+    places = make_loops_traceable(module, find_experts(module)[0])
     source, start = inspect.getsourcelines(inspect.unwrap(vars(kind)["forward"]))
     loop = start + next(number for number, line in enumerate(source) if " for " in line)
     assert f"{__file__}:{loop}" in places
@@ -133,6 +133,36 @@ def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     with torch._dynamo.config.patch(options):
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         assert torch.allclose(compiled(torch.zeros(6, 3)), expected)
+
+
+class Binned(Experts):
+    """Rows in expert order, parted by counts."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        order = self.chosen[:, 0].argsort(stable=True)
+        parts = self.tokens[order].split(torch.bincount(self.chosen[:, 0], minlength=self.num_experts).tolist())
+        return out[order] + torch.cat([part @ self.w[expert] for expert, part in enumerate(parts)])
+
+
+class BinnedMethod(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        counts = self.chosen.flatten().int().bincount(minlength=4)
+        return out + counts.sum() + counts.dtype.itemsize
+
+
+@pytest.mark.parametrize("kind", [Binned, BinnedMethod])
+def test_counts_of_a_known_length(kind: type[Experts]) -> None:
+    module = kind()
+    expected = module(torch.zeros(6, 3))
+    assert len(make_loops_traceable(module, find_experts(module)[0])) == 1
+    assert torch.equal(module(torch.zeros(6, 3)), expected)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        assert torch.allclose(compiled(torch.zeros(6, 3)), expected)
+    module.chosen = torch.full((6, 1), 4)
+    with pytest.raises(IndexError):
+        module(torch.zeros(6, 3))
 
 
 class Counts(Experts):
@@ -218,13 +248,13 @@ class Stops(Experts):
 @pytest.mark.parametrize("kind", [Counts, Other, Threshold, Carried, AnotherMask, Stops])
 def test_left_alone(kind: type[Experts]) -> None:
     module = kind()
-    assert take_every_turn(module, find_experts(module)[0]) == ()
+    assert make_loops_traceable(module, find_experts(module)[0]) == ()
     assert type(module) is kind is class_before(module)
 
 
 def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
     model = nn.ModuleDict({"block": nn.Sequential(Guard()), "aside": nn.Sequential(Guard())})
     found = [experts for experts in find_experts(model)[0] if experts.name.startswith("block")]
-    assert len(take_every_turn(model, found)) == 1
+    assert len(make_loops_traceable(model, found)) == 1
     assert type(model["block"][0]) is not Guard and class_before(model["block"][0]) is Guard
     assert type(model["aside"][0]) is Guard

@@ -1,6 +1,6 @@
-"""Loops over experts take a turn for every expert, also for one that no token has chosen.
+"""Loops over experts as a graph can have them: a turn for every expert, and counts of a known length.
 
-Model code likes to leave those turns out, and how many are left then depends on the routing, which no graph can have:
+Model code likes to leave out experts that no token has chosen. How many turns are left then depends on the routing:
 
     hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()          for expert in range(num_experts):
     for expert in hit:                                             choice, token = torch.where(mask[expert])
@@ -12,6 +12,9 @@ The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue
 turn without rows changes nothing: all that a turn leaves behind is written to rows that it has found by its expert
 (``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``), and these are none. A mask is taken to
 have no negative entries.
+
+``torch.bincount(ids, minlength=E)`` has more than E elements if an id is larger, so no graph knows how many. It
+becomes ``index_add``, which counts the same and raises for such an id.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class _Left(Exception):
     """The loop stays as it is; the message says why."""
 
 
-def take_every_turn(model: nn.Module, found: Sequence[ExpertsModule]) -> tuple[str, ...]:
-    """Change such loops in the methods of experts modules and of the modules around them.
+def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> tuple[str, ...]:
+    """Change such code in the methods of experts modules and of the modules around them.
 
     Returns:
         Where they are, as ``file:line``.
@@ -94,7 +97,7 @@ def _rewritten(function: FunctionType) -> tuple[FunctionType, list[int]] | None:
         return None
     ast.increment_lineno(tree, start - 1)
     loops = _Loops(definition)
-    definition = loops.visit(definition)
+    definition = _Counts(loops.lines).visit(loops.visit(definition))
     if not loops.lines or _has_private_names(definition):
         return None
     return _compiled(definition, function), loops.lines
@@ -228,6 +231,29 @@ class _Loops(ast.NodeTransformer):
         inside = {id(n) for statement in node.body for n in ast.walk(statement)}
         outside = {n.id for n in ast.walk(self.definition) if _is_load(n) and id(n) not in inside}
         _Effects(outside, empty).check(body)
+
+
+class _Counts(ast.NodeTransformer):
+    """Gives ``torch.bincount(ids, minlength=E)`` its E elements."""
+
+    def __init__(self, lines: list[int]) -> None:
+        self.lines = lines
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not _is_method(node) or node.func.attr != "bincount":
+            return node
+        given = [*node.args] if _text(node.func.value) == "torch" else [node.func.value, *node.args]
+        length = [keyword.value for keyword in node.keywords if keyword.arg == "minlength"]
+        if len(given) != 1 or len(length) != 1 or len(node.keywords) != 1:
+            return node
+        self.lines.append(node.lineno)
+        count = _expression(
+            "(lambda ids, size: ids.new_zeros(size).index_add(0, ids.long(), ids.new_ones(ids.shape)).long())(0, 0)"
+        )
+        assert isinstance(count, ast.Call)
+        count.args = [given[0], length[0]]
+        return ast.copy_location(count, node)
 
 
 # What model code does to a mask on its way to the experts that were hit.

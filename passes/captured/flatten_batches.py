@@ -1,0 +1,279 @@
+"""flatten_batches: products with experts as their batch dimension become grouped matmuls over rows.
+
+Needs    gathered experts in torch.bmm, matmul or einsum with the experts as batch: every expert has C rows.
+Changes  h = bmm(x, w1); y = bmm(f(h), w2)       with x [E, C, d]
+         becomes   rows = x.flatten(0, 1)        [E C, 1, d]
+                   h = grouped_mm(rows, w1, offsets); y = grouped_mm(f(h), w2, offsets).view(E, C, ...)
+         where offsets are C, 2C, ..., EC. A bias [E, 1, d] is looked up by each row's expert.
+Never    touches code between the products that mixes experts or rows, or moves their dimensions.
+
+The rows are then sorted by expert, which is what exchange_rows needs. f keeps its dimensions: the first two become
+one, and one of size 1.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.captured.rowwise import Kind, check_rowwise
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
+from hecate.passes.fx import Builder, arg, between, calls, describe
+
+
+def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
+    """Rewrite the products of every layer in ``gm``."""
+    rewritten, skipped = 0, []
+    for layer, gathers in gathers_by_layer(gm.graph).items():
+        num_experts = int(arg(gathers[0], 1))
+        try:
+            _spell_einsum_as_bmm(gathers, num_experts)
+            batch = _find(GraphFacts(gm.graph), gathers, num_experts)
+        except Refused as reason:
+            skipped.append(Skip(where=context.name(layer), reason=f"batched products: {reason}"))
+            continue
+        if batch is not None:
+            _rewrite(batch)
+            rewritten += 1
+    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What one layer computes on ``[E, C, ...]``.
+
+    Attributes:
+        views: what is computed from the parameters alone.
+        products: batched products of rows ``[E, C, d]`` with views ``[E, d, f]``.
+        biases: views ``[E, 1, ...]`` that meet rows.
+        entries: row tensors ``[E, C, ...]`` that flow in; the first dimension may be 1, for the same rows.
+        body: products and what is between them, in graph order.
+        exits: row tensors that flow out.
+    """
+
+    num_experts: int
+    views: frozenset[Node]
+    products: frozenset[Node]
+    biases: tuple[Node, ...]
+    entries: tuple[Node, ...]
+    body: tuple[Node, ...]
+    exits: tuple[Node, ...]
+
+
+_PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
+
+
+def _views(gathers: Sequence[Node]) -> set[Node]:
+    """The gathers, and what is computed from them alone."""
+    views, waiting = set(gathers), list(gathers)
+    while waiting:
+        for user in waiting.pop().users:
+            alone = all(source in views for source in user.all_input_nodes)
+            if user not in views and alone and not _is_product(user):
+                views.add(user)
+                waiting.append(user)
+    return views
+
+
+def _is_product(node: Node) -> bool:
+    return calls(node, *_PRODUCTS) or (node.op == "call_method" and node.target in ("bmm", "matmul"))
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batch | None:
+    """The batched products of one layer, checked; None if it has none.
+
+    Raises:
+        Refused: what is between them needs both dimensions, or no expert's rows are together.
+    """
+    views = _views(gathers)
+    users = {user for view in views for user in view.users if user not in views}
+    products = {
+        node for node in users
+        if _is_product(node) and arg(node, 1) in views and len(_shape(arg(node, 1))) == len(_shape(arg(node, 0))) == 3
+    }  # fmt: skip
+    if not products:
+        return None
+    biases = {view for view in views if _shape(view)[:2] == (num_experts, 1) and any(u in users for u in view.users)}
+    # A bias may follow the last product.
+    anchors = products | {node for node in users if any(source in biases for source in node.all_input_nodes)}
+    inside = anchors | between(anchors, anchors)
+    body = tuple(sorted(inside))
+    outside = dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in views)
+    entries = tuple(s for s in outside if any(s is arg(p, 0) for p in products))
+    exits = tuple(n for n in body if any(user not in inside for user in n.users))
+    facts.refuse_changes_of((*outside, *body), until=body[-1])
+    for entry in entries:
+        if _shape(entry)[0] not in (1, num_experts):
+            raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]")
+    if any(isinstance(size, torch.SymInt) for node in exits for size in _shape(node)[2:]):
+        raise Refused("a width of its result is not known")
+    # What a product gives is one more input for the check: [E, C, f] whatever came in.
+    checked = [node for node in body if node not in products]
+    given = dict.fromkeys(biases, Kind.SLOTS) | dict.fromkeys((*entries, *products), Kind.CELLS)
+    needed = [*exits, *(arg(product, 0) for product in products if arg(product, 0) in inside)]
+    wanted = [node for node in dict.fromkeys(needed) if node not in products]
+    if wanted:
+        check_rowwise(checked, given, dict.fromkeys(wanted, Kind.CELLS))
+    return _Batch(
+        num_experts=num_experts, views=frozenset(views), products=frozenset(products),
+        biases=tuple(sorted(b for b in biases if any(u in inside for u in b.users))), entries=entries, body=body,
+        exits=exits,
+    )  # fmt: skip
+
+
+def _rewrite(batch: _Batch) -> None:
+    graph, new = batch.body[0].graph, dict[Node, Node]()
+    # Step 1: rows of all experts in expert order, and where each expert's end.
+    first = batch.entries[0]
+    here = Builder(graph, after=max(first, *batch.biases) if batch.biases else first)
+    sizes = [here.method("size", first, 1)] * batch.num_experts
+    offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first)
+    offsets.meta["example_value"] = value_of(first).new_empty(batch.num_experts, dtype=torch.int32)
+    for entry in batch.entries:
+        here = Builder(graph, after=max(entry, here.last))
+        whole, value = entry, value_of(entry)
+        if value.shape[0] != batch.num_experts:
+            whole = here.method("expand", entry, batch.num_experts, -1, -1)
+            value = value.expand(batch.num_experts, -1, -1)
+        flat = here.method("flatten", whole, 0, 1)
+        flat.meta["example_value"] = value.flatten(0, 1)
+        new[entry] = here.method("unsqueeze", flat, 1)
+        new[entry].meta["example_value"] = flat.meta["example_value"].unsqueeze(1)
+    # Step 2: biases by the expert of each row.
+    if batch.biases:
+        ids = here.call(torch.ops.hecate.row_slots.default, offsets, here.method("size", new[first], 0))
+        ids.meta["example_value"] = value_of(offsets).new_empty(1, dtype=torch.int64)
+        for bias in batch.biases:
+            new[bias] = here.call(operator.getitem, bias, ids)
+    # Step 3: the body on rows, each node where it was.
+    last = here.last
+    for node in batch.body:
+        here = Builder(graph, after=max(node, last))
+        if node in batch.products:
+            x, w = arg(node, 0), arg(node, 1)
+            rows = here.method("squeeze", new[x], 1)
+            if "example_value" in new[x].meta:
+                rows.meta["example_value"] = new[x].meta["example_value"].squeeze(1)
+            product = here.call(torch.ops.hecate.grouped_mm.default, rows, w, offsets)
+            new[node] = here.method("unsqueeze", product, 1)
+        else:
+            new[node] = here.copy(node, new)
+            new[node].meta.pop("example_value", None)
+        new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        last = here.last
+    # Step 4: what leaves has its two dimensions again; the old body goes.
+    inside = set(batch.body)
+    for exit in batch.exits:
+        here = Builder(graph, after=new[exit])
+        size = here.method("size", first, 1)
+        result = here.method("reshape", new[exit], batch.num_experts, size, *_shape(exit)[2:])
+        result.meta["example_value"] = value_of(exit)
+        exit.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(batch.body):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
+    """Products of rows and experts by einsum as permutations around ``bmm``; others stay."""
+    views = _views(gathers)
+    for node in sorted({user for view in views for user in view.users if calls(user, torch.einsum)}):
+        equation = arg(node, 0).replace(" ", "") if isinstance(arg(node, 0), str) else ""
+        inputs, arrow, result = equation.partition("->")
+        letters = inputs.split(",")
+        if not arrow or "." in equation or len(letters) != 2 or len(node.args) != 3:
+            continue
+        x, w = arg(node, 1), arg(node, 2)
+        if x in views:
+            x, w, letters = w, x, letters[::-1]
+        if w not in views or x in views or len(_shape(w)) != 3:
+            continue
+        plan = _plan(letters[0], letters[1], result)
+        if plan is not None and _shape(w)[letters[1].index(plan.expert)] == num_experts:
+            _write(node, x, w, plan)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How an einsum is a batched product: letters of the batch, the rows, and what is summed and made."""
+
+    expert: str
+    x: str
+    w: str
+    rows: str
+    summed: str
+    made: str
+    result: str
+
+
+def _plan(x: str, w: str, result: str) -> _Plan | None:
+    """For ``ecd,edf->ecf`` and the like; None for anything else."""
+    if len({*x}) != len(x) or len({*w}) != len(w) or len({*result}) != len(result) or len(w) != 3:
+        return None
+    summed = [letter for letter in w if letter in x and letter not in result]
+    made = [letter for letter in w if letter not in x and letter in result]
+    # The experts are in the result; they may be missing in the rows, which then go to all of them.
+    expert = [letter for letter in w if letter in result and letter not in (*summed, *made)]
+    if not expert and len(made) == 2:
+        expert, made = made[:1], made[1:]
+        # Which of the two is the experts' is told by the parameter: they come first.
+        if w.index(expert[0]) != 0:
+            return None
+    if not len(summed) == len(made) == len(expert) == 1:
+        return None
+    rows = "".join(letter for letter in x if letter not in (expert[0], summed[0]))
+    if not rows or {*result} != {*rows, *expert, *made}:
+        return None
+    return _Plan(expert[0], x, w, rows, summed[0], made[0], result)
+
+
+def _write(node: Node, x: Node, w: Node, plan: _Plan) -> None:
+    here = Builder(node.graph, before=node)
+    value = value_of(x)
+
+    def step(source: Node, name: str, *args: Any) -> Node:
+        made = here.method(name, source, *args)
+        # Sizes that are nodes have values of their own.
+        known = torch.fx.node.map_arg(args, lambda n: n.meta["example_value"])
+        made.meta["example_value"] = getattr(value_of(source), name)(*known)
+        return made
+
+    def permuted(source: Node, letters: str, wanted: str) -> Node:
+        order = [letters.index(letter) for letter in wanted]
+        return source if order == sorted(order) else step(source, "permute", *order)
+
+    # [E, rows..., d], [E, d, f]
+    has_expert = plan.expert in plan.x
+    rows = permuted(x, plan.x, (plan.expert if has_expert else "") + plan.rows + plan.summed)
+    if not has_expert:
+        rows = step(rows, "unsqueeze", 0)
+    sizes = None
+    if len(plan.rows) > 1:
+        sizes = []
+        for letter in plan.rows:
+            size = here.method("size", x, plan.x.index(letter))
+            size.meta["example_value"] = value.shape[plan.x.index(letter)]
+            sizes.append(size)
+        rows = step(rows, "flatten", 1, -2)
+    if not has_expert:
+        rows = step(rows, "expand", _shape(w)[plan.w.index(plan.expert)], -1, -1)
+    weight = permuted(w, plan.w, plan.expert + plan.summed + plan.made)
+    product = here.call(torch.bmm, rows, weight)
+    product.meta |= node.meta | {"example_value": torch.bmm(value_of(rows), value_of(weight))}
+    out = product
+    if sizes is not None:
+        out = step(out, "unflatten", 1, tuple(sizes))
+    out = permuted(out, plan.expert + plan.rows + plan.made, plan.result)
+    node.replace_all_uses_with(out)
+    node.graph.erase_node(node)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.captured.accumulate_rows import accumulate_rows
+from hecate.passes.captured.group_expert_loops import group_expert_loops
+from tests.support.graphs import E, GraphUnderTest, H, R, apply, targets
+
+
+def masked_loop(
+    g: GraphUnderTest, *, add: Any = operator.iadd, mask: bool = True, swapped: bool = False, kept: bool = False,
+    of_experts: bool = True,
+) -> GraphModule:  # fmt: skip
+    """``out[rows] += hidden[rows] @ w[e]`` with masks, or with numbers that come twice."""
+    hidden, weights = g.input(torch.randn(R, H)), g.experts(H, H)
+    out = g.call(torch.zeros_like, hidden)
+    outputs: list[Node] = []
+    for expert in range(E):
+        chosen = torch.arange(R) % E == expert
+        index = g.input(chosen if mask else torch.tensor([expert, expert]))
+        # The fake values know no number of rows that depends on data, so torch asks for it as Dynamo lets it.
+        read = g.call(operator.getitem, out, index)
+        if mask:
+            g.call(torch.ops.aten.sym_size.int, read, 0)
+        weight = g.call(operator.getitem, weights, expert) if of_experts else g.input(torch.randn(H, H))
+        y = g.call(operator.matmul, g.call(operator.getitem, hidden, index), weight)
+        total = g.call(add, y, read) if swapped else g.call(add, read, y)
+        g.call(operator.setitem, out, index, total)
+        outputs += [total] if kept else []
+    return g.finish(out, *outputs)
+
+
+@pytest.fixture(autouse=True)
+def data_dependent_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class Dynamic(FakeTensorMode):
+        def __init__(self) -> None:
+            super().__init__(shape_env=ShapeEnv())
+
+    monkeypatch.setattr("tests.support.graphs.FakeTensorMode", Dynamic)
+
+
+@pytest.mark.parametrize("options", [{}, {"add": operator.add}, {"add": operator.add, "swapped": True}])
+def test_rewrites_additions_to_masked_rows(options: dict[str, Any]) -> None:
+    g = GraphUnderTest()
+    gm = masked_loop(g, **options)
+    assert apply(accumulate_rows, g, gm).rewritten == E
+    names = targets(gm)
+    assert names.count("index_put_") == E and "setitem" not in names
+    # Which is what the loop was in the way of.
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask": False}, {"add": operator.isub}, {"kept": True}, {"of_experts": False}]
+)  # fmt: skip
+def test_leaves_alone(options: dict[str, Any]) -> None:
+    g = GraphUnderTest()
+    gm = masked_loop(g, **options)
+    before = targets(gm)
+    assert apply(accumulate_rows, g, gm).rewritten == 0
+    assert targets(gm) == before
