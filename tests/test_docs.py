@@ -5,6 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,60 @@ from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = ("A pass", "A policy", "A collective")
+
+
+def train_models() -> dict[str, Any]:
+    """Every MoE block of docs/models.md in a small language model, on one rank."""
+    import torch
+
+    import hecate
+    from tests.support.models import PlainLanguageModel, batch
+
+    # A module of its own: hecate.compile and Dynamo look for the source and the names of what they trace.
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), flags=re.DOTALL)
+    folder = Path(tempfile.mkdtemp())
+    (folder / "code_of_models_md.py").write_text("\n\n".join(blocks))
+    sys.path.insert(0, str(folder))
+    names = vars(importlib.import_module("code_of_models_md"))
+    found = {}
+    for name, kind in list(names.items()):
+        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)) or name in ("MoE", "Expert"):
+            continue
+        torch._dynamo.reset()
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(PlainLanguageModel(kind, layers=1))
+        model, reference = models
+        hecate.compile(model, hecate.Config(backend="aot_eager"))
+        rank = torch.distributed.get_rank()
+        parts = [batch(0, rows=4), batch(1, rows=4)]
+        model(parts[rank], parts[rank])["loss"].backward()
+        sum(reference(part, part)["loss"] for part in parts).div(2).backward()
+        with torch.no_grad():
+            for one in models:
+                for parameter in one.parameters():
+                    parameter.copy_(0 * parameter if parameter.grad is None else parameter.grad)
+        gradients, expected = model.state_dict(), reference.state_dict()
+        explanation = hecate.explain(model)
+        found[name] = {
+            "error": max(
+                float((gradients[k] - v).abs().max() / v.abs().max()) for k, v in expected.items() if v.any()
+            ),
+            "exchanged": len(hecate.stats(model).layers), "graphs": len(explanation.graphs),
+            "skipped": [skip.reason for skip in explanation.skipped],
+        }  # fmt: skip
+    shutil.rmtree(folder)
+    return found
+
+
+@pytest.mark.distributed
+def test_models() -> None:
+    for found in run_ranks("tests.test_docs:train_models", 2):
+        assert len(found) == 10
+        for name, one in found.items():
+            assert (one["exchanged"], one["graphs"], one["skipped"]) == (1, 1, []), (name, one)
+            assert one["error"] < 1e-5, (name, one)
 
 
 def section_of(title: str) -> str:
