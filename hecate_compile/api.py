@@ -35,6 +35,7 @@ from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import find_experts
+from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import shard_model
@@ -91,6 +92,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         world,
     )
     warn_float16(model, world)
+    experts = adopt_adapters(model, experts)
 
     # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
     topology = find_topology(config.topology, world)

@@ -90,7 +90,8 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
             shape = (len(shard.experts), *full.shape[1:])
             local = torch.empty(shape, dtype=full.dtype, device=layer.world.device)
         else:
-            local = shard.slice(full.detach())
+            # A move of owners makes contiguous shards, and other strides would be another graph.
+            local = shard.slice(full.detach()).contiguous()
         if layer.world.group is not None:
             whole = full.detach() if layer.world.rank == 0 else None
             collectives.scatter_shards(whole, local, layer.owners, layer.world)

@@ -28,6 +28,7 @@ from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.lora_experts import adapter_of
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
@@ -168,16 +169,25 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
     # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
-    def read(module: nn.Module) -> Any:
-        shard: Any = module._parameters[key]
+    def read_own(module: nn.Module, own: str, dtype: torch.dtype | None) -> Any:
+        shard: Any = module._parameters[own]
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
-        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
+        raise UntracedReadError(_untraced(own, get_layer(layer_id), shard, sys._getframe(2)))
 
+    def read(module: nn.Module) -> Any:
+        parameter = read_own(module, key, dtype)
+        adapter = adapter_of(module, key)
+        if adapter is None or adapter.wrapper.disable_adapters:
+            return parameter
+        down, up = (read_own(module, own, dtype or parameter.dtype) for own in (adapter.down, adapter.up))
+        return adapter.add_to(parameter, down, up)
+
+    skip_code(read_own.__code__)
     return read
 
 

@@ -16,6 +16,7 @@ from hecate.wrap.dense_shards import DenseSharding
 from hecate.wrap.expert_shards import shard_experts
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
+from hecate.wrap.lora_experts import save_adapters_by_old_names
 from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
 from hecate.wrap.shard import ParameterSites, shard_of
 from hecate.wrap.stack_experts import save_by_old_names, stack_experts
@@ -50,6 +51,7 @@ def shard_model(
                 dense.shard(name, module)
     keep_state_dicts_full(model, sites)
     save_by_old_names(found)
+    save_adapters_by_old_names(found)
     _copy_from_rank0(model, world)
     return layers
 

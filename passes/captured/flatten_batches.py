@@ -75,7 +75,7 @@ def _views(gathers: Sequence[Node]) -> set[Node]:
     while waiting:
         for user in waiting.pop().users:
             alone = all(source in views for source in user.all_input_nodes)
-            if user not in views and alone and not _is_product(user):
+            if user not in views and alone:
                 views.add(user)
                 waiting.append(user)
     return views

@@ -167,14 +167,29 @@ def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[_Turn]:
     turns = []
     for part in _connected(anchors | between(anchors, anchors)):
         behind = closure_backward(part, since=views[0])
+        _join(part)
         body = tuple(sorted(part))
         entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in part and s not in own))
-        exits = [n for n in body if any(user not in part for user in n.users)]
+        exits = _exits(part)
         if len(exits) != 1:
             raise Refused(f"{len(exits)} values leave a turn, one is expected")
         used = tuple(view for view in views if view in behind)
         turns.append(_Turn(views=used, body=body, entries=entries, exit=exits[0]))
     return sorted(turns, key=lambda turn: turn.body[0])
+
+
+def _exits(part: set[Node]) -> list[Node]:
+    return sorted(n for n in part if any(user not in part for user in n.users))
+
+
+def _join(part: set[Node]) -> None:
+    """Add what joins several results of a turn, such as those of a matrix and of its adapter, into one."""
+    while len(exits := _exits(part)) > 1:
+        users = {user for exit in exits for user in exit.users if user not in part}
+        inner = {user for user in users if all(source in part for source in user.all_input_nodes)}
+        if not inner:
+            return
+        part.add(min(inner))
 
 
 def _connected(nodes: set[Node]) -> list[set[Node]]:

@@ -46,14 +46,18 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _gathers_behind(weight: Node) -> list[Node]:
-    """The gathers from which alone a weight is computed, through views and casts; none if anything else is in it."""
-    while not calls(weight, torch.ops.hecate.gather_experts):
-        if weight.op == "placeholder" or len(weight.all_input_nodes) != 1:
+    """The gathers from which alone a weight is computed (views, casts, adapters); none if anything else is in it."""
+    found, seen, waiting = [], {weight}, [weight]
+    while waiting:
+        node = waiting.pop()
+        if calls(node, torch.ops.hecate.gather_experts):
+            found.append(node)
+            continue
+        if not node.all_input_nodes or calls(node, *_spellings(), torch.ops.hecate.grouped_mm):
             return []
-        (weight,) = weight.all_input_nodes
-        if calls(weight, *_spellings(), torch.ops.hecate.grouped_mm):
-            return []
-    return [weight]
+        waiting += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    return sorted(found)
 
 
 def _spellings() -> list[Any]:

@@ -1,0 +1,171 @@
+"""LoRA on fused experts (PEFT's ``target_parameters``): the adapters of experts are experts, too.
+
+PEFT keeps the adapters of all experts of a layer in two linear modules, and adds their product to the parameter by
+parametrizing the module inside its forward, which no graph can have. Here they become parameters of the experts
+module, ``[E, r, in]`` and ``[E, out, r]``, sharded like all others, and reading the adapted parameter adds their
+product. State dicts keep PEFT's names and shapes. Nothing here imports peft unless the user has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.swapped_class import swap_class
+
+_ADAPTERS = "_hecate_adapters"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertAdapter:
+    """The adapter of one parameter of an experts module.
+
+    Attributes:
+        wrapper: PEFT's module around the experts module; says whether adapters are switched off.
+        name: of the adapter.
+        down, up: keys of ``[E, r, in]`` and ``[E, out, r]`` in the experts module.
+        scaling: factor of their product.
+        transposed: the parameter is ``[E, in, out]``.
+    """
+
+    wrapper: Any
+    name: str
+    path: str
+    down: str
+    up: str
+    scaling: float
+    transposed: bool
+
+    def add_to(self, parameter: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The adapted parameter."""
+        product = torch.bmm(up, down) * self.scaling
+        return parameter + (product.transpose(1, 2) if self.transposed else product)
+
+
+def adapter_of(module: nn.Module, key: str) -> ExpertAdapter | None:
+    """The adapter of a parameter; None if it has none."""
+    found: dict[str, ExpertAdapter] = module.__dict__.get(_ADAPTERS, {})
+    return found.get(key)
+
+
+def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[ExpertsModule]:
+    """Make parameters of the adapters around ``found``.
+
+    Returns:
+        ``found``, with the new parameters.
+
+    Raises:
+        ValueError: a parameter has several adapters, or one that is merged.
+    """
+    layers: Any = sys.modules.get("peft.tuners.lora.layer")
+    if layers is None or not hasattr(layers, "ParamWrapper"):
+        return list(found)
+    by_module = {id(experts.module): experts for experts in found}
+    wrappers: list[tuple[Any, nn.Module]] = []
+    for name, wrapper in model.named_modules():
+        if isinstance(wrapper, layers.ParamWrapper):
+            inner = wrapper.get_base_layer()
+            experts = by_module.get(id(inner))
+            if experts is not None and wrapper.parameter_name in experts.parameters:
+                _check_one_adapter(name, wrapper)
+                wrappers.append((wrapper, inner))
+    for wrapper, inner in wrappers:
+        experts = by_module[id(inner)]
+        keys = _adopt(wrapper, experts)
+        by_module[id(inner)] = replace(experts, parameters=(*experts.parameters, *keys))
+        swap_class(wrapper, {"forward": _forward})
+    return [by_module[id(experts.module)] for experts in found]
+
+
+def _check_one_adapter(name: str, wrapper: Any) -> None:
+    adapters = list(wrapper.lora_A)
+    if len(adapters) != 1 or wrapper.merged:
+        what = "it is merged" if wrapper.merged else ", ".join(adapters)
+        raise ValueError(
+            f"hecate.compile: {name} has adapters on the experts' {wrapper.parameter_name} ({what}). Experts can "
+            "have one adapter that is not merged: delete or merge the others first, and unmerge this one."
+        )
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The parameter is adapted where it is read.
+    return self.base_layer(*args, **kwargs)
+
+
+def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
+    key, (adapter,) = wrapper.parameter_name, wrapper.lora_A
+    size, down, up = experts.num_experts, wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+    record = ExpertAdapter(
+        wrapper, adapter, _path(wrapper, experts.module), f"{key}_lora_A", f"{key}_lora_B", wrapper.scaling[adapter],
+        transposed=not wrapper._did_swap_in_out_features,
+    )  # fmt: skip
+    inner = experts.module
+    with torch.no_grad():
+        for own, linear, split in ((record.down, down, _split_down), (record.up, up, _split_up)):
+            weight = split(linear.weight.detach(), size).clone(memory_format=torch.contiguous_format)
+            inner._parameters[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+            linear._parameters["weight"] = None
+    inner.__dict__.setdefault(_ADAPTERS, {})[key] = record
+    _load_by_old_names(record, size)
+    return record.down, record.up
+
+
+def save_adapters_by_old_names(found: Sequence[ExpertsModule]) -> None:
+    """Show adapters in state dicts as PEFT does; after what makes them whole."""
+    for experts in found:
+        for record in experts.module.__dict__.get(_ADAPTERS, {}).values():
+            _save_by_old_names(record)
+
+
+# PEFT's shapes: [E r, in], expert by expert; [out, r E], with the experts as the last of the two.
+def _split_down(weight: torch.Tensor, size: int) -> torch.Tensor:
+    return weight.reshape(size, -1, weight.shape[1])
+
+
+def _join_down(weight: torch.Tensor) -> torch.Tensor:
+    return weight.reshape(-1, weight.shape[2])
+
+
+def _split_up(weight: torch.Tensor, size: int) -> torch.Tensor:
+    return weight.reshape(weight.shape[0], -1, size).permute(2, 0, 1)
+
+
+def _join_up(weight: torch.Tensor) -> torch.Tensor:
+    return weight.permute(1, 2, 0).reshape(weight.shape[1], -1)
+
+
+def _path(wrapper: nn.Module, inner: nn.Module) -> str:
+    return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
+
+
+def _save_by_old_names(record: ExpertAdapter) -> None:
+    path, down, up, name = record.path, record.down, record.up, record.name
+
+    def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for kind, key, joined in (("lora_A", down, _join_down), ("lora_B", up, _join_up)):
+            whole = state.pop(prefix + path + key, None)
+            if whole is not None:
+                state[f"{prefix}{kind}.{name}.weight"] = joined(whole).clone()
+
+    record.wrapper.register_state_dict_post_hook(join)
+
+
+def _load_by_old_names(record: ExpertAdapter, size: int) -> None:
+    path, down, up, name = record.path, record.down, record.up, record.name
+
+    def split(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        for kind, key, parted in (("lora_A", down, _split_down), ("lora_B", up, _split_up)):
+            old = f"{prefix}{kind}.{name}.weight"
+            if old in state:
+                state[prefix + path + key] = parted(state.pop(old), size)
+
+    record.wrapper.register_load_state_dict_pre_hook(split)

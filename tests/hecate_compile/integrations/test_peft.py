@@ -1,0 +1,137 @@
+"""LoRA by PEFT: on attention, on fused experts, on experts in a list."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hecate
+from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.support.models import batch, build
+from tests.support.ranks import run_ranks
+
+_HERE = "tests.hecate_compile.integrations.test_peft"
+
+FUSED = dict(target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+
+
+def adapted(kind: str) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    if kind == "list":
+        model, targets = small(), dict(target_modules=["w1", "w2"])
+    else:
+        model, targets = build(kind), FUSED
+    torch.manual_seed(1)
+    found = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **targets))
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_B" in name:
+                # They start as zeros, and then lora_A has no gradient.
+                parameter.normal_(std=0.1)
+    return found
+
+
+def train(kind: str) -> dict[str, Any]:
+    """Three steps with momentum on one rank, against one process."""
+    rank, size = dist_rank()
+    reference = adapted(kind)
+    model = hecate.compile(adapted(kind), hecate.Config(backend="aot_eager", reshard_every=2))
+    models = (model, reference)
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9) for m in models
+    ]
+    losses = []
+    for step in range(3):
+        ids = batch(step, rows=4)
+        mine = ids.chunk(size)[rank]
+        loss = model(input_ids=mine, labels=mine)["loss"]
+        expected = reference(input_ids=ids, labels=ids)["loss"]
+        for one, value, optimizer in zip(models, (loss, expected), optimizers, strict=True):
+            value.backward()
+            optimizer.step()
+            one.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(abs(float(mean) / size - float(expected.detach())))
+    state, wanted = model.state_dict(), reference.state_dict()
+    explanation = hecate.explain(model)
+    found = {
+        "losses": losses, "same names": set(state) == set(wanted),
+        "error": max(float((state[k] - v).abs().max()) for k, v in wanted.items()),
+        "moved": max(float((wanted[k] - v).abs().max()) for k, v in adapted(kind).state_dict().items()),
+        "exchanged": len(hecate.stats(model).layers),
+        "skipped": [skip.reason for skip in explanation.skipped], "graphs": len(explanation.graphs),
+    }  # fmt: skip
+    # Saved by all ranks, read by a plain model; and back.
+    from peft import PeftModel, set_peft_model_state_dict
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model.save_pretrained(folder[0])
+    dist.barrier()
+    ids = batch(7, rows=2)
+    if kind != "list":
+        again = PeftModel.from_pretrained(build(kind), folder[0])
+        with torch.no_grad():
+            found["saved"] = float((again(input_ids=ids).logits - reference(input_ids=ids).logits).abs().max())
+            with reference.disable_adapter(), model.disable_adapter():
+                off = model(input_ids=ids).logits - reference(input_ids=ids).logits
+            found["off"] = float(off.abs().max())
+    fresh = adapted(kind).state_dict()
+    adapters = {k.replace(".default.weight", ".weight"): v for k, v in fresh.items() if "lora_" in k}
+    set_peft_model_state_dict(model, adapters)
+    loaded = model.state_dict()
+    found["loaded"] = all(torch.equal(loaded[k], v) for k, v in fresh.items() if "lora_" in k)
+    found["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
+    return found
+
+
+def dist_rank() -> tuple[int, int]:
+    import os
+
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@cache
+def results(kind: str) -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:train", 2, kind=kind)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "list"])
+def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
+    for found in results(kind):
+        assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
+        assert found["same names"] and found["loaded"]
+        assert (found["exchanged"], found["skipped"], found["graphs"]) == (2, [], 1), found["skipped"]
+        assert found.get("saved", 0.0) < 1e-5 and found.get("off", 0.0) < 1e-5
+        assert "adapter_model.safetensors" in found["files"]
+
+
+def test_one_process() -> None:
+    torch._dynamo.reset()
+    model, reference = adapted("qwen3_moe"), adapted("qwen3_moe")
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    ids = batch(0, rows=2)
+    loss, expected = (m(input_ids=ids, labels=ids).loss for m in (model, reference))
+    assert torch.allclose(loss, expected)
+    assert set(model.state_dict()) == set(reference.state_dict())
+
+
+def test_two_adapters_on_experts_are_refused() -> None:
+    from peft import LoraConfig
+
+    model: Any = adapted("qwen3_moe")
+    model.add_adapter("second", LoraConfig(r=4, lora_alpha=8, **FUSED))
+    with pytest.raises(ValueError, match=r"experts' .* \(default, second\).*one adapter that is not merged"):
+        hecate.compile(model)
+    # Nothing was changed.
+    assert torch.isfinite(model(input_ids=batch(0, rows=2)).logits).all()
