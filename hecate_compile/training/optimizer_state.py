@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
@@ -31,7 +34,11 @@ _WHOLE = {
     "Adafactor", "CAME", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo",
 }  # fmt: skip
 
+# What DCP's get_state_dict and set_state_dict are in.
+_DCP = "torch.distributed.checkpoint.state_dict"
+
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
@@ -84,6 +91,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if world is None:
             continue
         _refuse_whole(optimizer)
+        _show_whole(optimizer)
         if _NOTE in group:
             _check_rank(optimizer, group, world)
             _follow(optimizer, group, world)
@@ -113,6 +121,69 @@ def _refuse_whole(optimizer: Optimizer) -> None:
             "rank holds a part of each. Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or "
             "Lion, or leave sharded parameters to such a one."
         )
+
+
+def _show_whole(optimizer: Optimizer) -> None:
+    """To ``torch.distributed.checkpoint``'s functions, which keep one tensor for each parameter, show whole ones."""
+    if optimizer not in _shown:
+        _shown.add(optimizer)
+        optimizer.register_state_dict_post_hook(_gather_for_dcp)
+        optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
+
+
+def _called_by_dcp() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DCP:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Parameters under their numbers in a state dict."""
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """A collective."""
+    if not _called_by_dcp():
+        return None
+    state, parameters = dict(state_dict["state"]), _numbered(optimizer)
+    with doing("get_optimizer_state_dict"), torch.no_grad():
+        for number in sorted(state):
+            parameter = parameters[number]
+            shard = shard_of(parameter)
+            if shard is not None and shard.world.group is not None:
+                state[number] = {
+                    key: shard.gather(value) if _has_shape(value, parameter.shape) else value
+                    for key, value in sorted(state[number].items())
+                }
+    groups = [{k: v for k, v in group.items() if k != _NOTE} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    if not _called_by_dcp():
+        return None
+    # Numbers, or names in the order of the numbers.
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    state, parameters = dict(state_dict["state"]), _numbered(optimizer)
+    for number, name in enumerate(names):
+        shard = shard_of(parameters[number])
+        if shard is not None and shard.world.group is not None and name in state:
+            state[name] = {
+                key: shard.slice(value) if _has_shape(value, shard.full_shape) else value
+                for key, value in state[name].items()
+            }
+    for group in optimizer.param_groups:
+        # What is loaded is sliced for the owners of now.
+        group.pop(_NOTE, None)
+    return {**state_dict, "state": state}
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
 
 
 def _as_text(world: World, layers: Iterable[Layer]) -> str:

@@ -177,6 +177,8 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
+        if not _by_model_code(step):
+            return shard
         raise UntracedReadError(_untraced(own, get_layer(layer_id), shard, sys._getframe(2)))
 
     def read(module: nn.Module) -> Any:
@@ -189,6 +191,19 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
 
     skip_code(read_own.__code__)
     return read
+
+
+def _by_model_code(step: CurrentStep) -> bool:
+    """Whether a read that is not traced is one that computes: in a forward, or in a module that is called alone.
+
+    Everybody else, such as torch.distributed.checkpoint, looks at parameters, and gets this rank's part.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not step.running:
+        if frame.f_code is nn.Module._call_impl.__code__ or frame.f_code.co_name == "forward":
+            return True
+        frame = frame.f_back
+    return step.running
 
 
 def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
@@ -205,6 +220,10 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
         if alone:
             shard = shard[member.expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
+        if not _by_model_code(step):
+            # Of an expert that another rank owns, no rows.
+            owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
+            return shard[owned.index(member.expert)] if member.expert in owned else shard[:0]
         raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
 
     return read
