@@ -21,7 +21,7 @@ from hecate.reports.stats import Stats, collect_stats
 from hecate.reports.timeline import write_timeline
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import find_topology, find_world
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
@@ -201,6 +201,9 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
+    if state.world.group is not None:
+        state.world.queue.drain()
+        meet("hecate.stats", state.world.group)
     with doing("hecate.stats"):
         return collect_stats(tuple(dict.fromkeys(state.layers)), state.world)
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.waiting import doing, meet
+from hecate.runtime.comm.world import World
 from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
 
 Site = tuple[nn.Module, str]
 
 
-def keep_state_dicts_full(model: nn.Module, sites: ParameterSites) -> None:
+def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World) -> None:
     """Make ``model.state_dict()`` show full tensors under the old names, and ``load_state_dict`` take them back.
 
     Both are collectives then. Tied parameters are one tensor in a state dict too.
@@ -28,6 +29,14 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites) -> None:
         }
         if hangs:
             _keep_full(module, hangs, gathered)
+    if world.group is not None:
+        model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: _meet(world))
+
+
+def _meet(world: World) -> None:
+    assert world.group is not None
+    world.queue.drain()
+    meet("state_dict", world.group)
 
 
 def _keep_full(

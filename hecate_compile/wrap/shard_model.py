@@ -49,7 +49,7 @@ def shard_model(
         if dense is not None:
             for name, module in model.named_modules():
                 dense.shard(name, module)
-    keep_state_dicts_full(model, sites)
+    keep_state_dicts_full(model, sites, world)
     save_by_old_names(found)
     save_adapters_by_old_names(found)
     _copy_from_rank0(model, world)

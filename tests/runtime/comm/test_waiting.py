@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import tempfile
 import time
 
 import pytest
@@ -13,38 +14,104 @@ import torch.distributed as dist
 import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import waiting
-from tests.support.models import PlainLanguageModel, batch
-from tests.support.ranks import run_ranks
+from tests.support.models import PlainLanguageModel, batch, build
+from tests.support.ranks import RanksFailed, message_of, run_ranks
+
+_HERE = "tests.runtime.comm.test_waiting"
 
 
-def come_late() -> list[str]:
-    """On one rank: what is in the log when rank 1 sleeps, and when it waits for something else."""
-    waiting.FIRST = 1.0
+def compiled() -> torch.nn.Module:
     model = hecate.compile(PlainLanguageModel(hidden=8, layers=1, experts=2), hecate.Config(backend="aot_eager"))
     with torch.no_grad():
         model(batch(0))
-    found = []
-    for busy in (False, True):
+    return model
+
+
+def come_late() -> str:
+    """On one rank: what is in the log when rank 1 sleeps."""
+    waiting.FIRST = 1.0
+    model = compiled()
+    dist.barrier()
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("hecate").addHandler(handler)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    hecate.stats(model)
+    logging.getLogger("hecate").removeHandler(handler)
+    return handler.stream.getvalue()
+
+
+def go_elsewhere() -> list[str]:
+    """On one rank: the messages of what rank 0 alone calls, while rank 1 is in another collective."""
+    model = compiled()
+    group = compiled_model_of(model, "test").world.group
+    assert group is not None
+    waiting.TOLD, found = 0.5, []
+    for call in (model.state_dict, lambda: hecate.stats(model)):
         dist.barrier()
-        handler = logging.StreamHandler(io.StringIO())
-        logging.getLogger("hecate").addHandler(handler)
-        if dist.get_rank() == 1 and busy:
-            group = compiled_model_of(model, "test").world.group
-            assert group is not None
-            with waiting.doing("hecate.record"), waiting.waiting(group):
-                time.sleep(4.5)
-        elif dist.get_rank() == 1:
-            time.sleep(2.5)
-        hecate.stats(model)
-        logging.getLogger("hecate").removeHandler(handler)
-        found.append(handler.stream.getvalue())
+        if dist.get_rank() == 0:
+            found.append(message_of(call))
+        else:
+            # As it looks to others: in a collective that the first rank has not begun.
+            with waiting.doing("exchange of layer 0"), waiting.waiting(group):
+                time.sleep(3)
+            waiting._started[group.group_name] -= 1
+            waiting._met[group.group_name] += 1
+    dist.barrier()
+    # One calls this, one that; both hear of it.
+    found.append(message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model)))
+    dist.barrier()
+    hecate.stats(model)
+    return found
+
+
+def never_come() -> str:
+    model = compiled()
+    waiting._timeout = lambda group: 1.5  # type: ignore[assignment]
+    found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
+    dist.barrier()
     return found
 
 
 @pytest.mark.distributed
 def test_who_waits_for_whom_in_what() -> None:
-    first, second = run_ranks("tests.runtime.comm.test_waiting:come_late", 2, timeout=100)
-    assert "rank 0 has waited for" in first[0] and "s in hecate.stats: rank 1 does not say that it waits" in first[0]
-    assert second[0] == ""
-    assert "in hecate.stats: rank 1 waits in hecate.record. All ranks must call it together." in first[1]
-    assert "rank 1 has waited for" in second[1] and "in hecate.record: rank 0 waits in hecate.stats" in second[1]
+    first, second = run_ranks(f"{_HERE}:come_late", 2, timeout=100)
+    assert "rank 0 has waited for" in first and "s in hecate.stats: rank 1 does not say that it waits" in first
+    assert second == ""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_calls_alone_gets_an_error() -> None:
+    first, second = run_ranks(f"{_HERE}:go_elsewhere", 2, timeout=100)
+    assert len(first) == 3 and len(second) == 1
+    for what, message in zip(("state_dict", "hecate.stats"), first, strict=False):
+        assert f"{what} on rank 0, but rank 1 waits in exchange of layer 0" in message
+        assert "call it on all ranks together" in message
+    assert "hecate.stats on rank 0, but rank 1 calls state_dict" in first[2]
+    assert "state_dict on rank 1, but rank 0 calls hecate.stats" in second[0]
+
+
+@pytest.mark.distributed
+def test_a_meeting_ends_with_the_groups_timeout() -> None:
+    first, _ = run_ranks(f"{_HERE}:never_come", 2, timeout=100)
+    assert "ranks [1] did not come before the group's timeout" in first
+
+
+def save_on_rank_0() -> None:
+    model = build("qwen3_moe", layers=1)
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    for step in range(3):
+        ids = batch(step, rows=4)
+        model(input_ids=ids, labels=ids).loss.backward()
+        if dist.get_rank() == 0 and step == 1:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+
+
+@pytest.mark.distributed
+def test_saving_on_one_rank_alone_ends_all_of_them() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(f"{_HERE}:save_on_rank_0", 2, timeout=100)
+    assert "hecate: state_dict on rank 0, but rank 1 waits in" in str(failure.value)
+    assert time.monotonic() - start < 60
