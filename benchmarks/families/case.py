@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -44,13 +45,12 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
         seconds = seconds or time.perf_counter() - start
         mean = torch.tensor(own_loss, dtype=torch.float64)
         dist.all_reduce(mean)
-        loss_error = max(loss_error, abs(float(mean) / world - loss) / abs(loss))
+        loss_error = max(loss_error, _or_infinite(abs(float(mean) / world - loss) / abs(loss)))
         largest = max(float(g.abs().max()) for g in gradients.values())
         for key, gradient in gradients.items():
             scale = max(float(gradient.abs().max()), _SMALLEST * largest)
-            error = float((got[key] - gradient).abs().max()) / scale
-            # Not "error > ...": NaN must win.
-            if not error <= gradient_error:
+            error = _or_infinite(float((got[key] - gradient).abs().max()) / scale)
+            if error > gradient_error:
                 gradient_error, worst = error, key
     explanation = hecate.explain(model)
     gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
@@ -62,6 +62,11 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
         loss=expected[0][0], loss_error=loss_error, gradient_error=gradient_error, worst=worst,
         graphs=len(explanation.graphs), seconds=seconds,
     )  # fmt: skip
+
+
+def _or_infinite(error: float) -> float:
+    """NaN is smaller than everything, so it must not get into a maximum."""
+    return error if math.isfinite(error) else math.inf
 
 
 def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
