@@ -12,7 +12,8 @@ from hecate.passes.fx import arg, operands
 def fingerprint(gm: GraphModule) -> list[str]:
     """Operators in order, parameter names, shapes and dtypes, and the width of the rows that collectives carry.
 
-    Left out is what may rightly differ between ranks: how many tokens a rank has and how many experts it owns.
+    Left out is what may rightly differ between ranks: how many tokens a rank has and how many experts it owns, and
+    what torch computes and asserts of sizes where it has seen several.
     """
     lines: list[str] = []
     for module in gm.modules():
@@ -28,6 +29,8 @@ def _describe(node: Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     target = str(node.target) if operator else name
     if not target.startswith("hecate."):
+        if "_assert" in target or isinstance(value_of(node), _NUMBERS):
+            return ""
         # Between the cuts, a number from the model's code meets rows of other ranks.
         numbers = [a for a in operands(node) if isinstance(a, (int, float))] if "hecate_layer" in node.meta else []
         return f"{node.op} {target} {numbers}" if numbers else f"{node.op} {target}"
@@ -35,6 +38,9 @@ def _describe(node: Node) -> str:
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
     constants = [arg for arg in node.args if isinstance(arg, int) or _integers(arg)]
     return f"{target} {constants} rows of {width}"
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _integers(arg: object) -> bool:

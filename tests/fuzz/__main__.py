@@ -1,0 +1,59 @@
+"""Drawn models, options, loops and faults on two ranks, against one process.
+
+    python -m tests.fuzz                                  200 cases, about 3 minutes on two cores
+    python -m tests.fuzz --cases 2000 --seed 7            more, and others
+    python -m tests.fuzz --seed 7 --model 31 --case 2     one of them again
+
+Every twenty cases share a model, which is compiled once. A problem is printed with what it takes to see it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.fuzz.draw import draw_case, draw_model
+from tests.support.ranks import RanksFailed, run_ranks
+
+_CASES_PER_MODEL = 20
+# Models of one launch.
+_TOGETHER = 2
+
+
+def fuzz(seed: int, models: range, cases: list[int], *, log: bool = False) -> list[str]:
+    """Problems, one text each."""
+    problems: list[str] = []
+    for start in range(models.start, models.stop, _TOGETHER):
+        numbers = list(range(start, min(start + _TOGETHER, models.stop)))
+        try:
+            found = run_ranks("tests.fuzz.run:run_models", 2, timeout=400, seed=seed, numbers=numbers, cases=cases)
+            problems += [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
+        except RanksFailed as error:
+            problems.append(f"seed {seed}, models {numbers}: {error}")
+        if log:
+            print(f"models {numbers[0]} to {numbers[-1]}: {len(problems)} problems so far", flush=True)
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=int, help="only this one")
+    parser.add_argument("--case", type=int, help="only this one of the model's")
+    options = parser.parse_args()
+    models, cases = range(-(-options.cases // _CASES_PER_MODEL)), list(range(_CASES_PER_MODEL))
+    if options.case is not None:
+        cases = [options.case]
+    if options.model is not None:
+        models = range(options.model, options.model + 1)
+        print(draw_model(options.seed, options.model))
+        for index in cases:
+            print(index, draw_case(options.seed, options.model, index))
+    problems = fuzz(options.seed, models, cases, log=True)
+    print("\n\n".join(problems) or f"{len(models) * len(cases)} cases, no problem")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What a drawn model and a drawn case are. Every rank draws the same from the same seed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+import hecate
+from tests.hecate_compile.wrap.test_stack_experts import DictMoE, ListMoE
+from tests.support.adversaries import Anything
+from tests.support.models import PlainLanguageModel, build
+
+_TRANSFORMERS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+_BLOCKS = (
+    "Loop", "HitLoop", "ListOfExperts", "Masks", "RepeatedTokens", "ChoiceLoop", "Split", "Grouped", "AllTokens",
+    "Capacity",
+)  # fmt: skip
+_PASSES = (
+    "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops", "flatten_batches",
+    "normalize_matmuls", "functionalize_rows", "exchange_rows", "bucket_gradients", "rematerialize",
+    "split_collectives", "schedule", "order_collectives",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model to compile.
+
+    Attributes:
+        family: a key of ``tests.support.models``, a block of docs/models.md, or a list of experts.
+        options: of :class:`hecate.Config`; a policy by its name, "anything" for one that does whatever is allowed.
+    """
+
+    family: str
+    layers: int
+    experts: int
+    options: dict[str, Any]
+
+    def config(self) -> hecate.Config:
+        options = dict(self.options)
+        if options["policy"] == "anything":
+            options["policy"] = Anything(reshard_every=options.pop("reshard_every"))
+        return hecate.Config(backend="aot_eager", **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training loop on a compiled model.
+
+    Attributes:
+        optimizer: "sgd" or "adamw".
+        clip: None, or who clips: "hecate" or "torch".
+        accumulate: micro-batches of a step.
+        keep_zeros: ``zero_grad(set_to_none=False)``.
+        ragged: ranks have batches of different shapes.
+        actions: what happens, one after another.
+    """
+
+    optimizer: str
+    clip: str | None
+    accumulate: int
+    keep_zeros: bool
+    ragged: bool
+    actions: tuple[str, ...]
+
+
+ACTIONS = ("step", "evaluate", "infer", "save and load", "two forwards", "penalty", "schedule")
+FAULTS = (
+    "bad token", "not a number", "no backward", "wrong checkpoint", "wrong optimizer state", "one expert",
+    "interrupted backward",
+)  # fmt: skip
+
+
+def draw_model(seed: int, number: int) -> Drawn:
+    random = Random(f"model {seed} {number}")
+    family = random.choice((*_TRANSFORMERS, "plain", "split", *_BLOCKS, "ListMoE", "DictMoE"))
+    policy = random.choice(("hecate", "hecate", "hecate", "anything", "anything", "static", "gather", "replicate"))
+    options: dict[str, Any] = {"policy": policy}
+    if policy == "anything":
+        options["reshard_every"] = random.choice((0, 1, 2))
+    if policy == "hecate":
+        options |= {
+            "reshard_every": random.choice((0, 1, 3)), "replicas": random.choice((0, 1, 2, 5)),
+            "objective": random.choice(("time", "paper")), "window": random.choice((1, 5)),
+            "calibrate": random.random() < 0.3,
+        }  # fmt: skip
+    if policy != "replicate":
+        options["dense"] = random.choice(("replicate", "shard"))
+    options |= {"rematerialize": random.random() < 0.3, "prefetch_bytes": random.choice((None, None, 0, 5000))}
+    if random.random() < 0.3:
+        options["disable_passes"] = tuple(random.sample(_PASSES, random.choice((1, 2, 5))))
+    return Drawn(family, random.choice((1, 1, 1, 2)), random.choice((2, 3, 5)), options)
+
+
+def draw_case(seed: int, number: int, index: int) -> Case:
+    random = Random(f"case {seed} {number} {index}")
+    actions = [random.choice(("step", "step", *ACTIONS)) for _ in range(random.choice((1, 2, 3)))]
+    for _ in range(random.choice((0, 1, 2))):
+        actions.insert(random.randrange(len(actions) + 1), random.choice(FAULTS))
+    return Case(
+        optimizer=random.choice(("sgd", "adamw")), clip=random.choice((None, "hecate", "torch")),
+        accumulate=random.choice((1, 1, 2, 3)), keep_zeros=random.random() < 0.2, ragged=random.random() < 0.3,
+        actions=(*actions, "step"),
+    )  # fmt: skip
+
+
+def build_model(drawn: Drawn, seed: int) -> nn.Module:
+    """In float64, where ranks and one process differ by rounding of 1e-16 alone, but for casts in a model's code."""
+    family, size = drawn.family, dict(layers=drawn.layers)
+    if family in _TRANSFORMERS:
+        experts = max(drawn.experts, 4) if family == "deepseek_v3" else drawn.experts
+        key = {"deepseek_v3": "n_routed_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
+        given = {key.get(family, "num_local_experts"): experts - experts % 2 if family == "deepseek_v3" else experts}
+        model = build(family, seed=seed, **size, **given)
+        # The one that knows float64; compiled, the default does too.
+        return model.double()
+    torch.manual_seed(seed)
+    if family in ("plain", "split"):
+        return build(family, seed=seed, **size, experts=drawn.experts).double()
+    kind = {"ListMoE": ListMoE, "DictMoE": DictMoE}.get(family) or getattr(_blocks(), family)
+    return PlainLanguageModel(kind, hidden=16, experts=drawn.experts, **size).double()
+
+
+def _blocks() -> Any:
+    """The blocks of docs/models.md as a module of their own: hecate.compile looks for the source."""
+    name = "code_of_models_md"
+    if name not in sys.modules:
+        page = Path(__file__).parents[2] / "docs" / "models.md"
+        code = "\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+        folder = tempfile.mkdtemp(prefix="hecate-docs-")
+        Path(folder, f"{name}.py").write_text(code)
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)

@@ -1,0 +1,24 @@
+"""Two hundred drawn cases; ``python -m tests.fuzz`` draws more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import fuzz
+from tests.fuzz.draw import ACTIONS, FAULTS, draw_case, draw_model
+
+_SEED, _MODELS, _CASES = 3, 5, 40
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", range(_MODELS))
+def test_no_problem(model: int) -> None:
+    problems = fuzz(_SEED, range(model, model + 1), list(range(_CASES)))
+    assert not problems, "\n\n".join(problems)
+
+
+def test_what_is_drawn_has_everything_in_it() -> None:
+    cases = [draw_case(_SEED, model, index) for model in range(_MODELS) for index in range(_CASES)]
+    assert {action for case in cases for action in case.actions} == {*ACTIONS, *FAULTS}
+    assert len({draw_model(_SEED, model).family for model in range(_MODELS)}) == _MODELS
+    assert draw_case(_SEED, 1, 2) == draw_case(_SEED, 1, 2)
