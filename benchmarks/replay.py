@@ -7,13 +7,13 @@
 
 Every policy sees what it would have seen in training: the counts of earlier steps. Printed are, per policy, the rows
 of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step in the
-paper's regime (docs/planner.md). ``--png`` draws expert load over time, and rank load before and after.
+paper's regime (docs/planner.md); ``hecate replay`` takes the sizes of the model that was recorded. ``--png`` draws
+expert load over time, and rank load before and after.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from rich.table import Table
 
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.runtime.placement.hecate_policy import Hecate
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
+from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
-from hecate.simulator import walk
+from hecate.simulator.replay import Replay, replay
 from hecate.simulator.workloads import load_trace, make
 
 # GPT-MoE-S of the paper: two matrices per expert, bf16, 40 % of a GPU's peak, links of its clusters A and B.
@@ -36,68 +35,6 @@ CLUSTERS = {
     "a": Rates(flops=0.4 * 125e12, rank_bytes=150e9, node_bytes=12.5e9, hidden_seconds=4e-3),
     "b": Rates(flops=0.4 * 312e12, rank_bytes=300e9, node_bytes=50e9, hidden_seconds=1.6e-3),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """What one policy made of a trace.
-
-    Attributes:
-        rows: rows of each rank, ``[step, layer, rank]``.
-        replicas: ``[step, layer]``.
-        crossing: rows that left their node, ``[step, layer]``.
-        moved: experts that changed owners, over all steps.
-        seconds: predicted, ``[step, layer]``.
-        transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
-    """
-
-    rows: np.ndarray[Any, Any]
-    replicas: np.ndarray[Any, Any]
-    crossing: np.ndarray[Any, Any]
-    moved: int
-    seconds: np.ndarray[Any, Any]
-    transfers: np.ndarray[Any, Any]
-
-    @property
-    def imbalance(self) -> np.ndarray[Any, Any]:
-        """Rows of the busiest rank over the mean, ``[step, layer]``; 1 for a step without rows."""
-        mean = self.rows.mean(-1)
-        return np.where(mean > 0, self.rows.max(-1) / np.maximum(mean, 1e-9), 1.0)
-
-
-def replay(
-    counts: np.ndarray[Any, Any],
-    owners: np.ndarray[Any, Any],
-    policy: Policy,
-    topology: Topology,
-    *,
-    rates: Rates,
-    sizes: LayerSizes = SIZES,
-) -> Replay:
-    """Run ``policy`` through the trace, step by step."""
-    steps, layers, ranks, _ = counts.shape
-    rows = np.zeros((steps, layers, ranks), dtype=np.int64)
-    replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
-    seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
-    start = [Owners(tuple(line.tolist()), ranks) for line in owners]
-    costs = CostModel(topology=topology, sizes=sizes, rates=rates)
-    same_node = topology.nodes[:, None] == topology.nodes[None, :]
-    for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=[sizes] * layers):
-        for layer, made in enumerate(routed):
-            moved += made.moved
-            # What is added after the gate hides behind nothing.
-            planned, late = made.planned, 0.0
-            if made.placement is not planned:
-                travel = [costs.replica_seconds(p) for p in (planned, made.placement)]
-                late = max(0.0, travel[1] - travel[0])
-            rows[step, layer], replicas[step, layer] = made.rows.sum(0), made.placement.num_replicas
-            crossing[step, layer] = made.rows[~same_node].sum()
-            split = [made.computed[e, list(held)].tolist() for e, held in enumerate(made.placement.holders)]
-            total = counts[step, layer].sum(0).tolist()
-            time = costs.step(total, split, made.placement)
-            exposed[step, layer] = max(0.0, time.experts - late - rates.hidden_seconds) + late
-            seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
-    return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
 
 
 def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], layer: int) -> None:
@@ -188,7 +125,7 @@ def main() -> None:
     if args.rivals:
         policies |= rivals(args.replicas)
     results = {
-        name: replay(counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster])
+        name: replay(counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster], sizes=[SIZES] * layers)
         for name, policy in policies.items()
     }
     table = Table(

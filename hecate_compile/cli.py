@@ -1,4 +1,4 @@
-"""The command line: ``hecate simulate``."""
+"""The command line: ``hecate simulate`` and ``hecate replay``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +23,11 @@ from torch import nn
 
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.policy import Policy, Static
+from hecate.runtime.placement.topology import Topology
 from hecate.simulator import Capture, ClusterError, ClusterSpec
 from hecate.simulator.capture import CaptureError
+from hecate.simulator.replay import load_recorded
+from hecate.simulator.replay import replay as replay_trace
 from hecate.simulator.study import STEPS, Build, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, load_trace, make
 
@@ -81,6 +85,48 @@ def simulate(
     Console(width=150, markup=False, emoji=False).print(_table(results))
     if out is not None:
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="routing that hecate.record wrote")],
+    policy: Annotated[
+        list[str], typer.Option(help="static, hecate, paper, or file.py:Class of your own; several times")
+    ] = ["static", "hecate"],  # noqa: B006  typer copies it
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of equal size; by default those of the run")] = None,
+    replicas: Annotated[int, typer.Option(min=0, help="most replicas on a rank")] = 2,
+) -> None:
+    """Play the routing of a run back, for each policy, with the run's own model, ranks and rates."""
+    try:
+        counts, owners = load_trace(trace)
+        recorded = load_recorded(trace)
+        steps, layers, ranks, experts = counts.shape
+        if nodes is not None and ranks % nodes:
+            raise typer.BadParameter(f"--nodes {nodes} does not divide the {ranks} ranks of {trace}")
+        topology = Topology.even(ranks, ranks // nodes) if nodes is not None else recorded.topology
+        results = {
+            name: replay_trace(
+                counts, owners, _policy(name, replicas), topology, rates=recorded.rates, sizes=recorded.sizes
+            )
+            for name in policy
+        }
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    table = Table(
+        "policy", "max/mean rows", "99th percentile", "replicas per layer", "rows leaving a node", "owners changed",
+        "ms of a layer", "times as fast",
+        title=f"{trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {topology.num_nodes} node(s), "
+        f"{experts} experts",
+        caption="predicted for what experts compute and send; times as fast as the first policy",
+    )  # fmt: skip
+    first = results[policy[0]].seconds.mean()
+    for name, result in results.items():
+        table.add_row(
+            name, f"{result.imbalance.mean():.2f}", f"{np.percentile(result.imbalance, 99):.2f}",
+            f"{result.replicas.mean():.1f}", f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
+            str(result.moved), f"{result.seconds.mean() * 1e3:.3f}", f"{first / result.seconds.mean():.2f}",
+        )  # fmt: skip
+    Console(width=150, markup=False, emoji=False).print(table)
 
 
 def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[ClusterSpec, Capture], Counts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     ``counts`` uint32 ``[step, layer, rank, expert]`` rows that the rank routed to the expert in its own batch
     ``layers`` str ``[layer]``                       names of the experts modules
     ``owners`` int32 ``[layer, expert]``             who owned what at the first step
+    ``sizes``  float64 ``[layer, 3]``                operations and bytes of a row, bytes of an expert
+    ``rates``  float64 ``[5]``                       the fields of :class:`hecate.Rates`, as plans used them
+    ``nodes``  int32 ``[rank]``                      node of each rank
     ========== ==================================== ==========================================================
 
     Raises:
@@ -78,6 +82,9 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
                     counts=np.stack(steps) if steps else np.zeros(shape, dtype=np.uint32),
                     layers=np.asarray([layer.name for layer in layers]),
                     owners=owners,
+                    sizes=np.asarray([astuple(layer.sizes) for layer in layers], dtype=np.float64),
+                    rates=np.asarray(astuple(state.placer.rates), dtype=np.float64),
+                    nodes=np.asarray(state.placer.topology.node_of, dtype=np.int32),
                 )
 
 

@@ -12,6 +12,7 @@ trace.
 | ``capture`` | compile for W ranks without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
 | ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
+| ``replay`` | a recorded trace through policies, without a graph |
 | ``memory`` | bytes of states and slots |
 | ``study`` | policies beside each other |
 | ``workloads`` | routing that is made up, or fitted to another number of ranks |

@@ -14,7 +14,6 @@ from tests.support.ranks import run_ranks
 # Grouped matmuls without and with biases are in test_parity (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS).
 CHOSEN = {
     "switch_transformers": "a dictionary of experts, the hit ones, top 1 with capacity, an encoder and a decoder",
-    "nllb_moe": "the same with two choices",
     "step3p7_text": "fused experts, the hit ones",
     "openai_privacy_filter": "the same under a decorator, in float32, with biases",
     "llama4_text": "bmm over all tokens",

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import CLUSTERS, main, replay
+from benchmarks.replay import CLUSTERS, SIZES, main
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Static
 from hecate.runtime.placement.topology import Topology
+from hecate.simulator.replay import replay
 from hecate.simulator.workloads import load_trace
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,9 @@ def test_natural_routing_is_balanced_with_two_replicas_per_rank() -> None:
     topology, steps = Topology.even(ranks, ranks), slice(0, None)
     found = {}
     for name, policy in (("static", Static()), ("hecate", Hecate(replicas=2))):
-        found[name] = replay(counts[steps] * 16, owners, policy, topology, rates=CLUSTERS["a"]).imbalance.mean()
+        found[name] = replay(
+            counts[steps] * 16, owners, policy, topology, rates=CLUSTERS["a"], sizes=[SIZES] * counts.shape[1]
+        ).imbalance.mean()
     print(found)
     assert found["hecate"] <= 1.05
     assert found["static"] > 1.2, "the trace is not balanced by itself"
@@ -49,10 +52,10 @@ def test_a_load_that_jumps_is_never_worse_than_static_by_more_than_the_transfer(
     owners = np.arange(16)[None] // 2
     rates = Rates(flops=5e13, rank_bytes=1e10, node_bytes=1e10, hidden_seconds=hidden)
     topology = Topology.even(8, 4)
-    static = replay(counts, owners, Static(), topology, rates=rates)
+    static = replay(counts, owners, Static(), topology, rates=rates, sizes=[SIZES])
     for window in (1, 5):
         policy = Hecate(window=window, reshard_every=0)
-        ours = replay(counts, owners, policy, topology, rates=rates)
+        ours = replay(counts, owners, policy, topology, rates=rates, sizes=[SIZES])
         assert (ours.rows.max(-1) <= static.rows.max(-1)).all()
         assert (ours.seconds <= static.seconds * (1 + 1e-9) + ours.transfers).all()
     assert window == 5 and ours.replicas[-1] > 0, "a mean over both experts replicates both"
@@ -64,7 +67,7 @@ def test_owners_follow_a_load_that_stays() -> None:
     counts[..., :2] = 50
     policy = Hecate(replicas=0, reshard_every=10)
     rates = Rates(flops=1e12, rank_bytes=1e10, node_bytes=1e10)
-    result = replay(counts, np.arange(8)[None] // 2, policy, Topology.even(4, 4), rates=rates)
+    result = replay(counts, np.arange(8)[None] // 2, policy, Topology.even(4, 4), rates=rates, sizes=[SIZES])
     assert result.imbalance[9, 0] > 3.7
     assert result.imbalance[10:, 0].max() < 2.0, "one warm expert is the least that a rank can have"
     assert 0 < result.moved <= 8

@@ -26,9 +26,9 @@ def adapted(kind: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if kind == "list":
-        model, targets = small(), dict(target_modules=["w1", "w2"])
+        model, targets = small(layers=1), dict(target_modules=["w1", "w2"])
     else:
-        model, targets = build(kind), FUSED
+        model, targets = build(kind, layers=1), FUSED
     torch.manual_seed(1)
     found = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **targets))
     with torch.no_grad():
@@ -79,7 +79,7 @@ def train(kind: str) -> dict[str, Any]:
     dist.barrier()
     ids = batch(7, rows=2)
     if kind != "list":
-        again = PeftModel.from_pretrained(build(kind), folder[0])
+        again = PeftModel.from_pretrained(build(kind, layers=1), folder[0])
         with torch.no_grad():
             found["saved"] = float((again(input_ids=ids).logits - reference(input_ids=ids).logits).abs().max())
             with reference.disable_adapter(), model.disable_adapter():
@@ -111,7 +111,7 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
     for found in results(kind):
         assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
         assert found["same names"] and found["loaded"]
-        assert (found["exchanged"], found["skipped"], found["graphs"]) == (2, [], 1), found["skipped"]
+        assert (found["exchanged"], found["skipped"], found["graphs"]) == (1, [], 1), found["skipped"]
         assert found.get("saved", 0.0) < 1e-5 and found.get("off", 0.0) < 1e-5
         assert "adapter_model.safetensors" in found["files"]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import hecate
+from hecate.cli import app
+from hecate.runtime.placement.planner import LayerSizes
+from hecate.simulator.replay import load_recorded
 from tests.support.models import batch, build
 from tests.support.parity import run_step
 from tests.support.ranks import run_ranks
@@ -38,6 +43,25 @@ def test_a_trace_holds_what_stats_showed(tmp_path: Path) -> None:
         assert counts.sum(2).tolist() == first["seen"]
         assert trace["layers"].tolist() == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
         assert trace["owners"].tolist() == [[0] * 4 + [1] * 4] * 2
+    recorded = load_recorded(path)
+    # Three matrices of 32 x 16 in float32, and a row of 32.
+    assert recorded.sizes == (LayerSizes(row_flops=2 * 3 * 32 * 16, row_bytes=128, expert_bytes=4 * 3 * 32 * 16),) * 2
+    assert recorded.topology.node_of == (0, 0) and recorded.rates.flops > 0
+    # The same file on the command line.
+    ran = CliRunner().invoke(app, ["replay", str(path), "--policy", "static", "--policy", "paper", "--nodes", "2"])
+    assert ran.exit_code == 0 and "3 steps, 2 layers, 2 ranks on 2 node(s), 8 experts" in ran.output
+    assert re.search(r"static .* 1\.00", ran.output) and "paper" in ran.output
+
+
+def test_traces_that_cannot_be_replayed(tmp_path: Path) -> None:
+    old = Path(__file__).parents[3] / "benchmarks" / "traces" / "natural.npz"
+    for trace, options, said in (
+        (old, [], "does not say what model it is of"), (tmp_path / "none.npz", [], "is not a trace"),
+        (old, ["--policy", "fastest"], "does not say"),
+    ):  # fmt: skip
+        ran = CliRunner().invoke(app, ["replay", str(trace), *options])
+        # The box around the message breaks its lines.
+        assert ran.exit_code == 2 and said in re.sub(r"\s*│\n│\s*", " ", ran.output), ran.output
 
 
 def test_refusals_and_a_block_that_raises(tmp_path: Path) -> None:

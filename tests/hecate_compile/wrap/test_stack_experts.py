@@ -77,9 +77,9 @@ class DictMoE(ListMoE):
         return out.view_as(hidden)
 
 
-def small(kind: Any = ListMoE, seed: int = 0) -> PlainLanguageModel:
+def small(kind: Any = ListMoE, seed: int = 0, layers: int = 2) -> PlainLanguageModel:
     torch.manual_seed(seed)
-    return PlainLanguageModel(kind, hidden=16, layers=2, experts=4)
+    return PlainLanguageModel(kind, hidden=16, layers=layers, experts=4)
 
 
 def train() -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Recorded routing through placement policies, offline: what each would have made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
+from hecate.runtime.placement.policy import Policy
+from hecate.runtime.placement.topology import Topology
+from hecate.simulator.routing import walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The model and the machine that a trace is of.
+
+    Attributes:
+        sizes: of each layer.
+    """
+
+    sizes: tuple[LayerSizes, ...]
+    rates: Rates
+    topology: Topology
+
+
+def load_recorded(path: Path) -> Recorded:
+    """What ``hecate.record`` noted beside the routing.
+
+    Raises:
+        ValueError: the file has no such notes.
+    """
+    try:
+        with np.load(path) as archive:
+            sizes, rates, nodes = archive["sizes"], archive["rates"], archive["nodes"]
+    except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
+        raise ValueError(
+            f"{path} does not say what model it is of ({error}): hecate.record writes that since 0.1.0. "
+            "python -m benchmarks.replay plays any trace back with the sizes of the paper's model."
+        ) from None
+    names = ("flops", "rank_bytes", "node_bytes", "memory_bytes", "hidden_seconds")
+    return Recorded(
+        sizes=tuple(LayerSizes(row_flops=f, row_bytes=r, expert_bytes=e) for f, r, e in sizes.tolist()),
+        rates=Rates(**dict(zip(names, rates.tolist(), strict=True))), topology=Topology(tuple(nodes.tolist())),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What one policy made of a trace.
+
+    Attributes:
+        rows: rows of each rank, ``[step, layer, rank]``.
+        replicas: ``[step, layer]``.
+        crossing: rows that left their node, ``[step, layer]``.
+        moved: experts that changed owners, over all steps.
+        seconds: predicted, ``[step, layer]``.
+        transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
+    """
+
+    rows: np.ndarray[Any, Any]
+    replicas: np.ndarray[Any, Any]
+    crossing: np.ndarray[Any, Any]
+    moved: int
+    seconds: np.ndarray[Any, Any]
+    transfers: np.ndarray[Any, Any]
+
+    @property
+    def imbalance(self) -> np.ndarray[Any, Any]:
+        """Rows of the busiest rank over the mean, ``[step, layer]``; 1 for a step without rows."""
+        mean = self.rows.mean(-1)
+        return np.where(mean > 0, self.rows.max(-1) / np.maximum(mean, 1e-9), 1.0)
+
+
+def replay(
+    counts: np.ndarray[Any, Any],
+    owners: np.ndarray[Any, Any],
+    policy: Policy,
+    topology: Topology,
+    *,
+    rates: Rates,
+    sizes: Sequence[LayerSizes],
+) -> Replay:
+    """Run ``policy`` through a trace, step by step.
+
+    Args:
+        counts: rows, int64 ``[step, layer, rank, expert]``.
+        owners: ``[layer, expert]``, to begin with.
+        sizes: of each layer.
+    """
+    steps, layers, ranks, _ = counts.shape
+    rows = np.zeros((steps, layers, ranks), dtype=np.int64)
+    replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
+    seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
+    start = [Owners(tuple(line.tolist()), ranks) for line in owners]
+    costs = [CostModel(topology=topology, sizes=one, rates=rates) for one in sizes]
+    same_node = topology.nodes[:, None] == topology.nodes[None, :]
+    for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=sizes):
+        for layer, made in enumerate(routed):
+            moved += made.moved
+            # What is added after the gate hides behind nothing.
+            planned, late = made.planned, 0.0
+            if made.placement is not planned:
+                travel = [costs[layer].replica_seconds(p) for p in (planned, made.placement)]
+                late = max(0.0, travel[1] - travel[0])
+            rows[step, layer], replicas[step, layer] = made.rows.sum(0), made.placement.num_replicas
+            crossing[step, layer] = made.rows[~same_node].sum()
+            split = [made.computed[e, list(held)].tolist() for e, held in enumerate(made.placement.holders)]
+            total = counts[step, layer].sum(0).tolist()
+            time = costs[layer].step(total, split, made.placement)
+            exposed[step, layer] = max(0.0, time.experts - late - rates.hidden_seconds) + late
+            seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
+    return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
