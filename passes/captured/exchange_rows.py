@@ -161,7 +161,10 @@ def _copy_body(region: Region, context: PassContext, new: dict[Node, Node]) -> N
     """
     for node in region.body:
         spot = min(node.users) if node in region.lookups else node
-        copy = new[node] = Builder(node.graph, before=spot).copy(node, new)
+        # What is calibrated has its slots later than the parameters were read.
+        known = max((new[source] for source in node.all_input_nodes if source in new), default=spot)
+        here = Builder(node.graph, before=spot) if known <= spot else Builder(node.graph, after=known)
+        copy = new[node] = here.copy(node, new)
         if context.world_size > 1:
             copy.meta.pop("example_value", None)
         copy.meta["hecate_layer"] = region.layer

@@ -107,7 +107,7 @@ class _Loop:
     def update(self) -> None:
         # An expert without tokens has no gradient where it is a module of its own, and zeros as a part of one.
         for name, parameter in self.reference.named_parameters():
-            if parameter.grad is None and ".experts." in name:
+            if parameter.grad is None and ".experts." in name and self.drawn.options["policy"] != "replicate":
                 parameter.grad = torch.zeros_like(parameter)
         if self.case.clip is not None:
             clip: Any = hecate.clip_grad_norm_ if self.case.clip == "hecate" else torch.nn.utils.clip_grad_norm_

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes import PassContext
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
 from tests.support.graphs import E, GraphUnderTest, H, I, apply, targets
@@ -55,6 +56,16 @@ def test_rewrites_and_then_exchanges(options: dict[str, Any]) -> None:
     names = targets(gm)
     assert names.count("grouped_mm.default") == 2 and not {"bmm", "matmul"} & {*names}
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_a_bias_that_is_read_before_slots_are_calibrated() -> None:
+    """What calibrate adds is known after the counts, and the view of a bias stands before them."""
+    g = GraphUnderTest()
+    gm = batched(g)
+    apply(flatten_batches, g, gm)
+    context = PassContext(world_size=2, replicates=True, calibrates=True)
+    assert exchange_rows(gm, context).rewritten == 1
+    gm.graph.lint()
 
 
 def einsum(g: GraphUnderTest, first: str, second: str, shape: tuple[int, ...]) -> GraphModule:
