@@ -121,7 +121,7 @@ def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
     worst = max((result["gradient_error"] for result in ran), default=0.0)
     failed = [name for name, result in results.items() if _is_wrong(result)]
     text = (
-        f"{len(results)} families of transformers {transformers.__version__}: {exchanging} exchange rows in every "
+        f"{len(results)} models of transformers {transformers.__version__}: {exchanging} exchange rows in every "
         f"MoE layer, {len(ran) - exchanging - len(refused)} gather experts in some, {len(refused)} are refused "
         f'without policy="replicate" ({", ".join(refused) or "none"}); the worst gradient is {worst:.0e} off; '
         f"{len(failed)} failed{': ' + ', '.join(failed) if failed else ''}."

@@ -30,7 +30,6 @@ class ExpertAdapter:
         wrapper: PEFT's module around the experts module; says whether adapters are switched off.
         name: of the adapter.
         down, up: keys of ``[E, r, in]`` and ``[E, out, r]`` in the experts module.
-        scaling: factor of their product.
         transposed: the parameter is ``[E, in, out]``.
     """
 
@@ -39,12 +38,16 @@ class ExpertAdapter:
     path: str
     down: str
     up: str
-    scaling: float
     transposed: bool
+
+    @property
+    def is_active(self) -> bool:
+        """Whether PEFT has it switched on."""
+        return not self.wrapper.disable_adapters and self.name in self.wrapper.active_adapters
 
     def add_to(self, parameter: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """The adapted parameter."""
-        product = torch.bmm(up, down) * self.scaling
+        product = torch.bmm(up, down) * self.wrapper.scaling[self.name]
         return parameter + (product.transpose(1, 2) if self.transposed else product)
 
 
@@ -85,6 +88,11 @@ def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[Exp
 
 def _check_one_adapter(name: str, wrapper: Any) -> None:
     adapters = list(wrapper.lora_A)
+    if wrapper.num_experts == 1:
+        raise ValueError(
+            f"hecate.compile: {name} has an adapter on the experts' {wrapper.parameter_name}, which is no matrix for "
+            "each expert. Leave it out of target_parameters."
+        )
     if len(adapters) != 1 or wrapper.merged:
         what = "it is merged" if wrapper.merged else ", ".join(adapters)
         raise ValueError(
@@ -102,7 +110,7 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
     key, (adapter,) = wrapper.parameter_name, wrapper.lora_A
     size, down, up = experts.num_experts, wrapper.lora_A[adapter], wrapper.lora_B[adapter]
     record = ExpertAdapter(
-        wrapper, adapter, _path(wrapper, experts.module), f"{key}_lora_A", f"{key}_lora_B", wrapper.scaling[adapter],
+        wrapper, adapter, _path(wrapper, experts.module), f"{key}_lora_A", f"{key}_lora_B",
         transposed=not wrapper._did_swap_in_out_features,
     )  # fmt: skip
     inner = experts.module

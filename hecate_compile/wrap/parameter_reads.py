@@ -177,14 +177,14 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
-        if not _by_model_code(step):
+        if _asked_by_checkpointing():
             return shard
         raise UntracedReadError(_untraced(own, get_layer(layer_id), shard, sys._getframe(2)))
 
     def read(module: nn.Module) -> Any:
         parameter = read_own(module, key, dtype)
         adapter = adapter_of(module, key)
-        if adapter is None or adapter.wrapper.disable_adapters:
+        if adapter is None or not adapter.is_active:
             return parameter
         down, up = (read_own(module, own, dtype or parameter.dtype) for own in (adapter.down, adapter.up))
         return adapter.add_to(parameter, down, up)
@@ -193,17 +193,14 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
     return read
 
 
-def _by_model_code(step: CurrentStep) -> bool:
-    """Whether a read that is not traced is one that computes: in a forward, or in a module that is called alone.
-
-    Everybody else, such as torch.distributed.checkpoint, looks at parameters, and gets this rank's part.
-    """
+def _asked_by_checkpointing() -> bool:
+    """Whether torch.distributed.checkpoint looks the parameter up: for its name, not to compute with it."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not step.running:
-        if frame.f_code is nn.Module._call_impl.__code__ or frame.f_code.co_name == "forward":
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
             return True
         frame = frame.f_back
-    return step.running
+    return False
 
 
 def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
@@ -220,7 +217,7 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
         if alone:
             shard = shard[member.expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
-        if not _by_model_code(step):
+        if _asked_by_checkpointing():
             # Of an expert that another rank owns, no rows.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
             return shard[owned.index(member.expert)] if member.expert in owned else shard[:0]

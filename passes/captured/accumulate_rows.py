@@ -11,13 +11,14 @@ computation (see ``group_expert_loops``).
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.captured.torch_values import gathers_by_layer, value_of
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.fx import Builder, arg, calls, closure_forward, is_getitem
 
 
@@ -28,10 +29,12 @@ def accumulate_rows(gm: GraphModule, context: PassContext) -> Outcome:
         return Outcome()
     writes = [node for node in gm.graph.nodes if calls(node, operator.setitem)]
     of_experts = closure_forward(gathers) if writes else set()
-    return Outcome(rewritten=sum(_rewrite(node) for node in writes if node in of_experts))
+    # Of the graph as it is now; what is rewritten changes the same memory in the same places.
+    changes = GraphFacts(gm.graph).changes if writes else []
+    return Outcome(rewritten=sum(_rewrite(node, changes) for node in writes if node in of_experts))
 
 
-def _rewrite(write: Node) -> bool:
+def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
     out, mask, total = (arg(write, index) for index in range(3))
     value, target = value_of(mask), value_of(out)
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or not isinstance(target, torch.Tensor):
@@ -43,6 +46,9 @@ def _rewrite(write: Node) -> bool:
         read, added = added, read
     lengths = [user for user in read.users if user is not total] if _reads(read, out, mask) else None
     if lengths is None or not all(calls(user, torch.ops.aten.sym_size.int) for user in lengths) or added is read:
+        return False
+    memory = {storage_of(out), storage_of(mask), None}
+    if any(not node._erased and read < node < write and storage in memory for node, storage in changes):
         return False
     here = Builder(write.graph, before=write)
     rows = value_of(added)

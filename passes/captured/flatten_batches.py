@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, under_autocast, value_of
 from hecate.passes.fx import Builder, arg, between, calls, describe
 
 
@@ -113,6 +113,16 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     entries = tuple(s for s in outside if any(s is arg(p, 0) for p in products))
     exits = tuple(n for n in body if any(user not in inside for user in n.users))
     facts.refuse_changes_of((*outside, *body), until=body[-1])
+    if under_autocast(facts.graph):
+        raise Refused("it runs under autocast, which a grouped matmul does not know")
+    if len({facts.grad_mode(node) for node in inside}) != 1:
+        raise Refused("gradients are switched on and off in it")
+    # All of it is computed behind what comes in last.
+    last = max((*entries, *(bias for bias in biases if any(user in inside for user in bias.users))))
+    if any(user < last for exit in exits for user in exit.users if user not in inside):
+        raise Refused("a result is used before everything that it is computed with is known")
+    if len({str(_shape(entry)[1]) for entry in entries}) != 1:
+        raise Refused("products of different numbers of rows")
     for entry in entries:
         if _shape(entry)[0] not in (1, num_experts):
             raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]")

@@ -18,11 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, mutates, storage_of, value_of
+from hecate.passes.captured.torch_values import (
+    GraphFacts,
+    gathers_by_layer,
+    mutates,
+    storage_of,
+    under_autocast,
+    value_of,
+)
 from hecate.passes.fx import (
     Builder,
     arg,
@@ -234,7 +241,7 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
         facts.refuse_changes_of(turn.body, until=turn.body[-1])
     if len({facts.grad_mode(node) for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
         raise Refused("gradients are switched on and off in it")
-    if _under_autocast(facts.graph):
+    if under_autocast(facts.graph):
         raise Refused("it runs under autocast, which a grouped matmul does not know")
     changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
     if None in changed:
@@ -249,11 +256,6 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
                 "`out.index_add_(0, rows, y)` does not"
             )
         node = node.next
-
-
-def _under_autocast(graph: Graph) -> bool:
-    inside = any(calls(node, torch.amp.autocast_mode._enter_autocast) for node in graph.nodes)
-    return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _check_forms(turn: _Turn) -> None:

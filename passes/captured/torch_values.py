@@ -59,6 +59,12 @@ def storage_of(node: Any) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
+def under_autocast(graph: Graph) -> bool:
+    """Whether the model runs under autocast, or some of it does; a grouped matmul does not know it."""
+    inside = any(calls(node, torch.amp.autocast_mode._enter_autocast) for node in graph.nodes)
+    return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def _is_state(placeholder: Node) -> bool:
     source = getattr(placeholder, "_dynamo_source", None)
     named = source is not None and ("_parameters[" in source.name or "_buffers[" in source.name)

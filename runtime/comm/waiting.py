@@ -109,13 +109,16 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
     pause, end = 0.001, time.monotonic() + _timeout(group)
     with doing(what), _watched(group):
         while not store.check(list(keys.values())):
-            for rank in ranks:
-                told = _told(store, rank)
-                if told is not None and told["group"] == name and told["number"] > _started[name]:
-                    raise RuntimeError(_alone(what, own, f"rank {rank} waits in {told['what']}"))
-            if time.monotonic() > end:
+            problem = _elsewhere(store, ranks, group)
+            if problem is None and time.monotonic() > end:
                 missing = [rank for rank in ranks if not store.check([keys[rank]])]
-                raise RuntimeError(_alone(what, own, f"ranks {missing} did not come before the group's timeout"))
+                problem = f"ranks {missing} did not come before the group's timeout"
+            # Whoever came in the meantime may be in what follows the meeting.
+            if problem is not None and not store.check(list(keys.values())):
+                # As if this rank had not come: it may do so later, with all others.
+                store.delete_key(keys[own])
+                _met[name] -= 1
+                raise RuntimeError(_alone(what, own, problem))
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
     for rank in ranks:
@@ -124,6 +127,15 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
             raise RuntimeError(_alone(what, own, f"rank {rank} calls {other}"))
     # Everybody has left the meeting before this one.
     store.delete_key(f"hecate/meeting/{name}/{_met[name] - 1}/{own}")
+
+
+def _elsewhere(store: dist.Store, ranks: list[int], group: dist.ProcessGroup) -> str | None:
+    """A rank that waits in a collective which this one has not begun, and what that is."""
+    for rank in ranks:
+        told = _told(store, rank)
+        if told is not None and told["group"] == group.group_name and told["number"] > _started[group.group_name]:
+            return f"rank {rank} waits in {told['what']}"
+    return None
 
 
 def _alone(what: str, own: int, other: str) -> str:

@@ -61,7 +61,7 @@ class HitItem(Experts):
         mask = self.mask()
         for row in mask.any(dim=-1).any(dim=-1).nonzero():
             expert = int(row.item())
-            _, token = torch.where(mask[expert].squeeze(0)[None])
+            _, token = torch.where(mask[expert])
             if token.numel() == 0:
                 continue
             out = out.index_add(0, token, self.tokens[token] @ self.w[expert])
