@@ -1,4 +1,4 @@
-"""accumulate_rows: what a loop over experts adds to rows of its output is written without reading them.
+"""accumulate_rows: what a loop over experts adds to rows is written without reading them.
 
 Needs    out[mask] += y with a mask of booleans, where y is computed with gathered experts.
 Changes  t = out[mask]; t += y; out[mask] = t     becomes   out.index_put_((mask,), y, accumulate=True)

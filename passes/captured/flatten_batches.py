@@ -1,4 +1,4 @@
-"""flatten_batches: products with experts as their batch dimension become grouped matmuls over rows.
+"""flatten_batches: products with experts as their batch dimension become grouped matmuls.
 
 Needs    gathered experts in torch.bmm, matmul or einsum with the experts as batch: every expert has C rows.
 Changes  h = bmm(x, w1); y = bmm(f(h), w2)       with x [E, C, d]

@@ -245,7 +245,120 @@ class Stops(Experts):
         return out
 
 
-@pytest.mark.parametrize("kind", [Counts, Other, Threshold, Carried, AnotherMask, Stops])
+class OtherGuard(Experts):
+    """A guard in a loop over hits that asks for something else than rows."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            strong = self.tokens[token, 0] > 5
+            if not strong.any():
+                continue
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out
+
+
+class Pooled(Experts):
+    """What is written is the expert's own line, rows or not."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        parts = self.tokens.split([3, 3, 0, 0])
+        for expert in range(self.num_experts):
+            rows = parts[expert]
+            if rows.shape[0] == 0:
+                continue
+            out[expert] = (rows @ self.w[expert]).sum(0) + 1
+        return out
+
+
+class Used(Experts):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        dispatch = self.mask().sum(1).bool()
+        used = torch.zeros(4)
+        for expert in range(self.num_experts):
+            mask = dispatch[expert]
+            if not mask.any():
+                continue
+            used[expert] += 1
+            out[mask] += self.tokens[mask] @ self.w[expert]
+        return out * used.sum()
+
+
+class ChangedThrough(Experts):
+    """Through a view, or a method that changes its tensor."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask, used = self.mask(), torch.zeros(4)
+        for expert in mask.sum(dim=(-1, -2)).nonzero():
+            _, token = torch.where(mask[expert[0]])
+            line = used[token[:1]].add_(1)
+            out.index_add_(0, token, self.tokens[token] + line.sum())
+        return out
+
+
+class SomeExperts(Experts):
+    """Not all experts of the mask, but some of them."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        hit = mask[:1].sum(dim=(-1, -2)).greater(0).nonzero()
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out
+
+
+class Given(Experts):
+    """The hits may come from outside."""
+
+    def forward(self, out: torch.Tensor, hit: torch.Tensor | None = None) -> torch.Tensor:
+        mask = self.mask()
+        if hit is None:
+            hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out
+
+
+class Mean(Experts):
+    """A mean over no rows is not a number, and so is its gradient."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            if token.numel() == 0:
+                continue
+            scale = self.tokens[token].abs().mean()
+            out.index_add_(0, token, self.tokens[token] @ (self.w[expert] * scale))
+        return out
+
+
+class Again(Experts):
+    """The loop's variable has another use in the function."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        for expert in mask.sum(dim=(-1, -2)).nonzero():
+            _, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+        return out + expert
+
+
+class Sentinel(Experts):
+    """Ids beyond the experts, of tokens that were dropped."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        return out + torch.bincount(self.chosen[:, 0] + 3, minlength=4)[:4].sum()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Counts, Other, Threshold, Carried, AnotherMask, Stops, OtherGuard, Pooled, Used, ChangedThrough, SomeExperts,
+     Given, Mean, Again, Sentinel],
+)  # fmt: skip
 def test_left_alone(kind: type[Experts]) -> None:
     module = kind()
     assert make_loops_traceable(module, find_experts(module)[0]) == ()
