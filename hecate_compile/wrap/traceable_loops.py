@@ -429,6 +429,8 @@ class _Rows:
         # Whatever had the names before is gone.
         for known in (self.numbers, self.masks, self._masks):
             known.difference_update(names)
+        self._found = [(source, those) for source, those in self._found if not {source, *those} & {*names}]
+        self._rows = {rows: index for rows, index in self._rows.items() if not {rows, index} & {*names}}
         if isinstance(value, ast.Name) and value.id in self.turns:
             self.turns |= set(names)
         searched = _searched(value)

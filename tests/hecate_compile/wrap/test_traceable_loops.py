@@ -336,6 +336,20 @@ class Mean(Experts):
         return out
 
 
+class Renamed(Experts):
+    """The name that is asked has become something else."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        for expert in range(self.num_experts):
+            (token,) = torch.where(self.chosen[:, 0] == expert)
+            rows = self.tokens[token]
+            rows = self.w.new_zeros(self.num_experts - expert - 1)
+            if rows.numel() == 0:
+                continue
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert] + 1)
+        return out
+
+
 class Again(Experts):
     """The loop's variable has another use in the function."""
 
@@ -357,7 +371,7 @@ class Sentinel(Experts):
 @pytest.mark.parametrize(
     "kind",
     [Counts, Other, Threshold, Carried, AnotherMask, Stops, OtherGuard, Pooled, Used, ChangedThrough, SomeExperts,
-     Given, Mean, Again, Sentinel],
+     Given, Mean, Renamed, Again, Sentinel],
 )  # fmt: skip
 def test_left_alone(kind: type[Experts]) -> None:
     module = kind()
