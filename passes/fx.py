@@ -86,6 +86,18 @@ def between(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
     return closure_forward(starts, until=max(ends)) & closure_backward(ends, since=min(starts))
 
 
+def computed_from(starts: Iterable[Node]) -> set[Node]:
+    """``starts``, and all nodes that are computed from them alone."""
+    found = set(starts)
+    waiting = list(found)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and all(source in found for source in user.all_input_nodes):
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
 def describe(node: Node) -> str:
     """A node as a user recognizes it: its call, and the line of model code it came from."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +22,10 @@ def train_models() -> dict[str, Any]:
 
     import hecate
     from tests.support.models import PlainLanguageModel, batch
+    from tests.support.models_page import blocks_of_page
 
-    # A module of its own: hecate.compile and Dynamo look for the source and the names of what they trace.
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), flags=re.DOTALL)
-    folder = Path(tempfile.mkdtemp())
-    (folder / "code_of_models_md.py").write_text("\n\n".join(blocks))
-    sys.path.insert(0, str(folder))
-    names = vars(importlib.import_module("code_of_models_md"))
     found = {}
-    for name, kind in list(names.items()):
-        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)) or name in ("MoE", "Expert"):
-            continue
+    for name, kind in blocks_of_page().items():
         torch._dynamo.reset()
         models = []
         for _ in range(2):
@@ -60,7 +50,6 @@ def train_models() -> dict[str, Any]:
             "exchanged": len(hecate.stats(model).layers), "graphs": len(explanation.graphs),
             "skipped": [skip.reason for skip in explanation.skipped],
         }  # fmt: skip
-    shutil.rmtree(folder)
     return found
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
+from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -131,15 +130,6 @@ def _show_whole(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
 
 
-def _called_by_dcp() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _DCP:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
     """Parameters under their numbers in a state dict."""
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -147,7 +137,7 @@ def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
 
 def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """A collective."""
-    if not _called_by_dcp():
+    if not called_by(_DCP):
         return None
     state, parameters = dict(state_dict["state"]), _numbered(optimizer)
     with doing("get_optimizer_state_dict"), torch.no_grad():
@@ -164,7 +154,7 @@ def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    if not _called_by_dcp():
+    if not called_by(_DCP):
         return None
     # Numbers, or names in the order of the numbers.
     names = [name for group in state_dict["param_groups"] for name in group["params"]]

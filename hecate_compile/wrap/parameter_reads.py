@@ -26,6 +26,7 @@ from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
+from hecate.wrap.callers import called_by
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.lora_experts import adapter_of
@@ -35,6 +36,10 @@ from hecate.wrap.swapped_class import swap_class
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
+
+
+# It looks parameters up for their names, not to compute with them.
+CHECKPOINTING = "torch.distributed.checkpoint"
 
 
 class UntracedReadError(RuntimeError):
@@ -177,7 +182,7 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
             return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
         if alone:
             return shard.to(dtype) if dtype is not None and step.running else shard
-        if _asked_by_checkpointing():
+        if called_by(CHECKPOINTING):
             return shard
         raise UntracedReadError(_untraced(own, get_layer(layer_id), shard, sys._getframe(2)))
 
@@ -191,16 +196,6 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
 
     skip_code(read_own.__code__)
     return read
-
-
-def _asked_by_checkpointing() -> bool:
-    """Whether torch.distributed.checkpoint looks the parameter up: for its name, not to compute with it."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
@@ -217,7 +212,7 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
         if alone:
             shard = shard[member.expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
-        if _asked_by_checkpointing():
+        if called_by(CHECKPOINTING):
             # Of an expert that another rank owns, no rows.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
             return shard[owned.index(member.expert)] if member.expert in owned else shard[:0]

@@ -19,7 +19,7 @@ from torch.fx import Node
 from hecate.passes.base import Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import GraphFacts
-from hecate.passes.fx import arg, between, calls, closure_backward, describe, is_getitem
+from hecate.passes.fx import arg, between, calls, closure_backward, computed_from, describe, is_getitem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +105,7 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
 
 def _slot_values(gathers: Sequence[Node]) -> set[Node]:
     """The gathers, and what is computed from them alone on the way to a matmul or a lookup by id."""
-    slots, waiting = set(gathers), _Waiting(gathers)
-    while waiting:
-        node = waiting.next()
-        if all(source in slots for source in node.all_input_nodes):
-            slots.add(node)
-            waiting.add_users(node)
+    slots = computed_from(gathers)
     ends = [n for value in slots for n in value.users if _is_matmul(n, slots) or _is_lookup(n, slots)]
     return slots & (closure_backward(ends, since=min(gathers)) | set(gathers))
 

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, under_autocast, value_of
-from hecate.passes.fx import Builder, arg, between, calls, describe
+from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe
 
 
 def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
@@ -69,18 +69,6 @@ class _Batch:
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
 
 
-def _views(gathers: Sequence[Node]) -> set[Node]:
-    """The gathers, and what is computed from them alone."""
-    views, waiting = set(gathers), list(gathers)
-    while waiting:
-        for user in waiting.pop().users:
-            alone = all(source in views for source in user.all_input_nodes)
-            if user not in views and alone:
-                views.add(user)
-                waiting.append(user)
-    return views
-
-
 def _is_product(node: Node) -> bool:
     return calls(node, *_PRODUCTS) or (node.op == "call_method" and node.target in ("bmm", "matmul"))
 
@@ -96,7 +84,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     Raises:
         Refused: what is between them needs both dimensions, or no expert's rows are together.
     """
-    views = _views(gathers)
+    views = computed_from(gathers)
     users = {user for view in views for user in view.users if user not in views}
     products = {
         node for node in users
@@ -197,7 +185,7 @@ def _rewrite(batch: _Batch) -> None:
 
 def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
     """Products of rows and experts by einsum as permutations around ``bmm``; others stay."""
-    views = _views(gathers)
+    views = computed_from(gathers)
     for node in sorted({user for view in views for user in view.users if calls(user, torch.einsum)}):
         equation = arg(node, 0).replace(" ", "") if isinstance(arg(node, 0), str) else ""
         inputs, arrow, result = equation.partition("->")

@@ -37,6 +37,7 @@ from hecate.passes.fx import (
     calls,
     closure_backward,
     closure_forward,
+    computed_from,
     describe,
     is_getitem,
     operands,
@@ -124,7 +125,7 @@ def _find_turns(gathers: Sequence[Node]) -> tuple[list[_Turn], int]:
             picked[arg(user, 1) % num_experts].append(user)
     if not all(picked.values()):
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
-    views = {expert: _views(nodes) for expert, nodes in picked.items()}
+    views = {expert: tuple(sorted(computed_from(nodes))) for expert, nodes in picked.items()}
     everything = {view for nodes in views.values() for view in nodes}
     of_each = [_turns(views[expert], everything) for expert in range(num_experts)]
     repeats = len(of_each[0])
@@ -152,17 +153,6 @@ def _num_rows(entry: Node) -> str:
     """The number of rows of a tensor, which may be a symbol."""
     value = value_of(entry)
     return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
-
-
-def _views(picked: list[Node]) -> tuple[Node, ...]:
-    """``w[e]``, and what is computed from it alone."""
-    found, stack = set(picked), sorted(picked, reverse=True)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and all(source in found for source in user.all_input_nodes):
-                found.add(user)
-                stack.append(user)
-    return tuple(sorted(found))
 
 
 def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[_Turn]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +13,7 @@ import hecate
 from tests.hecate_compile.wrap.test_stack_experts import DictMoE, ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, build
+from tests.support.models_page import blocks_of_page
 
 _TRANSFORMERS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 _BLOCKS = (
@@ -126,17 +122,5 @@ def build_model(drawn: Drawn, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if family in ("plain", "split"):
         return build(family, seed=seed, **size, experts=drawn.experts).double()
-    kind = {"ListMoE": ListMoE, "DictMoE": DictMoE}.get(family) or getattr(_blocks(), family)
+    kind = {"ListMoE": ListMoE, "DictMoE": DictMoE}.get(family) or blocks_of_page()[family]
     return PlainLanguageModel(kind, hidden=16, experts=drawn.experts, **size).double()
-
-
-def _blocks() -> Any:
-    """The blocks of docs/models.md as a module of their own: hecate.compile looks for the source."""
-    name = "code_of_models_md"
-    if name not in sys.modules:
-        page = Path(__file__).parents[2] / "docs" / "models.md"
-        code = "\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
-        folder = tempfile.mkdtemp(prefix="hecate-docs-")
-        Path(folder, f"{name}.py").write_text(code)
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)

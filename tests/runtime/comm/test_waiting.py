@@ -6,6 +6,7 @@ import io
 import logging
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def go_elsewhere() -> list[str]:
 
 def never_come() -> str:
     model = compiled()
-    waiting._timeout = lambda group: 1.5  # type: ignore[assignment]
-    found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
+    with mock.patch.object(waiting, "_timeout", return_value=1.5):
+        found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     return found
 
