@@ -23,6 +23,7 @@ def train_models() -> dict[str, Any]:
     import hecate
     from tests.support.models import PlainLanguageModel, batch
     from tests.support.models_page import blocks_of_page
+    from tests.support.parity import state_error
 
     found = {}
     for name, kind in blocks_of_page().items():
@@ -44,9 +45,7 @@ def train_models() -> dict[str, Any]:
         gradients, expected = model.state_dict(), reference.state_dict()
         explanation = hecate.explain(model)
         found[name] = {
-            "error": max(
-                float((gradients[k] - v).abs().max() / v.abs().max()) for k, v in expected.items() if v.any()
-            ),
+            "error": state_error(gradients, expected, relative=True),
             "exchanged": len(hecate.stats(model).layers), "graphs": len(explanation.graphs),
             "skipped": [skip.reason for skip in explanation.skipped],
         }  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 import hecate
 from tests.fuzz.draw import Case, Drawn, build_model, draw_case, draw_model
 from tests.support.models import VOCABULARY
+from tests.support.parity import state_error
 
 # Relative to the largest element of a tensor. Models that cast to float32 inside differ by its rounding.
 TOLERANCE = 1e-5
@@ -245,12 +246,7 @@ class _Loop:
         self.zero_grad(none=True)
 
     def difference(self) -> float:
-        ours, worst = self.model.state_dict(), 0.0
-        for name, value in self.reference.state_dict().items():
-            if value.is_floating_point():
-                error = float((ours[name] - value).abs().max() / value.abs().max().clamp_min(1e-6))
-                worst = worst if error <= worst else error
-        return worst
+        return state_error(self.model.state_dict(), self.reference.state_dict(), relative=True)
 
 
 def hash_of(text: str) -> int:

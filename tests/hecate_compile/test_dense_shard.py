@@ -23,7 +23,7 @@ from hecate.wrap.shard import shard_of
 from tests.hecate_compile.test_parity import REPLICAS, measure
 from tests.support.adversaries import Moving
 from tests.support.models import VOCABULARY, PlainLanguageModel, batch, build, transformers_config
-from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
+from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, state_error, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_dense_shard"
@@ -193,7 +193,7 @@ def train() -> dict[str, Any]:
             found, expected = model(input_ids=mine)["logits"], reference(input_ids=mine)["logits"]
             logits_error = max(logits_error, float((found - expected).abs().max() / expected.abs().max()))
     state = model.state_dict()
-    weights = max(float((state[n] - p).abs().max() / p.abs().max()) for n, p in reference.state_dict().items())
+    weights = state_error(state, reference.state_dict(), relative=True)
     padding = max(
         float(p[shard_of(p).counts[rank] :].detach().abs().sum())
         for p in model.parameters()

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hecate.runtime.placement.planner import Rates
 from hecate.wrap.shard import shard_of
 from tests.support.models import batch, build
-from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, step_and_compare
+from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, run_step, step_and_compare
 from tests.support.ranks import run_ranks
 
 # Links so fast, beside slow matmuls, that every step has replicas.
@@ -377,7 +377,7 @@ def evaluate_between_steps() -> dict[str, Any]:
             rank, size = rank_and_size()
             logits = model(input_ids=ids.chunk(size)[rank])["logits"]
             expected = reference(input_ids=ids.chunk(size)[rank])["logits"]
-            worst = max(worst, float((logits - expected).abs().max() / expected.abs().max()))
+            worst = max(worst, error_of(logits, expected, relative=True))
         model.train()
         worst = max(worst, step_and_compare(model, reference, ids).gradient)
     if dist.is_initialized():

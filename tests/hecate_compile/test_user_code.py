@@ -16,7 +16,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.policy import Policy
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch, build
-from tests.support.parity import clear_gradients, compare, rank_and_size, step_and_compare
+from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, state_error, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_user_code"
@@ -91,8 +91,8 @@ def inference() -> dict[str, Any]:
         worst = max(worst, step_and_compare(model, reference, batch(step)).gradient)
         ids = batch(10 + step).chunk(size)[rank]
         with torch.inference_mode():
-            error = (model(ids)["logits"] - reference(ids)["logits"]).abs().max()
-        worst = max(worst, float(error))
+            error = error_of(model(ids)["logits"], reference(ids)["logits"])
+        worst = max(worst, error)
         replicas += sum(layer.replicas for layer in hecate.stats(model).layers)
     return {"worst": worst, "replicas": replicas}
 
@@ -159,7 +159,7 @@ def shared() -> dict[str, Any]:
     model.load_state_dict(expected)
     worst = max(worst, step_and_compare(model, reference, batch(9)).gradient)
     return {
-        "worst": worst, "weights": max(float((state[name] - value).abs().max()) for name, value in expected.items()),
+        "worst": worst, "weights": state_error(state, expected),
         "parameters": len(list(model.parameters())) - len(list(reference.parameters())),
         "tied": state["blocks.0.w_in"] is state["blocks.1.w_in"] is state["also"],
         "gathered": not hecate.stats(model).layers,

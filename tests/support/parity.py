@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,20 @@ def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
 def _or_infinite(error: torch.Tensor) -> float:
     """NaN compares as smaller than everything, so it must not get into a maximum."""
     return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def error_of(ours: torch.Tensor, theirs: torch.Tensor, *, relative: bool = False) -> float:
+    """The largest difference of two tensors, or relative to the largest element; infinite if it is not finite."""
+    error = (ours - theirs).abs().max()
+    return _or_infinite(error / theirs.abs().max().clamp_min(1e-12) if relative else error)
+
+
+def state_error(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *, relative: bool = False
+) -> float:
+    """The worst :func:`error_of` of two state dicts' floating-point tensors."""
+    names = [name for name, value in theirs.items() if value.is_floating_point()]
+    return max(error_of(ours[name], theirs[name], relative=relative) for name in names)
 
 
 def clear_gradients(*models: nn.Module) -> None:

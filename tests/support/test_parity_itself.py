@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.parity import compare
+from tests.support.parity import compare, error_of, state_error
 
 
 def _pair() -> tuple[nn.Linear, nn.Linear]:
@@ -49,3 +49,11 @@ def test_planted_errors_are_found(plant: Callable[[nn.Linear], None], error: flo
     plant(model)
     assert compare(model, one, reference, one).gradient == error
     assert compare(reference, torch.tensor(math.nan), reference, one).loss == math.inf
+
+
+def test_what_is_not_finite_is_an_infinite_error_wherever_it_stands() -> None:
+    good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert error_of(good, good) == 0.0 and error_of(2 * good, good, relative=True) == 1.0
+    for names in (("a", "b"), ("b", "a")):
+        ours = {names[0]: good, names[1]: bad}
+        assert state_error(ours, dict.fromkeys(names, good)) == math.inf

@@ -15,6 +15,7 @@ from torch import nn
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import small
 from tests.support.models import batch, build
+from tests.support.parity import state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_distributed_checkpoint"
@@ -67,8 +68,8 @@ def save_and_load(kind: str, dense: str) -> dict[str, Any]:
     found = {
         "whole": all(moments[name] == shapes[name] for name in moments), "moments": len(moments),
         "names": list(weights) == list(plain(kind).state_dict()),
-        "error": max(float((ours[name] - value).abs().max()) for name, value in theirs.items()),
-        "moved": max(float((ours[name] - value).abs().max()) for name, value in weights.items()),
+        "error": state_error(ours, theirs),
+        "moved": state_error(ours, weights),
     }  # fmt: skip
     experts = model.blocks[0].experts[3].w1 if kind == "list" else model.model.layers[0].mlp.experts
     key = "weight" if kind == "list" else "gate_up_proj"

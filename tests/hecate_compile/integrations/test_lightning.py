@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import hecate
 from tests.support.models import PlainLanguageModel, batch
+from tests.support.parity import state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_lightning"
@@ -60,8 +61,8 @@ def train() -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(reference.parameters(), _CLIP)
         optimizer.step()
     state = model.state_dict()
-    error = max(float((state[name] - value).abs().max()) for name, value in reference.state_dict().items())
-    moved = max(float((state[name] - value).abs().max()) for name, value in plain().state_dict().items())
+    error = state_error(state, reference.state_dict())
+    moved = state_error(state, plain().state_dict())
     dist.barrier()
     return {"error": error, "moved": moved, "ddp": message_of(lambda: fit({"strategy": "ddp", "devices": 2}))}
 

@@ -15,6 +15,7 @@ from torch import nn
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import small
 from tests.support.models import batch, build
+from tests.support.parity import state_error
 from tests.support.ranks import run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_peft"
@@ -65,8 +66,8 @@ def train(kind: str) -> dict[str, Any]:
     explanation = hecate.explain(model)
     found = {
         "losses": losses, "same names": set(state) == set(wanted),
-        "error": max(float((state[k] - v).abs().max()) for k, v in wanted.items()),
-        "moved": max(float((wanted[k] - v).abs().max()) for k, v in adapted(kind).state_dict().items()),
+        "error": state_error(state, wanted),
+        "moved": state_error(wanted, adapted(kind).state_dict()),
         "exchanged": len(hecate.stats(model).layers),
         "skipped": [skip.reason for skip in explanation.skipped], "graphs": len(explanation.graphs),
     }  # fmt: skip

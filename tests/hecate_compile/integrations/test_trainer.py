@@ -15,6 +15,7 @@ from torch import nn
 import hecate
 from tests.support.adversaries import Moving
 from tests.support.models import batch, build
+from tests.support.parity import state_error
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +86,7 @@ def config() -> hecate.Config:
 def difference(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of the worst element, relative to the largest of its parameter."""
     assert state.keys() == expected.keys()
-    return max(float((state[n] - v).abs().max() / v.abs().max()) for n, v in expected.items())
+    return state_error(state, expected, relative=True)
 
 
 @pytest.fixture(scope="module")

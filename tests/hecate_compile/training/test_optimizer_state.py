@@ -15,7 +15,7 @@ from hecate.compiled_model import compiled_model_of
 from hecate.wrap.shard import shard_of
 from tests.support.adversaries import Moving
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import run_step, step_and_compare
+from tests.support.parity import error_of, run_step, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.training.test_optimizer_state"
@@ -81,7 +81,7 @@ def averages() -> dict[str, Any]:
     for name, parameter in ours.items():
         shard, expected = shard_of(parameter), optimizers[1].state[theirs[name]]["average"]
         found = optimizers[0].state[parameter]["average"]
-        worst = max(worst, float((found - (shard.slice(expected) if shard else expected)).abs().max()))
+        worst = max(worst, error_of(found, shard.slice(expected) if shard else expected))
     copied = message_of(lambda: torch.optim.swa_utils.AveragedModel(model))
     return {"worst": worst, "moves": compiled_model_of(model, "test").owner_mover.moves, "copied": copied}
 

@@ -14,6 +14,7 @@ import hecate
 from hecate.wrap.find_experts import NoExpertsError, find_experts
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
+from tests.support.parity import error_of, rank_and_size, state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.wrap.test_stack_experts"
@@ -108,7 +109,7 @@ def train() -> dict[str, Any]:
         del wrong[key]
         found[kind.__name__] = {
             "worst": worst, "names": list(state) == list(expected),
-            "weights": max(float((state[n] - v).abs().max()) for n, v in expected.items()),
+            "weights": state_error(state, expected),
             "loaded": all(torch.equal(loaded[n], v) for n, v in wanted.items()),
             "part": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong, strict=False)),
             "missing": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong)), "key": key,
@@ -121,8 +122,6 @@ def train() -> dict[str, Any]:
 
 def step_of(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
     """The worst error of loss and weights' gradients, experts compared by what the reference has of each."""
-    from tests.support.parity import rank_and_size
-
     rank, size = rank_and_size()
     mine = ids.chunk(size)[rank]
     loss = model(mine, mine)["loss"]
@@ -131,7 +130,7 @@ def step_of(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
     expected.backward()
     mean = loss.detach().clone()
     torch.distributed.all_reduce(mean)
-    return float((mean / size - expected.detach()).abs())
+    return error_of(mean / size, expected.detach())
 
 
 @cache
