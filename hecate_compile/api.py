@@ -35,11 +35,11 @@ from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import find_experts
+from hecate.wrap.loops import make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import shard_model
-from hecate.wrap.traceable_loops import make_loops_traceable
 
 Model = TypeVar("Model", bound=nn.Module)
 

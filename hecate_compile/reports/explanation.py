@@ -59,10 +59,7 @@ class Explanation:
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
-        parts += [
-            f"changed so that it can be traced (hecate/wrap/traceable_loops.py says how): {place}"
-            for place in self.loops
-        ]
+        parts += [f"changed so that it can be traced (hecate/wrap/loops says how): {place}" for place in self.loops]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
         for number, graph in enumerate(self.graphs):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hecate.wrap.find_experts import find_experts
+from hecate.wrap.loops import make_loops_traceable
 from hecate.wrap.swapped_class import class_before
-from hecate.wrap.traceable_loops import make_loops_traceable
 
 
 class Experts(nn.Module):

@@ -1,0 +1,31 @@
+"""Loops over experts as a graph can have them: a turn for every expert, and counts of a known length.
+
+Model code likes to leave out experts that no token has chosen. How many turns are left then depends on the routing:
+
+    hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()          for expert in range(num_experts):
+    for expert in hit:                                             choice, token = torch.where(mask[expert])
+        choice, token = torch.where(mask[expert[0]])               if token.numel() == 0:
+        out.index_add_(0, token, ...)                                  continue
+                                                                   out.index_add_(0, token, ...)
+
+The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue`` goes. Only loops in these few
+spellings are changed, and only where a turn without rows changes nothing: all that a turn leaves behind is written to
+rows that it has found by its expert (``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``), and
+these are none. Everything else stays as it is. A mask is taken to have no negative entries, and an expert that is
+called with no rows to do nothing.
+
+| file | concern |
+|---|---|
+| ``rewrite`` | which methods of which modules |
+| ``turns`` | a loop that leaves experts out, as one that does not |
+| ``spellings`` | what such loops look like |
+| ``expert_number`` | the loop's variable: a tensor before, a number after |
+| ``empty_turns`` | the proof that a turn without rows changes nothing |
+| ``counts`` | ``bincount`` of a known length |
+| ``functions`` | a function from a changed syntax tree |
+| ``syntax`` | questions about syntax trees |
+"""
+
+from hecate.wrap.loops.rewrite import make_loops_traceable
+
+__all__ = ["make_loops_traceable"]

@@ -1,0 +1,196 @@
+"""Whether a turn without rows changes nothing."""
+
+from __future__ import annotations
+
+import ast
+
+from hecate.wrap.loops.spellings import guard_of, searched_by
+from hecate.wrap.loops.syntax import LeftAlone, given_to, is_comment, is_load, is_method, names_assigned, text_of
+
+
+class Rows:
+    """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False.
+
+    Args:
+        mask, turn, depth: of a loop over hits: numbers of rows are what ``torch.where(mask[turn])`` finds, one for
+            each of the mask's ``depth`` further dimensions.
+    """
+
+    def __init__(self, mask: str | None, turn: str | None, depth: int) -> None:
+        self.mask, self.turn, self.depth = mask, turn, depth
+        self.turns = {turn} if turn is not None else set()
+        self.numbers: set[str] = set()
+        self.masks: set[str] = set()
+        # Of a loop with a guard: what is known before it, by what was found with what.
+        self._found: list[tuple[str | None, list[str]]] = []
+        self._masks: set[str] = set()
+        self._rows: dict[str, str] = {}
+
+    def has(self, index: ast.expr) -> bool:
+        """Whether nothing is written by this index."""
+        first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
+        return isinstance(first, ast.Name) and first.id in self.numbers | self.masks
+
+    def learn(self, node: ast.stmt) -> None:
+        """What an assignment of one value tells."""
+        if isinstance(node, ast.With):
+            for inner in node.body:
+                self.learn(inner)
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            return
+        names, value = names_assigned(node), node.value
+        # Whatever had the names before is gone.
+        for known in (self.numbers, self.masks, self._masks):
+            known.difference_update(names)
+        self._found = [(source, those) for source, those in self._found if not {source, *those} & {*names}]
+        self._rows = {rows: index for rows, index in self._rows.items() if not {rows, index} & {*names}}
+        if isinstance(value, ast.Name) and value.id in self.turns:
+            self.turns |= set(names)
+        searched = searched_by(value)
+        if searched is not None:
+            source = searched.id if isinstance(searched, ast.Name) else None
+            if source in self.masks or (self._is_of_turn(searched) and len(names) == self.depth):
+                self.numbers |= set(names)
+            self._found.append((source, names))
+        elif len(names) == 1 and not isinstance(node.targets[0], ast.Tuple):
+            if isinstance(value, ast.Compare) or (is_method(value) and value.func.attr == "any" and given_to(value)):
+                self._masks |= set(names)
+            if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name):
+                self._rows[names[0]] = value.slice.id
+
+    def _is_of_turn(self, node: ast.expr) -> bool:
+        """``mask[turn]``."""
+        if is_method(node) and node.func.attr == "squeeze" and given_to(node) == ["0"]:
+            node = node.func.value
+        return (
+            isinstance(node, ast.Subscript) and text_of(node.value) == self.mask and text_of(node.slice) in self.turns
+        )
+
+    def starts_from(self, guard: str, mask: bool) -> bool:
+        """Take what is empty when ``guard`` is; False if it is not known to be of rows."""
+        if mask:
+            self.masks = {guard} & self._masks
+            self.numbers = {name for source, names in self._found if source == guard and self.masks for name in names}
+            return bool(self.masks)
+        guard = self._rows.get(guard, guard)
+        for source, names in self._found:
+            if guard in names:
+                self.numbers |= set(names)
+                self.masks |= {source} & self._masks if source is not None else set()
+        return guard in self.numbers
+
+
+class Effects:
+    """Checks that a turn leaves nothing behind but what it writes to its own rows, and does not mind to have none."""
+
+    def __init__(self, outside: set[str], rows: Rows, body: list[ast.stmt], turn: set[str]) -> None:
+        self.outside, self.rows, self.turn = outside, rows, turn
+        self.later = {name for statement in body for n in ast.walk(statement) for name in names_assigned(n)}
+        self.assigned: set[str] = set()
+        # What a turn has made itself, and is no view of anything else.
+        self.own: set[str] = set()
+
+    def check(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements without guards."""
+        kept: list[ast.stmt] = []
+        for node in body:
+            guard = guard_of(node)
+            if guard is not None:
+                if guard.name not in (self.rows.masks if guard.mask else self.rows.numbers):
+                    raise LeftAlone(f"{guard.name} may be empty where the turn has rows")
+                kept += self.check(guard.body)
+                continue
+            self._statement(node)
+            kept.append(node)
+        return kept
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.If):
+            loaded = {n.id for n in ast.walk(node.test) if is_load(n)}
+            if loaded & (self.later - self.turn - self.rows.turns):
+                raise LeftAlone(f"`if {text_of(node.test)}` depends on a turn's rows")
+            before, after = self.own, []
+            for branch in (node.body, node.orelse):
+                self.own = before
+                for inner in branch:
+                    self._statement(inner)
+                after.append(self.own)
+            self.own = after[0] & after[1]
+        elif isinstance(node, ast.With):
+            for inner in node.body:
+                self._statement(inner)
+        elif isinstance(node, (ast.Continue, ast.Pass)) or is_comment(node) or self._writes_rows(node):
+            return
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in self.own:
+            self._value(node.value)
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            self._assignment(node)
+        else:
+            raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
+
+    def _assignment(self, node: ast.Assign) -> None:
+        self._value(node.value)
+        carried = {n.id for n in ast.walk(node.value) if is_load(n)} & (self.later - self.assigned)
+        names = set(names_assigned(node))
+        if carried or not names or names & self.outside:
+            raise LeftAlone(f"{text_of(node)} reaches beyond a turn")
+        self.assigned |= names
+        self.own = (self.own | names) if isinstance(node.value, ast.BinOp) else self.own - names
+        self.rows.learn(node)
+
+    def _writes_rows(self, node: ast.stmt) -> bool:
+        """``out.index_add_(0, rows, y)``, ``out = out.index_add(0, rows, y)``, ``out[rows] += y``, ``= y``."""
+        if isinstance(node, ast.Expr) and self._adds_rows(node.value, "index_add_"):
+            return True
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and self._adds_rows(node.value, "index_add"):
+                assert is_method(node.value)
+                return text_of(node.value.func.value) == target.id
+        elif isinstance(node, ast.AugAssign):
+            target = node.target
+        else:
+            return False
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return False
+        if not self.rows.has(target.slice):
+            return False
+        self._value(node.value)
+        return True
+
+    def _adds_rows(self, node: ast.expr, method: str) -> bool:
+        if not (is_method(node) and node.func.attr == method and isinstance(node.func.value, ast.Name)):
+            return False
+        if node.func.value.id in self.later and method == "index_add_" and node.func.value.id not in self.outside:
+            return False
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if len(given) < 3 or text_of(given[0]) != "0" or not self.rows.has(given[1]):
+            return False
+        self._value(given[2])
+        return True
+
+    def _value(self, value: ast.expr) -> None:
+        """Raise for what changes something, or minds if there are no rows."""
+        for node in ast.walk(value):
+            if isinstance(node, (ast.NamedExpr, ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom)):
+                raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
+            base = node.value if isinstance(node, ast.Subscript) else None
+            picked = isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Constant, ast.UnaryOp))
+            if picked and isinstance(base, ast.Name) and base.id in self.later:
+                raise LeftAlone(f"{text_of(node)} is not there in a turn without rows")
+            if not is_method(node):
+                continue
+            name, given = node.func.attr, given_to(node)
+            if (name.endswith("_") and not name.endswith("__")) or name in _CHANGES:
+                raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
+            if name in _REDUCES and not {"-1", "dim=-1"} & set(given[:2]):
+                raise LeftAlone(f"{text_of(node)} is not defined without rows")
+            if name in ("reshape", "view") and "-1" in given[1:]:
+                raise LeftAlone(f"{text_of(node)} is not defined without rows")
+
+
+_CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
+_REDUCES = {
+    "mean", "max", "min", "amax", "amin", "aminmax", "var", "std", "median", "argmax", "argmin", "quantile", "mode",
+    "norm", "kthvalue", "item", "tolist",
+}  # fmt: skip

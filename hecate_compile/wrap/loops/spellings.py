@@ -1,0 +1,112 @@
+"""What model code writes: the experts that were hit, the rows of an expert, the question whether there are any."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from hecate.wrap.loops.syntax import given_to, is_load, is_method, text_of
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The experts of ``mask``, in its first dimension, that have any token in its ``depth`` others.
+
+    Attributes:
+        numbers: they are iterated over as numbers, not as rows of one.
+    """
+
+    mask: str
+    depth: int
+    numbers: bool
+
+
+_DIMS = {"(-1, -2)": 2, "(-2, -1)": 2, "(1, 2)": 2, "[-1, -2]": 2, "[1, 2]": 2, "-1": 1, "1": 1}
+
+
+# One dimension where there were rows of one.
+_FLAT = [["flatten"], ["squeeze", "-1"], ["squeeze", "1"], ["view", "-1"], ["reshape", "-1"]]
+
+
+def hits_of(node: ast.expr) -> Hits | None:
+    """``mask.sum(dims).greater(0).nonzero()`` and its kin; None for anything else."""
+    if is_method(node) and node.func.attr == "tolist" and not given_to(node):
+        node = node.func.value
+    numbers, wanted = False, [[], ["as_tuple=False"]]
+    if is_method(node) and [node.func.attr, *given_to(node)] in _FLAT:
+        node, numbers = node.func.value, True
+    elif isinstance(node, ast.Subscript) and text_of(node.slice) == "0":
+        node, numbers, wanted = node.value, True, [["as_tuple=True"]]
+    if not is_method(node) or node.func.attr != "nonzero":
+        return None
+    inner, given = node.func.value, given_to(node)
+    if text_of(inner) == "torch" and node.args:
+        inner, given = node.args[0], given[1:]
+    if given not in wanted:
+        return None
+    return _any_token(inner, numbers)
+
+
+def _any_token(node: ast.expr, numbers: bool) -> Hits | None:
+    """``mask.sum(dims) > 0``, ``mask.any(-1).any(-1)``."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and text_of(node.comparators[0]) == "0":
+        if not isinstance(node.ops[0], (ast.Gt, ast.NotEq)):
+            return None
+        node = node.left
+    elif is_method(node) and node.func.attr in ("greater", "gt", "ne") and given_to(node)[-1:] == ["0"]:
+        node = node.args[0] if text_of(node.func.value) == "torch" else node.func.value
+    depth = 0
+    while is_method(node) and node.func.attr in ("sum", "any") and len(given_to(node)) == 1:
+        dims = given_to(node)[0].removeprefix("dim=")
+        if dims not in _DIMS or (node.func.attr == "sum" and depth):
+            return None
+        depth, node = depth + _DIMS[dims], node.func.value
+    return Hits(node.id, depth, numbers) if isinstance(node, ast.Name) and depth in (1, 2) else None
+
+
+def searched_by(value: ast.expr) -> ast.expr | None:
+    """The mask whose rows ``torch.where(mask)``, ``mask.nonzero(as_tuple=True)`` and the like give numbers of."""
+    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
+        value = value.value
+        if "as_tuple=True" not in text_of(value) and not text_of(value).startswith("torch.where("):
+            return None
+    elif is_method(value) and [value.func.attr, *given_to(value)] in _FLAT:
+        value = value.func.value
+        if not is_method(value) or value.func.attr != "nonzero":
+            return None
+    elif not is_method(value) or (value.func.attr == "nonzero" and "as_tuple=True" not in text_of(value)):
+        return None
+    if not is_method(value) or value.func.attr not in ("where", "nonzero"):
+        return None
+    given = [argument for argument in given_to(value) if not argument.startswith("as_tuple=")]
+    if text_of(value.func.value) == "torch":
+        return value.args[0] if len(given) == 1 else None
+    return value.func.value if value.func.attr == "nonzero" and not given else None
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a statement asks of rows: which name, whether it is a mask; and what is done if there are any."""
+
+    name: str
+    mask: bool
+    body: list[ast.stmt]
+
+
+def guard_of(node: ast.stmt) -> Guard | None:
+    """``if rows.numel() == 0: continue`` or ``if mask.any(): ...``; None for anything else."""
+    if not isinstance(node, ast.If) or node.orelse:
+        return None
+    text = text_of(node.test)
+    leaves = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
+    for name in sorted({n.id for n in ast.walk(node.test) if is_load(n)}):
+        counts = {f"{name}.numel()", f"{name}.nelement()", f"{name}.shape[0]", f"{name}.size(0)", f"len({name})"}
+        masks = {
+            f"{name}.any()", f"torch.any({name})", f"{name}.sum()", f"{name}.any().item()", f"{name}.sum().item()"
+        }  # fmt: skip
+        for count in sorted(counts | masks):
+            if text in (f"{count} == 0", f"not {count}", f"{count} < 1") and leaves:
+                return Guard(name, count in masks, [])
+            if text in (f"{count} > 0", f"{count} != 0", count, f"{count} >= 1") and not leaves:
+                return Guard(name, count in masks, node.body)
+    return None
