@@ -90,6 +90,12 @@ def test_examples_in_docstrings(module: str) -> None:
     assert found.attempted > 0 and found.failed == 0
 
 
+def test_every_decision_is_in_the_list() -> None:
+    text = (DOCS / "decisions.md").read_text()
+    titles = re.findall(r"(?m)^###? (.*)$", text)
+    assert titles == re.findall(r"(?m)^ *- \[(.*)\]\(#", text)
+
+
 @pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"]), ids=lambda page: page.name)
 def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
