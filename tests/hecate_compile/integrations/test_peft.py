@@ -113,7 +113,8 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
         assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
         assert found["same names"] and found["loaded"]
         assert (found["exchanged"], found["skipped"], found["graphs"]) == (1, [], 1), found["skipped"]
-        assert found.get("saved", 0.0) < 1e-5 and found.get("off", 0.0) < 1e-5
+        # The list has no config that a plain model could be built from again.
+        assert kind == "list" or (found["saved"] < 1e-5 and found["off"] < 1e-5)
         assert "adapter_model.safetensors" in found["files"]
 
 
