@@ -4,6 +4,14 @@ model = hecate.compile(model)
 """
 
 from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
+from hecate.checkpoints.coordination import CheckpointError
+from hecate.checkpoints.load import Loaded, MismatchError, NoCheckpointError, load
+from hecate.checkpoints.save import async_save, save
+from hecate.checkpoints.state_dicts import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from hecate.config import Config
 from hecate.reports.explanation import Explanation
 from hecate.reports.record_routing import record
@@ -19,21 +27,31 @@ from hecate.wrap.parameter_reads import UntracedReadError
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Config",
     "DisagreementError",
     "Explanation",
     "LayerStats",
+    "Loaded",
+    "MismatchError",
+    "NoCheckpointError",
     "NoExpertsError",
     "Policy",
     "Rates",
     "Stats",
     "Topology",
     "UntracedReadError",
+    "async_save",
     "clip_grad_norm_",
     "compile",
     "explain",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "load",
     "record",
+    "save",
     "save_timeline",
+    "set_optimizer_state_dict",
     "set_requires_gradient_sync",
     "stats",
 ]

@@ -31,6 +31,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.graph",),
     ("hecate.training",),
     ("hecate.compiled_model",),
+    ("hecate.checkpoints",),
     ("hecate.reports",),
     ("hecate.integrations",),
     ("hecate.checks",),

@@ -37,6 +37,7 @@ class CompiledForward:
         outside_gradients: averages gradients that do not come from the compiled forward alone.
 
     Attributes:
+        hidden_time: as given.
         after: called at the end of every forward; see :func:`hecate.record`.
     """
 
@@ -55,7 +56,7 @@ class CompiledForward:
         outside_gradients: OutsideGradients,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
-        self._owner_mover, self._hidden_time, self._precision = owner_mover, hidden_time, precision
+        self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
@@ -68,8 +69,8 @@ class CompiledForward:
         # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
         self._additions.before_forward()
         self._owner_mover.before_forward(mode)
-        if self._hidden_time is not None:
-            self._hidden_time.before_forward(mode)
+        if self.hidden_time is not None:
+            self.hidden_time.before_forward(mode)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.

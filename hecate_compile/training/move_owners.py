@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,14 @@ class OwnerMover:
         self.moves: list[int] = []
         self._steps = 0
         self._impossible = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """When it moves again, for checkpoints."""
+        return {"steps": self._steps, "moves": list(self.moves)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._steps, self.moves = state["steps"], list(state["moves"])
 
     def before_forward(self, mode: StepMode) -> None:
         """Re-shard if it is time. A collective then; all ranks have made the same optimizer steps."""

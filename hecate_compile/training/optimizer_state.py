@@ -11,6 +11,7 @@ import gc
 import json
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,27 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if not _can_move(value, parameter, _noted_owners(group, shard.layer))
     ]
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options, without its parameters and our note."""
+    return {key: value for key, value in group.items() if key not in ("params", _NOTE)}
+
+
+def forget_note(optimizer: Optimizer) -> None:
+    """The state of ``optimizer`` was laid out anew, for the owners of now."""
+    for group in optimizer.param_groups:
+        group.pop(_NOTE, None)
+
+
+@contextmanager
+def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
+    """A step inside only makes state: experts do not come closer to moving by it."""
+    models = [layer.placer.model for group in optimizer.param_groups for layer in _layers_in(group)]
+    before = [model.optimizer_stepped for model in models]
+    yield
+    for model, stepped in zip(models, before, strict=True):
+        model.optimizer_stepped = stepped
 
 
 def _world_of(group: dict[str, Any]) -> World | None:
@@ -149,7 +171,7 @@ def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
                     key: shard.gather(value) if _has_shape(value, parameter.shape) else value
                     for key, value in sorted(state[number].items())
                 }
-    groups = [{k: v for k, v in group.items() if k != _NOTE} for group in state_dict["param_groups"]]
+    groups = [{"params": group["params"], **options_of(group)} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -166,9 +188,8 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
                 key: shard.slice(value) if _has_shape(value, shard.full_shape) else value
                 for key, value in state[name].items()
             }
-    for group in optimizer.param_groups:
-        # What is loaded is sliced for the owners of now.
-        group.pop(_NOTE, None)
+    # What is loaded is sliced for the owners of now.
+    forget_note(optimizer)
     return {**state_dict, "state": state}
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.ops.dense import add_dense_shard
+from hecate.runtime.ops.dense import DenseShard, add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import ParameterSites, as_parameter, shard_of
+from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
+
+
+def is_dense_shard(shard: Shard | None) -> TypeGuard[DenseShard]:
+    """Whether a record is of dense rows."""
+    return isinstance(shard, DenseShard)
 
 
 class DenseSharding:

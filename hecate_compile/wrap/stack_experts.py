@@ -66,6 +66,11 @@ def save_by_old_names(found: Sequence[ExpertsModule]) -> None:
             _save_by_old_names(experts)
 
 
+def names_of_members(experts: ExpertsModule) -> dict[str, tuple[str, ...]]:
+    """For each stacked parameter, by its key, the names in the list of those that it is made of, expert by expert."""
+    return {key: tuple(f"{label}.{name}" for label in _labels(experts)) for name, key in experts.names.items()}
+
+
 def _labels(experts: ExpertsModule) -> list[str]:
     members = set(experts.members)
     return [label for label, module in experts.module._modules.items() if module in members]

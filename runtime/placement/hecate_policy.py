@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -136,6 +136,20 @@ class Hecate(Policy):
         )
         # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
         return new if after < _WORTH_MOVING * before else old
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "chosen": {
+                layer: (turn, None if recipe is None else tuple(recipe), asdict(rates))
+                for layer, (turn, recipe, rates) in self._chosen.items()
+            }
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._chosen = {
+            layer: (turn, None if recipe is None else Recipe(*recipe), Rates(**rates))
+            for layer, (turn, recipe, rates) in state["chosen"].items()
+        }
 
 
 def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
@@ -82,6 +83,13 @@ class Policy:
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         """New owners of all layers, for a step boundary."""
         return [layer.owners for layer in layers]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers between steps, for checkpoints: numbers, strings, lists, dicts and arrays."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, with the same layers on as many ranks."""
 
 
 @dataclass

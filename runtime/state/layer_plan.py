@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,26 @@ class LayerPlacer:
             id=self.id, owners=self.owners, loads=tuple(plan.loads), long_load=total // max(1, plan.steps_seen),
             topology=self.model.topology, sizes=self.sizes, rates=self.model.rates,
         )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers between steps, for checkpoints. Owners are not in it."""
+        plan = self.plan
+        return {
+            "loads": list(plan.loads),
+            "total_load": plan.total_load,
+            "steps_seen": plan.steps_seen,
+            "step": plan.step,
+            "planned": None if plan.planned is None else plan.planned.holders,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, under the same owners."""
+        plan = self.plan = LayerPlan(loads=deque(state["loads"], maxlen=self.model.policy.window))
+        plan.total_load, plan.steps_seen, plan.step = state["total_load"], state["steps_seen"], state["step"]
+        if state["planned"] is not None:
+            holders = tuple(tuple(ranks) for ranks in state["planned"])
+            plan.planned = self._checked(Placement(self.owners, holders), "place")
+            self._sign(plan.planned)
 
     def change_owners(self, owners: Owners) -> None:
         """Owners from now on. What was planned for the old ones is planned anew."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,14 @@ class HiddenTime:
     world: World
     _steps: int = 0
     _found: list[float] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, for checkpoints."""
+        return {"steps": self._steps, "found": list(self._found)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._steps, self._found = state["steps"], list(state["found"])
 
     def before_forward(self, mode: StepMode) -> None:
         """Called by all ranks. The queue still has the spans of the forward and backward before this one."""

@@ -10,6 +10,8 @@ in the exchange after.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -54,6 +56,20 @@ class Placer:
     def learning(self) -> bool:
         """Whether the counts of a forward tell about the next ones: not while gradients are off."""
         return self.step.mode is None or self.step.mode.training
+
+    def state_dict(self) -> dict[str, Any]:
+        """What layers share between steps, for checkpoints."""
+        return {
+            "rates": asdict(self.rates),
+            "optimizer_stepped": self.optimizer_stepped,
+            "policy": self.policy.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with the same policy on as many ranks in the same nodes."""
+        self.set_rates(Rates(**state["rates"]), because="as in the checkpoint")
+        self.optimizer_stepped = state["optimizer_stepped"]
+        self.policy.load_state_dict(state["policy"])
 
     def set_rates(self, rates: Rates, *, because: str) -> None:
         """Plan with other rates from now on. All ranks do so at the same time, with the same rates."""

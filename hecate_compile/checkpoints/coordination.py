@@ -1,0 +1,132 @@
+"""What ranks say to each other while they save and load, over a group of their own on the CPU.
+
+Ranks fail alone (a full disk, a folder that one node does not see), and all must hear of it. Everything travels as
+JSON in tensors of bytes, never as pickled objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing, meet
+from hecate.runtime.comm.world import World
+
+T = TypeVar("T")
+
+# By the name of the group that it is beside.
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; raised on every rank, and says which rank had what."""
+
+
+class Ranks:
+    """The ranks that have one model between them.
+
+    Attributes:
+        rank, size: this one, and how many there are.
+        group: theirs, gloo; None for a single process.
+    """
+
+    def __init__(self, world: World, function: str) -> None:
+        self._world, self._function = world, function
+        self.rank, self.size, self.group = world.rank, world.size, world.group
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which decides and publishes."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """JSON data of every rank, in rank order."""
+        payload = json.dumps(value).encode()
+        with doing(self._function):
+            sizes = collectives.all_gather_even(torch.tensor([len(payload)]), self._world).flatten().tolist()
+            mine = torch.zeros(max(sizes), dtype=torch.uint8)
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            lines = collectives.all_gather_even(mine, self._world)
+        return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
+
+    def from_first(self, value: Any) -> Any:
+        """JSON data of rank 0."""
+        return self.gather(value if self.first else None)[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank; if it fails on any, all of them raise.
+
+        Raises:
+            CheckpointError: names the first rank that failed, and why.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as problem:
+            error = problem
+        told = self.gather(None if error is None else describe(error))
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise CheckpointError(f"{self._function}: rank {rank}: {text}") from error
+        return result  # type: ignore[return-value]
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on rank 0 and give its JSON result to all; if it fails, all of them raise."""
+        result = self.together(lambda: work() if self.first else None)
+        return self.from_first(result)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def ranks_of(model: nn.Module | None, function: str) -> Ranks:
+    """The ranks that share ``model``; of one that is not compiled, all. All of them call this together.
+
+    Args:
+        function: who asks, as the user knows it.
+
+    Raises:
+        RuntimeError: another rank is in something else.
+    """
+    compiled = model is not None and is_compiled(model)
+    if compiled:
+        assert model is not None
+        world = compiled_model_of(model, function).world
+        group = world.group
+        if group is not None:
+            world.queue.drain()
+    else:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None or dist.get_world_size(group) == 1:
+        return Ranks(World(rank=0, size=1, group=None, device=torch.device("cpu")), function)
+    meet(function, group)
+    own = _group_beside(group)
+    world = World(rank=dist.get_rank(own), size=dist.get_world_size(own), group=own, device=torch.device("cpu"))
+    return Ranks(world, function)
+
+
+def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, made when it is first asked for: training goes on while a thread saves."""
+    own = _groups.get(group.group_name)
+    if own is None or own not in dist.distributed_c10d._world.pg_map:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(
+            ranks,
+            backend="gloo",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc="hecate checkpoints",
+        )
+        _groups[group.group_name] = own
+    return own

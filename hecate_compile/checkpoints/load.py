@@ -1,0 +1,364 @@
+"""``hecate.load``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
+from hecate.checkpoints.logical_tensor import LogicalTensor
+from hecate.checkpoints.manifest import CorruptError, Manifest, check_files, read_manifest
+from hecate.checkpoints.plain_data import read_plain
+from hecate.checkpoints.publish import Published, published
+from hecate.checkpoints.run_state import (
+    differences,
+    function_options,
+    new_random_state,
+    restore_owners,
+    restore_planner,
+    set_random_state,
+)
+from hecate.checkpoints.safe_reader import SafeReader, read_metadata
+from hecate.checkpoints.save import wait_for_saves
+from hecate.checkpoints.state_dicts import (
+    OptimizerTensors,
+    as_optimizers,
+    compare_groups,
+    get_model_state_dict,
+    optimizer_name,
+    prepare_optimizer,
+    set_options,
+    set_plain,
+)
+
+log = logging.getLogger("hecate")
+
+
+class NoCheckpointError(CheckpointError):
+    """There is nothing to load in the folder."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint is of another model or optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What :func:`load` found.
+
+    Attributes:
+        step: as given to :func:`save`.
+        path: folder of the step.
+        ranks: how many saved it.
+        extra: what this rank saved; of a rank that was not there, what rank 0 saved.
+        extras: what every rank saved, by rank.
+        skipped: newer steps that could not be used, and why.
+    """
+
+    step: int
+    path: Path
+    ranks: int
+    extra: Any
+    extras: tuple[Any, ...] = field(repr=False)
+    skipped: tuple[str, ...] = ()
+
+
+@overload
+def load(
+    directory: str | os.PathLike[str], model: nn.Module | None = ...,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ..., *, step: int | None = ..., required: Literal[True] = ...,
+    strict: bool = ..., cast: bool = ..., same_options: bool = ...,
+) -> Loaded: ...  # fmt: skip
+@overload
+def load(
+    directory: str | os.PathLike[str], model: nn.Module | None = ...,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ..., *, step: int | None = ..., required: bool,
+    strict: bool = ..., cast: bool = ..., same_options: bool = ...,
+) -> Loaded | None: ...  # fmt: skip
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int | None = None,
+    required: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    same_options: bool = True,
+) -> Loaded | None:
+    """Go on from the newest step in ``directory`` that is whole. All ranks call it together.
+
+    Every file is compared with its SHA-256 first. A step that was damaged is named in a warning, and the one before
+    is used. Nothing in a checkpoint is run. With as many ranks as it was saved by, the run then goes on bit for bit
+    as if it had not stopped; with another number, ranks get their part of the same tensors.
+
+    Args:
+        directory: as given to :func:`save`.
+        model: filled in place; compiled, or any other.
+        optimizer: likewise, as many as were saved, in the same order. Options such as the learning rate come from the
+            checkpoint.
+        step: this one and no other.
+        required: raise if there is nothing; else return None.
+        strict: the checkpoint must have the model's parameters and buffers, and no others. Otherwise what is in
+            both is loaded.
+        cast: load tensors of another dtype too.
+        same_options: refuse a model whose configuration says that it computes something else.
+
+    Returns:
+        The step, and what was saved as ``extra``.
+
+    Raises:
+        NoCheckpointError: there is no such step, or none that is whole.
+        MismatchError: names, shapes, dtypes, options or optimizers differ; nothing was changed.
+        CheckpointError: a rank cannot read; says which.
+        RuntimeError: another rank is in something else.
+    """
+    folder, optimizers = Path(directory), as_optimizers(optimizer)
+    if optimizers and model is None:
+        raise ValueError(
+            "hecate.load: an optimizer's state is saved by the names of its model's parameters; give model"
+        )
+    wait_for_saves()
+    ranks = ranks_of(model, "hecate.load")
+    skipped: list[str] = []
+    for name in _candidates(folder, step, ranks):
+        path = folder / name
+        problem = _verify(path, ranks)
+        if not problem:
+            try:
+                return _Loading(path, ranks, skipped).into(
+                    model, optimizers, strict=strict, cast=cast, same_options=same_options
+                )
+            except _UnusableError as error:
+                problem = str(error)
+        skipped.append(f"{path.name}: {problem}")
+        if ranks.first:
+            warnings.warn(f"hecate.load: {path} is not used: {problem}", stacklevel=2)
+    if not required and not skipped:
+        return None
+    wanted = "no checkpoint" if step is None else f"no step {step}"
+    raise NoCheckpointError(f"hecate.load: {wanted} in {folder}" + "".join(f"\n  not used: {why}" for why in skipped))
+
+
+class _UnusableError(Exception):
+    """A checkpoint that verifies, and yet cannot be what hecate.save wrote; equal on all ranks."""
+
+
+def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
+    """Names of steps, the newest first, as rank 0 sees them."""
+
+    def find() -> list[str]:
+        return [one.path.name for one in published(folder) if step is None or one.step == step]
+
+    names: list[str] = ranks.on_first(find)
+    return names
+
+
+def _verify(path: Path, ranks: Ranks) -> str:
+    """Why a checkpoint is not what was saved; each rank looks at a part of its files, and all hear the same."""
+    try:
+        manifest = _manifest_of(path)
+        mine = dict(sorted(manifest.files.items())[ranks.rank :: ranks.size])
+        check_files(path, mine)
+        problem = ""
+    except (CorruptError, OSError) as error:
+        problem = str(error)
+    told = ranks.gather(problem)
+    return next(
+        (f"{text} (seen by rank {rank})" if ranks.size > 1 else text for rank, text in enumerate(told) if text), ""
+    )
+
+
+def _manifest_of(path: Path) -> Manifest:
+    found: Published | None = next((one for one in published(path.parent) if one.path == path), None)
+    if found is None:
+        raise CorruptError(f"{path} is not there: all ranks must see the same folder")
+    if found.manifest is None:
+        raise CorruptError(found.problem)
+    return found.manifest
+
+
+class _Loading:
+    """One checkpoint that was verified, on its way into a model."""
+
+    def __init__(self, path: Path, ranks: Ranks, skipped: Sequence[str]) -> None:
+        self.path, self.ranks, self.skipped = path, ranks, tuple(skipped)
+        self.manifest = self._usable(lambda: read_manifest(path))
+        self.metadata: Metadata = self._usable(lambda: read_metadata(path, self.manifest.files))
+        self.run: dict[str, Any] = self._usable(self._read_run)
+        self.own: list[dict[str, Any]] = self._usable(self._read_own)
+
+    def _usable(self, read: Any) -> Any:
+        """What ``read`` gives; if it fails on any rank, the checkpoint is given up on all."""
+        result, problem = None, ""
+        try:
+            result = read()
+        except MismatchError:
+            raise
+        except Exception as error:
+            problem = describe(error)
+        told = [f"{text} (rank {rank})" for rank, text in enumerate(self.ranks.gather(problem)) if text]
+        if told:
+            raise _UnusableError(told[0])
+        return result
+
+    def _read_run(self) -> dict[str, Any]:
+        self._require("run.json")
+        run: dict[str, Any] = read_plain(self.path / "run.json")
+        if (
+            not isinstance(run, dict)
+            or not isinstance(run.get("optimizers"), list)
+            or run["step"] != self.manifest.step
+        ):
+            raise CorruptError("run.json does not hold what hecate.save writes")
+        return run
+
+    def _read_own(self) -> list[dict[str, Any]]:
+        out = []
+        for rank in range(self.manifest.ranks):
+            self._require(f"rank{rank}.json")
+            own = read_plain(self.path / f"rank{rank}.json")
+            if not isinstance(own, dict) or set(own) != {"random", "extra"}:
+                raise CorruptError(f"rank{rank}.json does not hold what hecate.save writes")
+            out.append(own)
+        return out
+
+    def _require(self, name: str) -> None:
+        if name not in self.manifest.files:
+            raise CorruptError(f"{name} is missing")
+
+    # --- into a model ---
+
+    def into(
+        self, model: nn.Module | None, optimizers: list[Optimizer], *, strict: bool, cast: bool, same_options: bool
+    ) -> Loaded:
+        problems = self._differences(model, optimizers, strict=strict, cast=cast, same_options=same_options)
+        told = [line for lines in self.ranks.gather(problems) for line in lines]
+        if told:
+            shown = "".join(f"\n  {line}" for line in list(dict.fromkeys(told))[:12])
+            raise MismatchError(f"hecate.load: {self.path} is of another model or optimizer:{shown}")
+        if model is not None:
+            self._fill(model, optimizers, cast=cast)
+        own = self.own[self.ranks.rank] if self.ranks.rank < len(self.own) else None
+        self._random_numbers(own, model)
+        return Loaded(
+            step=self.manifest.step, path=self.path, ranks=self.manifest.ranks,
+            extra=(own if own is not None else self.own[0])["extra"],
+            extras=tuple(one["extra"] for one in self.own), skipped=self.skipped,
+        )  # fmt: skip
+
+    def _saved(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        return {
+            name.removeprefix(prefix): found
+            for name, found in self.metadata.state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(found, TensorStorageMetadata)
+        }
+
+    def _differences(
+        self, model: nn.Module | None, optimizers: list[Optimizer], *, strict: bool, cast: bool, same_options: bool
+    ) -> list[str]:
+        """What does not fit, before anything is changed."""
+        if model is None:
+            return []
+        out = _compare(self._saved("model."), get_model_state_dict(model), strict=strict, cast=cast)
+        if same_options:
+            lines = differences(self.run.get("options", {}), function_options(model))
+            out += [f"{line}; same_options=False loads it all the same" for line in lines]
+        if optimizers and len(optimizers) != len(self.run["optimizers"]):
+            out.append(f"{len(self.run['optimizers'])} optimizers were saved, and {len(optimizers)} are given")
+        elif optimizers:
+            for optimizer, saved in zip(optimizers, self.run["optimizers"], strict=True):
+                out += compare_groups(model, optimizer, saved["groups"])
+        return out
+
+    def _fill(self, model: nn.Module, optimizers: list[Optimizer], *, cast: bool) -> None:
+        placement = self.run.get("placement")
+        restore_owners(model, placement)
+        saved = self._saved("model.")
+        state = get_model_state_dict(model)
+        tensors: dict[str, Any] = {
+            "model": {name: t for name, t in state.items() if isinstance(t, torch.Tensor) and name in saved}
+        }
+        prepared: list[OptimizerTensors] = []
+        for number, optimizer in enumerate(optimizers):
+            room = prepare_optimizer(model, optimizer, self._saved_state(number))
+            tensors[optimizer_name(number)] = {"state": room.tensors}
+            prepared.append(room)
+        self._read(tensors)
+        for room, optimizer, kept in zip(prepared, optimizers, self.run["optimizers"], strict=False):
+            for finish in room.finish:
+                finish()
+            set_plain(model, optimizer, kept["plain"])
+            set_options(optimizer, kept["groups"], room.groups)
+        self._extra_state(model)
+        if optimizers:
+            restore_planner(model, placement)
+
+    def _saved_state(self, number: int) -> dict[str, dict[str, TensorStorageMetadata]]:
+        """By parameter name and key."""
+        out: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for path, found in self._saved(f"{optimizer_name(number)}.state.").items():
+            name, _, key = path.rpartition(".")
+            out.setdefault(name, {})[key] = found
+        return out
+
+    def _read(self, tensors: dict[str, Any]) -> None:
+        problem: BaseException | None = None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(
+                    tensors, storage_reader=SafeReader(self.path, self.metadata), process_group=self.ranks.group,
+                    no_dist=self.ranks.group is None,
+                )  # fmt: skip
+        except CheckpointException as error:
+            problem = next(iter(error.failures.values()))[0]
+            if isinstance(problem, OSError):
+                raise CheckpointError(f"hecate.load: rank {next(iter(error.failures))}: {problem}") from error
+        if problem is not None:
+            raise _UnusableError(describe(problem)) from problem
+
+    def _extra_state(self, model: nn.Module) -> None:
+        for name, value in self.run.get("extra_state", {}).items():
+            model.get_submodule(name.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(value)
+
+    def _random_numbers(self, own: Mapping[str, Any] | None, model: nn.Module | None) -> None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu")) if model else torch.device("cpu")
+        if own is None:
+            new_random_state(self.manifest.step, self.ranks.rank)
+        else:
+            set_random_state(own["random"], device)
+
+
+def _compare(
+    saved: Mapping[str, TensorStorageMetadata], state: Mapping[str, Any], *, strict: bool, cast: bool
+) -> list[str]:
+    out: list[str] = []
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    if strict:
+        out += [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+        out += [f"{name} is not in the model" for name in saved if name not in tensors]
+    for name, tensor in tensors.items():
+        if (found := saved.get(name)) is None:
+            continue
+        shape = tensor.whole if isinstance(tensor, LogicalTensor) else tensor.shape
+        if tuple(found.size) != tuple(shape):
+            out.append(f"{name} has the shape {list(found.size)} in the checkpoint and {list(shape)} in the model")
+        elif found.properties.dtype != tensor.dtype and not cast:
+            out.append(
+                f"{name} is {found.properties.dtype} in the checkpoint and {tensor.dtype} in the model; cast=True "
+                "converts it"
+            )
+    return out

@@ -1,0 +1,91 @@
+"""One logical tensor of which this rank has some pieces, as ``torch.distributed.checkpoint`` asks for it.
+
+DCP asks a tensor subclass for its chunks by three methods (``torch/distributed/_checkpointable.py``). Offsets are in
+the whole tensor, so what was saved by any owners on any number of ranks is read by any others. All that depends on
+that protocol is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows from ``start`` on of what this rank has, which are as many from ``offset`` on of the whole."""
+
+    offset: int
+    start: int
+    rows: int
+
+
+class LogicalTensor(torch.Tensor):
+    """This rank's part ``[n, ...]`` of a tensor ``[N, ...]``. Reading into it fills the part in place.
+
+    Attributes:
+        whole: the shape of the whole, ``[N, ...]``.
+        pieces: where the rows of the part belong; none if this rank has nothing of the tensor.
+    """
+
+    whole: torch.Size
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(part: torch.Tensor, whole: torch.Size, pieces: Sequence[Piece]) -> LogicalTensor:
+        """``part``, which shares its memory, as a part of a tensor of the shape ``whole``."""
+        tensor = part.detach().as_subclass(LogicalTensor)
+        tensor.whole, tensor.pieces = whole, tuple(piece for piece in pieces if piece.rows)
+        return tensor
+
+    @property
+    def part(self) -> torch.Tensor:
+        """What this rank has, ``[n, ...]``."""
+        return self.as_subclass(torch.Tensor)
+
+    def with_part(self, part: torch.Tensor) -> LogicalTensor:
+        """The same pieces of another tensor of the same shape."""
+        return LogicalTensor.of(part, self.whole, self.pieces)
+
+    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+        zeros = [0] * (len(self.whole) - 1)
+        return ChunkStorageMetadata(
+            offsets=torch.Size([piece.offset, *zeros]), sizes=torch.Size([piece.rows, *self.whole[1:]])
+        )
+
+    # --- what DCP calls ---
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole: DCP compares it with what was saved."""
+        return self.whole if dim is None else self.whole[dim]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.part)
+        chunks = [self._chunk(piece) for piece in self.pieces]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.whole),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(piece) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        offset = index.offset[0] if index.offset else 0
+        for piece in self.pieces:
+            if piece.offset == offset:
+                return self.part[piece.start : piece.start + piece.rows]
+        raise LookupError(f"hecate: this rank has no piece of {index.fqn} at {index.offset}")

@@ -1,0 +1,174 @@
+"""A step appears in its folder whole or not at all, and who may put one there.
+
+1. Rank 0 makes ``step-00000300.tmp-<run>-<nonce>``; all ranks write into it, each fsyncs its files.
+2. Rank 0 writes the manifest, fsyncs it and the folder, renames that to ``step-00000300`` and fsyncs the parent.
+3. Only then do all ranks hear that the step is saved.
+
+A kill at any instant leaves the steps of before, and perhaps a temporary folder, which the next run removes. Nothing
+that was published is ever written to again: a step that is there already gets a neighbour, ``step-00000300.2``.
+
+One run owns the folder: its token stands in ``.owner``. Whoever saves first takes it over, so workers that
+outlived their launcher cannot publish behind the back of the next run. Token and rename are under one file lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hecate.checkpoints.manifest import CorruptError, FileRecord, Manifest, read_manifest, write_manifest
+
+_OWNER = ".owner"
+# Seconds; what is done under the lock takes less than one, but for the removal of old steps.
+_PATIENCE = 60.0
+_STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+# Of this process, for every folder that it saves to.
+_run = uuid.uuid4().hex[:12]
+_owned: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A step in a folder, by what its name and manifest say; its files were not looked at.
+
+    Attributes:
+        manifest: None if it cannot be read; ``problem`` says why.
+    """
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+
+
+def published(folder: Path) -> list[Published]:
+    """All steps in ``folder``, the newest first; those whose manifest cannot be read come first by their number."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name = _STEP.fullmatch(path.name)
+        if name is None or path.is_symlink() or not path.is_dir():
+            continue
+        manifest: Manifest | None = None
+        problem = ""
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != int(name[1]):
+                problem, manifest = f"it says that it is of step {manifest.step}", None
+        except CorruptError as error:
+            problem = str(error)
+        found.append(Published(path, int(name[1]), manifest, problem))
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(one: Published) -> tuple[bool, int, int, str]:
+    sequence = one.manifest.sequence if one.manifest is not None else 0
+    return one.manifest is None, sequence, one.step, one.path.name
+
+
+def open_draft(folder: Path, step: int) -> Path:
+    """A new temporary folder for a step; of rank 0. Removes those of runs that are gone.
+
+    Raises:
+        PermissionError: another run has taken the folder over.
+        OSError: it cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        _take_over(folder)
+        for old in folder.glob("step-*.tmp-*"):
+            if f".tmp-{_run}-" not in old.name:
+                shutil.rmtree(old, ignore_errors=True)
+        draft = folder / f"step-{step:08d}.tmp-{_run}-{uuid.uuid4().hex[:8]}"
+        draft.mkdir()
+    return draft
+
+
+def publish(draft: Path, *, step: int, ranks: int, files: dict[str, FileRecord], keep: int | None) -> Path:
+    """Give a draft its manifest and its name; of rank 0. Removes all but the newest ``keep`` steps.
+
+    Raises:
+        PermissionError: another run has taken the folder over since the draft was opened.
+    """
+    folder = draft.parent
+    with _locked(folder):
+        _check_owner(folder)
+        known = published(folder)
+        sequence = 1 + max((one.manifest.sequence for one in known if one.manifest is not None), default=0)
+        write_manifest(Manifest(step=step, sequence=sequence, ranks=ranks, files=files), draft)
+        _sync(draft)
+        final, number = folder / f"step-{step:08d}", 1
+        while final.exists():
+            number += 1
+            final = folder / f"step-{step:08d}.{number}"
+        draft.rename(final)
+        _sync(folder)
+        if keep is not None:
+            _remove([one for one in published(folder) if one.manifest is not None][keep:])
+    return final
+
+
+def discard(draft: Path) -> None:
+    """Remove a draft that came to nothing."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove(steps: list[Published]) -> None:
+    for one in steps:
+        # Half of a folder must not look like a checkpoint.
+        gone = one.path.with_name(f"{one.path.name}.tmp-{_run}-removed")
+        with contextlib.suppress(OSError):
+            one.path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _take_over(folder: Path) -> None:
+    """Make this run the owner, once; later it must still be."""
+    if folder.resolve() in _owned:
+        _check_owner(folder)
+        return
+    path = folder / _OWNER
+    path.write_text(_run)
+    _sync(path)
+    _owned.add(folder.resolve())
+
+
+def _check_owner(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / _OWNER).read_text() == _run:
+            return
+    raise PermissionError(
+        f"another run saves to {folder} since this one did, so this one may not: two runs cannot share a folder"
+    )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among processes. The lock goes with the process, however it ends."""
+    end = time.monotonic() + _PATIENCE
+    with (folder / ".lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has held {folder}/.lock for {_PATIENCE:.0f} s") from None
+                time.sleep(0.05)
+        yield
+
+
+def _sync(path: Path) -> None:
+    """See to it that a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""What a run needs beside its tensors to go on as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hecate.compiled_model import CompiledModel, compiled_model_of, is_compiled
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.state.layer import Layer
+
+# Of a model's configuration, what says nothing of the function that it computes, or only of training.
+_IRRELEVANT = {
+    "_name_or_path", "architectures", "attn_implementation", "_attn_implementation", "dtype",
+    "experts_implementation", "torch_dtype", "transformers_version", "use_cache", "output_router_logits",
+    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "chunk_size_feed_forward",
+    "initializer_range", "router_aux_loss_coef", "router_jitter_noise", "attention_dropout", "hidden_dropout",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
+}  # fmt: skip
+
+
+# --- random numbers, of each rank ---
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch's, numpy's and Python's generators in this process."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from there."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def new_random_state(step: int, rank: int) -> None:
+    """For a rank that was not there when the run was saved: other numbers than those of any rank."""
+    seed = int(np.random.SeedSequence([step, rank]).generate_state(1, np.uint64)[0] >> 1)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+# --- owners, and what the planner remembers; equal on all ranks ---
+
+
+def placement_state(model: nn.Module) -> dict[str, Any] | None:
+    """Owners and what the planner remembers of ``model``; None if it is not compiled."""
+    if not is_compiled(model):
+        return None
+    compiled = compiled_model_of(model, "save")
+    layers = _layers(compiled)
+    return {
+        "owners": {layer.name: list(layer.owners.ranks) for layer in layers},
+        "conditions": _conditions(compiled),
+        "layers": {layer.name: layer.placer.state_dict() for layer in layers},
+        "placer": compiled.placer.state_dict(),
+        "owner_mover": compiled.owner_mover.state_dict(),
+        "hidden_time": compiled.forward.hidden_time.state_dict() if compiled.forward.hidden_time else None,
+    }
+
+
+def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
+    """Give experts the owners of the checkpoint, if it has owners for as many ranks. All ranks call it together."""
+    if state is None or not is_compiled(model):
+        return
+    compiled = compiled_model_of(model, "load")
+    if state["conditions"]["ranks"] == compiled.world.size and compiled.world.group is not None:
+        wanted = [
+            (layer, Owners(tuple(state["owners"][layer.name]), compiled.world.size))
+            for layer in _layers(compiled)
+            if layer.name in state["owners"]
+        ]
+        compiled.owner_mover.move(wanted)
+
+
+def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
+    """Let the planner go on with what it knew, if it would plan for the same ranks, nodes and devices.
+
+    Elsewhere what was measured there is no guide, and it begins anew.
+    """
+    if state is None or not is_compiled(model):
+        return False
+    compiled = compiled_model_of(model, "load")
+    layers = {layer.name: layer for layer in _layers(compiled)}
+    if state["conditions"] != _conditions(compiled) or list(state["layers"]) != list(layers):
+        return False
+    if any(list(layer.owners.ranks) != state["owners"][name] for name, layer in layers.items()):
+        return False
+    compiled.placer.load_state_dict(state["placer"])
+    for name, layer in layers.items():
+        layer.placer.load_state_dict(state["layers"][name])
+    compiled.owner_mover.load_state_dict(state["owner_mover"])
+    if compiled.forward.hidden_time is not None and state["hidden_time"] is not None:
+        compiled.forward.hidden_time.load_state_dict(state["hidden_time"])
+    return True
+
+
+def _layers(compiled: CompiledModel) -> list[Layer]:
+    return list(dict.fromkeys(compiled.layers))
+
+
+def _conditions(compiled: CompiledModel) -> dict[str, Any]:
+    """What a plan is for; the policy knows layers by their numbers."""
+    device = compiled.world.device
+    return {
+        "ranks": compiled.world.size,
+        "nodes": list(compiled.placer.topology.node_of),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "policy": repr(compiled.placer.policy),
+        "layers": [layer.id for layer in _layers(compiled)],
+    }
+
+
+# --- what the model computes ---
+
+
+def function_options(model: nn.Module) -> dict[str, Any]:
+    """Options that change what the model computes: the same weights with others are another model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return {"model.config": _relevant(found)}
+
+
+def _relevant(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _relevant(value) for key, value in sorted(config.items()) if key not in _IRRELEVANT}
+
+
+def differences(saved: Any, now: Any, path: str = "") -> list[str]:
+    """Options that are in both and differ, a line each."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return [
+            line
+            for key in sorted(set(saved) & set(now))
+            for line in differences(saved[key], now[key], f"{path}.{key}".lstrip("."))
+        ]
+    return [] if saved == now else [f"{path} was {saved!r} and is {now!r}"]

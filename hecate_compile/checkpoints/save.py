@@ -1,0 +1,238 @@
+"""``hecate.save`` and ``hecate.async_save``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.optim import Optimizer
+
+from hecate.checkpoints import publish
+from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
+from hecate.checkpoints.logical_tensor import LogicalTensor
+from hecate.checkpoints.manifest import FileRecord, record_files
+from hecate.checkpoints.plain_data import check_plain, write_plain
+from hecate.checkpoints.run_state import function_options, placement_state, random_state
+from hecate.checkpoints.state_dicts import as_optimizers, get_model_state_dict, optimizer_name, optimizer_tensors
+
+# One thread, so that steps are published in the order in which they were saved.
+_background: ThreadPoolExecutor | None = None
+_under_way: list[Future[Path]] = []
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written, as it was when it was taken.
+
+    Attributes:
+        tensors: nested dicts, for DCP.
+        run: plain data that is the same on all ranks.
+        own: plain data of this rank.
+    """
+
+    tensors: dict[str, Any]
+    run: dict[str, Any]
+    own: dict[str, Any]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a step of a run. All ranks call it together, between two steps; all see the same ``directory``.
+
+    When it returns, the step is on the disk and verified; until then nothing in ``directory`` has changed that
+    :func:`load` would see. Beside weights and optimizer state it has the random number generators, the owners of
+    experts and what the planner knows. It is read by any number of ranks, with any owners, also by one process with
+    the plain model, and its tensors by ``torch.distributed.checkpoint.load``.
+
+    Args:
+        directory: of the run; each step becomes a folder in it.
+        model: compiled, or any other.
+        optimizer: one, or several in a fixed order.
+        step: a number for people and for :func:`load`.
+        extra: what else this rank must know to go on, as plain data: ``scheduler.state_dict()``, a position in the
+            data. Numbers, texts, tensors, arrays, and containers of them. Each rank saves its own.
+        keep: how many steps stay in ``directory``, this one included; by default all.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        CheckpointError: on every rank, if any cannot write; the steps of before are untouched.
+        RuntimeError: another rank is in something else.
+        ValueError: a wrong argument, or optimizer state that cannot be split over ranks.
+        TypeError: ``extra`` has something that is not plain data; names where.
+    """
+    _check(step, keep, extra)
+    wait_for_saves()
+    ranks = ranks_of(model, "hecate.save")
+    snapshot = ranks.together(lambda: _take(model, as_optimizers(optimizer), step, extra))
+    return _write(Path(directory), snapshot, ranks, step, keep)
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Future[Path]:
+    """As :func:`save`, but it returns as soon as everything is copied to the host's memory; a thread writes it.
+
+    Training may go on at once. The step is saved when the future is done on some rank. What went wrong is raised by
+    ``result()``, and if nobody asked, by the next save. Ask for the result of the last one before
+    ``destroy_process_group``.
+    """
+    global _background
+    _check(step, keep, extra)
+    wait_for_saves()
+    ranks = ranks_of(model, "hecate.async_save")
+    snapshot = ranks.together(lambda: _copied(_take(model, as_optimizers(optimizer), step, extra)))
+    if _background is None:
+        _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hecate-save")
+    future = _background.submit(_write, Path(directory), snapshot, ranks, step, keep)
+    _under_way.append(future)
+    return future
+
+
+def wait_for_saves() -> None:
+    """Saves run one after the other, and none fails unheard."""
+    while _under_way:
+        _under_way.pop(0).result()
+
+
+def _warn_of_failures() -> None:
+    for future in _under_way:
+        if future.done() and (error := future.exception()) is not None:
+            warnings.warn(f"hecate.async_save failed: {describe(error)}", stacklevel=1)
+
+
+atexit.register(_warn_of_failures)
+
+
+def _check(step: int, keep: int | None, extra: Any) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"hecate.save: step={step!r}, expected a whole number of at least 0")
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"hecate.save: keep={keep!r}, expected a whole number of at least 1, or None")
+    check_plain(extra, "extra")
+
+
+def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra: Any) -> Snapshot:
+    tensors: dict[str, Any] = {}
+    run: dict[str, Any] = {"step": step, "torch": torch.__version__, "optimizers": []}
+    device = torch.device("cpu")
+    if model is not None:
+        state = get_model_state_dict(model)
+        device = next((t.device for t in state.values() if isinstance(t, torch.Tensor)), device)
+        tensors["model"] = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
+        # What modules save beside tensors.
+        run["extra_state"] = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        run["placement"], run["options"] = placement_state(model), function_options(model)
+    elif optimizers:
+        raise ValueError(
+            "hecate.save: an optimizer's state is saved by the names of its model's parameters; give model"
+        )
+    for number, optimizer in enumerate(optimizers):
+        assert model is not None
+        found = optimizer_tensors(model, optimizer)
+        tensors[optimizer_name(number)] = {"state": found.tensors}
+        run["optimizers"].append({"groups": found.groups, "plain": found.plain})
+    check_plain(run, "the run's state")
+    return Snapshot(tensors, run, {"random": random_state(device), "extra": extra})
+
+
+def _copied(snapshot: Snapshot) -> Snapshot:
+    def copied(value: Any) -> Any:
+        if isinstance(value, LogicalTensor):
+            return value.with_part(value.part.to("cpu", copy=True))
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(item) for item in value)
+        return value
+
+    return Snapshot(copied(snapshot.tensors), copied(snapshot.run), copied(snapshot.own))
+
+
+def _write(folder: Path, snapshot: Snapshot, ranks: Ranks, step: int, keep: int | None) -> Path:
+    draft = Path(ranks.on_first(lambda: str(publish.open_draft(folder, step))))
+    try:
+        ranks.together(lambda: _check_shared(draft))
+        names = _write_files(draft, snapshot, ranks)
+        records = ranks.together(lambda: {name: asdict(r) for name, r in record_files(draft, names).items()})
+        files = {name: FileRecord(**r) for part in ranks.gather(records) for name, r in part.items()}
+        final = ranks.on_first(
+            lambda: str(publish.publish(draft, step=step, ranks=ranks.size, files=files, keep=keep))
+        )
+    except BaseException:
+        # If rank 0 is gone, the next run does it.
+        if ranks.first:
+            publish.discard(draft)
+        raise
+    return Path(final)
+
+
+def _check_shared(draft: Path) -> None:
+    if not draft.is_dir():
+        raise FileNotFoundError(f"{draft.parent} is not the folder that rank 0 writes to: all ranks must share it")
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        # Without the path, which is that of a draft.
+        return StorageMeta(save_id=self.save_id)
+
+
+def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
+    """Write this rank's part; returns the names of its files."""
+    before = f"__{ranks.rank}_"
+    writer = _Writer(draft, sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            # A single process is no mistake.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointException as error:
+        rank, (problem, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error
+    ranks.together(lambda: _write_plain_files(draft, snapshot, ranks))
+    mine = [path.name for path in draft.iterdir() if path.name.startswith((before, f"rank{ranks.rank}."))]
+    return mine + [
+        path.name for path in draft.iterdir() if ranks.first and path.name.startswith((".metadata", "run."))
+    ]
+
+
+def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+    _require_space(draft)
+    write_plain(snapshot.own, draft / f"rank{ranks.rank}.json")
+    if ranks.first:
+        write_plain(snapshot.run, draft / "run.json")
+
+
+def _require_space(draft: Path) -> None:
+    """What follows is small; with a disk that is full to the brim a rename might be all that fails."""
+    if shutil.disk_usage(draft).free < 2**20:
+        raise OSError(f"no space left on the disk of {draft.parent}")
