@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 examples/train.py                      the text of Python's standard library
     torchrun --nproc-per-node 2 examples/train.py --text ~/my/texts    any folder with text files
     python examples/train.py                                           one process
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py --checkpoints runs/1 --resume
+                                                                       goes on where it was, whatever killed it
 
 The model is the unmodified transformers one, with random weights; everything that is Hecate is marked.
 """
@@ -33,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     standard_library = Path(sysconfig.get_path("stdlib"))
     parser.add_argument("--text", type=Path, default=standard_library, help="folder with text files")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, of all ranks together")
     parser.add_argument("--micro-batches", type=int, default=1, help="batches per step, whose gradients add up")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=4)
@@ -44,6 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--auxiliary-loss", type=float, default=0.0, help="weight of the load-balancing loss")
     parser.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor")
     parser.add_argument("--policy", choices=["hecate", "static", "gather"], default="hecate")
+    parser.add_argument("--checkpoints", type=Path, help="folder to save to")
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--record", type=Path, help="file for a trace of the routing, trace.npz")
     parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
     parser.add_argument("--prompt", default="def ")
@@ -51,6 +56,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.steps, args.micro_batches) < 1 or args.experts < 2 or not 1 <= args.top_k <= args.experts:
         parser.error("needs at least 1 step and micro-batch, 2 experts, and --top-k between 1 and --experts")
+    if args.resume and args.checkpoints is None:
+        parser.error("--resume needs --checkpoints, the folder to go on from")
+    if args.save_every < 1 or args.batch < int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error("needs --save-every of at least 1, and a sequence in --batch for every rank")
     return args
 
 
@@ -79,7 +88,9 @@ def unigram_loss(text: torch.Tensor) -> float:
     return float(-(p * p.log()).sum())
 
 
-def sample_batch(text: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+def sample_batch(text: torch.Tensor, rows: int, length: int, number: int) -> torch.Tensor:
+    """The batch of this number, the same on all ranks and whenever it is asked for."""
+    generator = torch.Generator().manual_seed(number)
     starts = torch.randint(0, len(text) - length, (rows, 1), generator=generator)
     return text[starts + torch.arange(length)].long()
 
@@ -139,39 +150,52 @@ def main() -> None:
 
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(rank)
+    start, losses = 0, []
+    if args.resume:
+        loaded = hecate.load(args.checkpoints, model, optimizer, required=False)  # 3
+        if loaded is not None:
+            schedule.load_state_dict(loaded.extra["schedule"])
+            start, losses = loaded.step, loaded.extra["losses"]
     console = Console(quiet=rank != 0, width=None)
     console.print(f"{len(text):,} bytes of {args.text} on {size} rank(s); compiling, about a minute ...")
+    if start:
+        console.print(f"going on from step {start}, saved in {args.checkpoints}")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    losses = []
     recording = hecate.record(model, args.record) if args.record else nullcontext()
     with recording, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=args.steps)
-        for step in range(args.steps):
-            start = time.perf_counter()
+        task = progress.add_task("", total=args.steps, completed=start)
+        for step in range(start, args.steps):
+            began = time.perf_counter()
             total = torch.zeros((), device=device)
             for micro in range(args.micro_batches):
-                ids = sample_batch(text, args.batch, args.length, generator).to(device)
+                batch = sample_batch(text, args.batch, args.length, step * args.micro_batches + micro)
+                ids = batch.tensor_split(size)[rank].to(device)
                 hecate.set_requires_gradient_sync(model, micro == args.micro_batches - 1)
-                loss = model(input_ids=ids, labels=ids).loss / args.micro_batches
+                # Gradients are averaged over ranks, whose parts may differ by a sequence.
+                share = len(ids) * size / args.batch / args.micro_batches
+                loss = model(input_ids=ids, labels=ids).loss * share
                 loss.backward()
                 total += loss.detach()
-            hecate.clip_grad_norm_(model, 1.0)  # 3
+            hecate.clip_grad_norm_(model, 1.0)  # 4
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             losses.append(mean_over_ranks(total, size))
-            rate = args.micro_batches * ids.numel() * size / (time.perf_counter() - start)
+            if args.checkpoints and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+                extra = {"schedule": schedule.state_dict(), "losses": losses}
+                hecate.save(args.checkpoints, model, optimizer, step=step + 1, extra=extra, keep=3)  # 5
+            rate = args.micro_batches * args.batch * args.length / (time.perf_counter() - began)
             shown = f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s"
-            if step % 10 == 0 or step == args.steps - 1:
-                imbalance = hecate.stats(model).imbalance  # 4
+            if step % 10 == 0 or step in (start, args.steps - 1):
+                imbalance = hecate.stats(model).imbalance  # 6
             progress.update(task, advance=1, description=f"{shown}, max/mean rows {imbalance:.2f}")
 
-    written = generate(model, args.prompt.encode(), args.generate, args.batch, args.length)
+    rows = -(-args.batch // size)
+    written = generate(model, args.prompt.encode(), args.generate, rows, args.length)
     last = sum(losses[-10:]) / len(losses[-10:])
-    rows = hecate.stats(model)  # all ranks together
+    statistics = hecate.stats(model)  # all ranks together
     if rank == 0:
-        print(hecate.explain(model), rows, sep="\n")
+        print(hecate.explain(model), statistics, sep="\n")
     console.print(f"first loss {losses[0]:.3f}, last loss {last:.3f} (mean of the last 10 steps)")
     console.print(f"byte unigram model {unigram_loss(text):.3f}")
     console.print(f"generated: {written.decode(errors='replace')!r}", markup=False)

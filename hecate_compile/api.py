@@ -14,7 +14,7 @@ from hecate.checks import check_no_optimizer, check_usable, describe_model, warn
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
-from hecate.integrations import transformers_models, transformers_trainer
+from hecate.integrations import accelerate_state, transformers_models, transformers_trainer
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
 from hecate.reports.stats import Stats, collect_stats
@@ -120,7 +120,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         watch_optimizers()
         watch_clipping()
         leave_unwrapped()
-        transformers_trainer.adopt()
+    transformers_trainer.adopt()
+    accelerate_state.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model)
     )  # fmt: skip

@@ -65,11 +65,13 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
         return None
     compiled = compiled_model_of(model, "save")
     layers = _layers(compiled)
+    names = {layer.id: layer.name for layer in layers}
     return {
         "owners": {layer.name: list(layer.owners.ranks) for layer in layers},
         "conditions": _conditions(compiled),
         "layers": {layer.name: layer.placer.state_dict() for layer in layers},
         "placer": compiled.placer.state_dict(),
+        "policy": {names[id]: memory for id, memory in compiled.placer.policy.state_dict().items() if id in names},
         "owner_mover": compiled.owner_mover.state_dict(),
         "hidden_time": compiled.forward.hidden_time.state_dict() if compiled.forward.hidden_time else None,
     }
@@ -103,6 +105,7 @@ def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
     if any(list(layer.owners.ranks) != state["owners"][name] for name, layer in layers.items()):
         return False
     compiled.placer.load_state_dict(state["placer"])
+    compiled.placer.policy.load_state_dict({layers[name].id: memory for name, memory in state["policy"].items()})
     for name, layer in layers.items():
         layer.placer.load_state_dict(state["layers"][name])
     compiled.owner_mover.load_state_dict(state["owner_mover"])
@@ -116,14 +119,13 @@ def _layers(compiled: CompiledModel) -> list[Layer]:
 
 
 def _conditions(compiled: CompiledModel) -> dict[str, Any]:
-    """What a plan is for; the policy knows layers by their numbers."""
+    """What a plan is for."""
     device = compiled.world.device
     return {
         "ranks": compiled.world.size,
         "nodes": list(compiled.placer.topology.node_of),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "policy": repr(compiled.placer.policy),
-        "layers": [layer.id for layer in _layers(compiled)],
     }
 
 

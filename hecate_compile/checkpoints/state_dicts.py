@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hecate.checkpoints.logical_tensor import LogicalTensor, Piece
 from hecate.compiled_model import compiled_model_of, is_compiled
-from hecate.training.optimizer_state import forget_note, options_of, stepping_does_not_count
+from hecate.training.optimizer_state import bring_along, note_owners, options_of, stepping_does_not_count
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
@@ -150,11 +150,12 @@ class OptimizerTensors:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
-    """The state of ``optimizer``, which shares memory with it.
+    """The state of ``optimizer``, which shares memory with it. All ranks call it together.
 
     Raises:
         ValueError: it has a parameter that the model has not, or state that cannot be split.
     """
+    bring_along(optimizer)
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -183,7 +184,7 @@ def prepare_optimizer(
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
     optimizer.state.clear()
-    forget_note(optimizer)
+    note_owners(optimizer)
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -304,7 +305,7 @@ def _groups(optimizer: Optimizer, sites: Mapping[int, Site]) -> list[dict[str, A
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of ``optimizer`` for ``torch.distributed.checkpoint``, by names. No communication.
+    """The state of ``optimizer`` for ``torch.distributed.checkpoint``, by names. All ranks call it together.
 
     Of an optimizer that has not stepped it is state to load into. ``torch.distributed.checkpoint.load`` fills tensors
     in place; then give the whole to :func:`set_optimizer_state_dict`.
@@ -344,7 +345,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict:
     }
     set_plain(model, optimizer, plain)
     set_options(optimizer, state_dict["param_groups"], own.groups)
-    forget_note(optimizer)
+    note_owners(optimizer)
 
 
 def _copy(given: torch.Tensor, tensor: torch.Tensor) -> None:

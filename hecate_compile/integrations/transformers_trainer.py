@@ -2,19 +2,21 @@
 
 The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
 The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
-are read by ``from_pretrained``. Each rank has a file for the state of its own experts and rows. Nothing here imports
-transformers unless the user has.
+are read by ``from_pretrained``. To go on from, there is a folder ``hecate`` beside them, with weights and optimizer
+state for any number of ranks. Nothing here imports transformers unless the user has.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from hecate.checkpoints.load import load as load_checkpoint
+from hecate.checkpoints.save import save as save_checkpoint
 from hecate.compiled_model import is_compiled
 from hecate.wrap.swapped_class import class_before
 
@@ -45,7 +47,9 @@ def adopt() -> None:
 
     def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = model if model is not None else self.model
-        if not _load_pretrained(model, resume_from_checkpoint):
+        if is_compiled(model) and _own_folder(resume_from_checkpoint).is_dir():
+            load_checkpoint(_own_folder(resume_from_checkpoint), model)
+        elif not _load_pretrained(model, resume_from_checkpoint):
             load(self, resume_from_checkpoint, model)
 
     def load_best_model(self: Any) -> None:
@@ -54,24 +58,22 @@ def adopt() -> None:
 
     def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         save_optimizer(self, output_dir)
-        if is_compiled(self.model) and self.args.world_size > 1:
-            os.makedirs(output_dir, exist_ok=True)
-            torch.save(self.optimizer.state_dict(), _own_file(self, output_dir))
+        if is_compiled(self.model):
+            save_checkpoint(_own_folder(output_dir), self.model, self.optimizer, step=self.state.global_step)
 
     def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         load_optimizer(self, checkpoint)
-        if checkpoint is None or not is_compiled(self.model) or self.args.world_size == 1:
+        if checkpoint is None or not is_compiled(self.model):
             return
-        own = _own_file(self, checkpoint)
-        if not os.path.exists(own):
-            if not os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
-                # Saved without optimizer state, which the trainer allows.
-                return
+        if _own_folder(checkpoint).is_dir():
+            load_checkpoint(_own_folder(checkpoint), self.model, self.optimizer)
+        elif self.args.world_size > 1 and os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
+            # Else it was saved without optimizer state, which the trainer allows.
             raise FileNotFoundError(
-                f"hecate: {own} is not there. Each rank saves the optimizer state of its own experts and rows, so "
-                "training resumes on as many ranks as it was saved by, with the folder visible to all of them."
+                f"hecate: {_own_folder(checkpoint)} is not there, and optimizer.pt has one rank's experts alone. "
+                "All ranks must see the folder; what other versions saved can be loaded as weights, by "
+                "from_pretrained."
             )
-        self.optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
 
     trainer.save_model = save_model
     trainer._load_from_checkpoint = load_from_checkpoint
@@ -89,5 +91,6 @@ def _load_pretrained(model: nn.Module, folder: str) -> bool:
     return True
 
 
-def _own_file(trainer: Any, folder: str) -> str:
-    return os.path.join(folder, f"optimizer-rank{trainer.args.process_index}-of-{trainer.args.world_size}.pt")
+def _own_folder(checkpoint: str) -> Path:
+    """Where weights and optimizer state are as ``hecate.save`` writes them, for any number of ranks."""
+    return Path(checkpoint) / "hecate"

@@ -69,10 +69,21 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", _NOTE)}
 
 
-def forget_note(optimizer: Optimizer) -> None:
-    """The state of ``optimizer`` was laid out anew, for the owners of now."""
+def note_owners(optimizer: Optimizer) -> None:
+    """The state of ``optimizer`` is laid out for the owners of now."""
     for group in optimizer.param_groups:
-        group.pop(_NOTE, None)
+        world = _world_of(group)
+        if world is not None:
+            group[_NOTE] = _as_text(world, _layers_in(group))
+
+
+def bring_along(optimizer: Optimizer) -> None:
+    """Bring state to where its experts went. A collective if owners changed since the last step."""
+    for group in optimizer.param_groups:
+        world = _world_of(group)
+        if world is not None and _NOTE in group:
+            _check_rank(optimizer, group, world)
+            _follow(optimizer, group, world)
 
 
 @contextmanager
@@ -113,9 +124,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         _refuse_whole(optimizer)
         _show_whole(optimizer)
-        if _NOTE in group:
-            _check_rank(optimizer, group, world)
-            _follow(optimizer, group, world)
+    bring_along(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -150,6 +159,7 @@ def _show_whole(optimizer: Optimizer) -> None:
         _shown.add(optimizer)
         optimizer.register_state_dict_post_hook(_gather_for_dcp)
         optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
+        optimizer.register_load_state_dict_post_hook(_note_if_sliced)
 
 
 def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
@@ -188,9 +198,13 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
                 key: shard.slice(value) if _has_shape(value, shard.full_shape) else value
                 for key, value in state[name].items()
             }
-    # What is loaded is sliced for the owners of now.
-    forget_note(optimizer)
     return {**state_dict, "state": state}
+
+
+def _note_if_sliced(optimizer: Optimizer) -> None:
+    # What DCP loads has no note, and was sliced for the owners of now.
+    if any(_NOTE not in group for group in optimizer.param_groups):
+        note_owners(optimizer)
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:

@@ -137,18 +137,16 @@ class Hecate(Policy):
         # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
         return new if after < _WORTH_MOVING * before else old
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[int, Any]:
         return {
-            "chosen": {
-                layer: (turn, None if recipe is None else tuple(recipe), asdict(rates))
-                for layer, (turn, recipe, rates) in self._chosen.items()
-            }
+            layer: (turn, None if recipe is None else tuple(recipe), asdict(rates))
+            for layer, (turn, recipe, rates) in self._chosen.items()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[int, Any]) -> None:
         self._chosen = {
             layer: (turn, None if recipe is None else Recipe(*recipe), Rates(**rates))
-            for layer, (turn, recipe, rates) in state["chosen"].items()
+            for layer, (turn, recipe, rates) in state.items()
         }
 
 

@@ -84,12 +84,15 @@ class Policy:
         """New owners of all layers, for a step boundary."""
         return [layer.owners for layer in layers]
 
-    def state_dict(self) -> dict[str, Any]:
-        """What it remembers between steps, for checkpoints: numbers, strings, lists, dicts and arrays."""
+    def state_dict(self) -> dict[int, Any]:
+        """What it remembers of layers between steps, by ``LayerView.id``, for checkpoints.
+
+        Plain data: numbers, strings, lists, tuples, dicts and arrays.
+        """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, with the same layers on as many ranks."""
+    def load_state_dict(self, state: dict[int, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, on as many ranks, with the same layers; their ids may be others."""
 
 
 @dataclass

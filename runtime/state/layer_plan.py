@@ -88,6 +88,12 @@ class LayerPlacer:
             plan.planned = self._checked(Placement(self.owners, holders), "place")
             self._sign(plan.planned)
 
+    def label(self, operator: str) -> str:
+        """A collective of the layer's forward that began last, in words that are the same on all ranks."""
+        step = self.plan.step
+        # Without exchanges nothing is placed, and forwards are not counted.
+        return f"{operator} of {self.name}, step {step - 1}" if step else f"{operator} of {self.name}"
+
     def change_owners(self, owners: Owners) -> None:
         """Owners from now on. What was planned for the old ones is planned anew."""
         self.owners = owners

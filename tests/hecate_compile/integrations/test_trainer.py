@@ -79,6 +79,18 @@ def train(folder: str) -> dict[str, Any]:
     return found
 
 
+def resume_alone(folder: str) -> float:
+    """What two ranks saved, on one: as large a batch, and the same weights."""
+    import transformers.trainer  # noqa: F401
+
+    model = hecate.compile(build("qwen3_moe", layers=1, seed=1), config())
+    trainer = trainer_of(model, f"{folder}/alone", per_device_train_batch_size=4)
+    trainer.train(resume_from_checkpoint=f"{folder}/compiled/checkpoint-2")
+    expected = hecate.compile(build("qwen3_moe", layers=1, seed=2), config())
+    hecate.load(f"{folder}/compiled/checkpoint-4/hecate", expected)
+    return difference(model.state_dict(), expected.state_dict())
+
+
 def config() -> hecate.Config:
     return hecate.Config(backend="aot_eager", policy=Moving(reshard_every=1))
 
@@ -125,6 +137,11 @@ def test_training_resumes_where_it_was(ranks: Any) -> None:
     for result in ranks[0]:
         assert result["resumed"] < 1e-4
         assert result["best"] < 1e-4
+
+
+def test_training_resumes_on_another_number_of_ranks(ranks: Any) -> None:
+    (found,) = run_ranks(f"{_HERE}:resume_alone", 1, folder=str(ranks[1]))
+    assert found < 1e-4
 
 
 def test_bf16_and_checkpointing_train(ranks: Any) -> None:

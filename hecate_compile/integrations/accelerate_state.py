@@ -1,0 +1,87 @@
+"""accelerate's save_state keeps the optimizer state of rank 0 alone, which is that of rank 0's experts.
+
+What it saves of compiled models and their optimizers, to go on from, is a folder ``hecate0`` (``hecate1`` for the
+next model) beside its own files, for any number of ranks. Nothing here imports accelerate unless the user has.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hecate.checkpoints.load import load as load_checkpoint
+from hecate.checkpoints.save import save as save_checkpoint
+from hecate.compiled_model import is_compiled
+
+_adopted: set[type] = set()
+
+
+def adopt() -> None:
+    """From now on accelerators save and load compiled models right. Does nothing before there is one."""
+    if "accelerate.accelerator" not in sys.modules:
+        return
+    accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
+    if accelerator in _adopted:
+        return
+    _adopted.add(accelerator)
+    save, load = accelerator.save_state, accelerator.load_state
+
+    @functools.wraps(save)
+    def save_state(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        ours = _compiled(self)
+        # The weights stay where accelerate puts them too, for whoever reads that file.
+        with _without(self, ours, models=False):
+            folder = save(self, output_dir, *args, **kwargs)
+        for number, (model, optimizers) in enumerate(ours):
+            save_checkpoint(Path(folder) / f"hecate{number}", model, optimizers, step=self.step)
+        return folder
+
+    @functools.wraps(load)
+    def load_state(self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        ours = _compiled(self)
+        found: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with _without(self, ours, models=True):
+                result = load(self, input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        for number, (model, optimizers) in enumerate(ours):
+            load_checkpoint(Path(found[0]) / f"hecate{number}", model, optimizers)
+        return result
+
+    accelerator.save_state, accelerator.load_state = save_state, load_state
+
+
+def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
+    """The accelerator's compiled models, each with its optimizers."""
+    found = []
+    for model in accelerator._models:
+        if is_compiled(model):
+            own = {id(parameter) for parameter in model.parameters()}
+            optimizers = [
+                optimizer
+                for optimizer in accelerator._optimizers
+                if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            ]
+            found.append((model, optimizers))
+    return found
+
+
+@contextmanager
+def _without(accelerator: Any, ours: list[tuple[nn.Module, list[Any]]], *, models: bool) -> Iterator[None]:
+    """Hide optimizers of compiled models, and perhaps these."""
+    before = accelerator._models, accelerator._optimizers
+    hidden = {id(one) for model, optimizers in ours for one in (*([model] if models else []), *optimizers)}
+    accelerator._models = [model for model in before[0] if id(model) not in hidden]
+    accelerator._optimizers = [optimizer for optimizer in before[1] if id(optimizer) not in hidden]
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = before
