@@ -30,6 +30,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
 from hecate.training.clip_grad_norm import watch_clipping
 from hecate.training.forward import CompiledForward
+from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
@@ -119,6 +120,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     if world.size > 1:
         watch_optimizers()
         watch_clipping()
+        watch_scalers()
         leave_unwrapped()
     transformers_trainer.adopt()
     accelerate_state.adopt()

@@ -96,6 +96,12 @@ def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
         model.optimizer_stepped = stepped
 
 
+def world_of(optimizer: Optimizer) -> World | None:
+    """The ranks over which parameters of ``optimizer`` are sharded, if any are."""
+    worlds = (_world_of(group) for group in optimizer.param_groups)
+    return next((world for world in worlds if world is not None), None)
+
+
 def _world_of(group: dict[str, Any]) -> World | None:
     """The ranks over which the group's parameters are sharded, if any are."""
     shards = (shard_of(parameter) for parameter in group["params"])

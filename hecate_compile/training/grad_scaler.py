@@ -1,0 +1,40 @@
+"""torch.amp.GradScaler on shards: ranks skip a step together, or their models would part.
+
+A scaler looks for infinities in the gradients of its own rank, which has its own experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
+from hecate.training.optimizer_state import world_of
+
+_unscale_grads = GradScaler._unscale_grads_
+
+
+def watch_scalers() -> None:
+    """From now on every scaler knows of the infinities of all ranks. The first call does it."""
+    # What unscale_ and step call.
+    GradScaler._unscale_grads_ = _unscale_on_all  # type: ignore[method-assign]
+
+
+@functools.wraps(_unscale_grads)
+def _unscale_on_all(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+    """Torch's method; of an optimizer of shards, with what all ranks found. Then all ranks call it together."""
+    found: dict[torch.device, torch.Tensor] = _unscale_grads(self, optimizer, *args)
+    world = world_of(optimizer)
+    if world is None:
+        return found
+    mine = [value.to(world.device) for value in found.values()]
+    # A rank without gradients has found nothing, and must still hear.
+    total = torch.stack(mine).amax(0) if mine else torch.zeros((), device=world.device)
+    with doing("torch.amp.GradScaler"):
+        collectives.all_reduce(total, world, dist.ReduceOp.MAX)
+    return {world.device: total}

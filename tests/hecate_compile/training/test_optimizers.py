@@ -1,0 +1,149 @@
+"""Optimizers, clipping and GradScaler on shards do what torch does on whole tensors; one rank has no experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hecate
+from hecate.compiled_model import compiled_model_of
+from hecate.runtime.placement.owners import Owners
+from hecate.wrap.shard import shard_of
+from tests.support.models import batch, build
+from tests.support.parity import rank_and_size
+from tests.support.ranks import run_ranks
+
+_HERE = "tests.hecate_compile.training.test_optimizers"
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def on_shards(dense: Any) -> dict[str, Any]:
+    """Everything with one compiled model, one rank of which owns no expert."""
+    model = hecate.compile(build("plain", layers=1), hecate.Config(backend="aot_eager", dense=dense))
+    rank, size = rank_and_size()
+    compiled = compiled_model_of(model, "test")
+    compiled.owner_mover.move([(layer, Owners((0,) * 8, size)) for layer in compiled.layers])
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = [_gradients(model, number, rank, size) for number in range(3)]
+    found: dict[str, Any] = {"mine": sum(len(p) == 0 for p in model.parameters()), "optimizers": {}, "norms": {}}
+
+    for name, make in _OPTIMIZERS.items():
+        model.load_state_dict(start)
+        # Each with its own first dimension: fused optimizers take all of a length together.
+        ours, whole = make(model.parameters()), _whole_parameters(model, start)
+        theirs = make(list(whole.values()))
+        for gradients in steps:
+            _give(model, gradients)
+            for key, parameter in whole.items():
+                parameter.grad = gradients[key].clone()
+            ours.step()
+            theirs.step()
+        state = model.state_dict()
+        found["optimizers"][name] = all(torch.equal(state[key], value) for key, value in whole.items())
+
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        _give(model, steps[0])
+        whole = _whole_parameters(model, start)
+        for key, parameter in whole.items():
+            parameter.grad = steps[0][key].clone()
+        expected = torch.nn.utils.clip_grad_norm_(whole.values(), 0.01, norm_type=order)
+        norm = hecate.clip_grad_norm_(model, 0.01, norm_type=order)
+        clipped = _gather(model)
+        error = max(float((clipped[key] - p.grad).abs().max()) for key, p in whole.items())  # type: ignore[operator]
+        found["norms"][str(order)] = [abs(float(norm / expected) - 1), error]
+
+    found["scaler"] = _scaled(model, start, steps)
+    return found
+
+
+def _scaled(model: nn.Module, start: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """With a scaler; in the second step one rank's experts alone have an infinite gradient."""
+    rank, _ = rank_and_size()
+    model.load_state_dict(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scales, changed = [], []
+    for number, gradients in enumerate(steps):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        _give(model, {name: 64.0 / 2**number * value for name, value in gradients.items()})
+        scaler.scale(torch.zeros(()))
+        if number == 1:
+            experts = [p for p in model.parameters() if p.grad is not None and p.ndim == 3]
+            if rank == 0:
+                experts[0].grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        after = model.state_dict()
+        changed.append(any(not torch.equal(before[key], after[key]) for key in before))
+    return {"scales": scales, "changed": changed}
+
+
+def _gradients(model: nn.Module, number: int, rank: int, size: int) -> dict[str, torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    mine = batch(number).chunk(size)[rank]
+    model(input_ids=mine, labels=mine)["loss"].backward()
+    return _gather(model)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters()
+
+
+def _gather(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients."""
+    found = {}
+    for name, parameter in _named(model):
+        shard = shard_of(parameter)
+        assert parameter.grad is not None
+        found[name] = parameter.grad.clone() if shard is None else shard.gather(parameter.grad)
+    return found
+
+
+def _give(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    for name, parameter in _named(model):
+        shard = shard_of(parameter)
+        parameter.grad = gradients[name].clone() if shard is None else shard.slice(gradients[name])
+
+
+def _whole_parameters(model: nn.Module, start: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(start[name].clone()) for name, _ in _named(model)}
+
+
+@cache
+def _results(dense: str) -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:on_shards", 2, dense=dense)
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.parametrize("dense", ["replicate", "shard"])]
+
+
+def test_optimizers_are_exact(dense: str) -> None:
+    for rank, found in enumerate(_results(dense)):
+        assert (found["mine"] > 0) == (rank == 1), "one rank has no experts"
+        assert found["optimizers"] == dict.fromkeys(_OPTIMIZERS, True)
+
+
+def test_clipping_takes_the_norm_of_the_whole_model(dense: str) -> None:
+    for found in _results(dense):
+        for order, (norm, gradients) in found["norms"].items():
+            assert norm < 1e-6 and gradients < 1e-7, order
+
+
+def test_scalers_skip_together(dense: str) -> None:
+    for found in _results(dense):
+        assert found["scaler"] == {"scales": [64.0, 32.0, 32.0], "changed": [True, False, True]}
