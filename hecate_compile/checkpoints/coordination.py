@@ -60,6 +60,21 @@ class Ranks:
         """JSON data of rank 0."""
         return self.gather(value if self.first else None)[0]
 
+    def agree(self, **arguments: Any) -> None:
+        """All ranks were called with the same arguments.
+
+        Raises:
+            ValueError: on every rank; names one that differs.
+        """
+        told = self.gather({name: str(value) for name, value in arguments.items()})
+        for name, value in told[0].items():
+            for rank, others in enumerate(told):
+                if others[name] != value:
+                    raise ValueError(
+                        f"{self._function}: {name} is {value} on rank 0 and {others[name]} on rank {rank}. All ranks "
+                        "must give the same"
+                    )
+
     def together(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; if it fails on any, all of them raise.
 

@@ -132,6 +132,7 @@ def load(
         )
     wait_for_saves()
     ranks = ranks_of(model, "hecate.load")
+    ranks.agree(directory=directory, step=step)
     skipped: list[str] = []
     for name in _candidates(folder, step, ranks):
         path = folder / name

@@ -84,6 +84,7 @@ def save(
     _check(step, keep, extra)
     wait_for_saves()
     ranks = ranks_of(model, "hecate.save")
+    ranks.agree(directory=directory, step=step)
     snapshot = ranks.together(lambda: _take(model, as_optimizers(optimizer), step, extra))
     return _write(Path(directory), snapshot, ranks, step, keep)
 
@@ -107,6 +108,7 @@ def async_save(
     _check(step, keep, extra)
     wait_for_saves()
     ranks = ranks_of(model, "hecate.async_save")
+    ranks.agree(directory=directory, step=step)
     snapshot = ranks.together(lambda: _copied(_take(model, as_optimizers(optimizer), step, extra)))
     if _background is None:
         _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hecate-save")
