@@ -5,7 +5,9 @@ model = hecate.compile(model)
 
 from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.checkpoints.coordination import CheckpointError
+from hecate.checkpoints.export import export
 from hecate.checkpoints.load import Loaded, MismatchError, NoCheckpointError, load
+from hecate.checkpoints.load_pretrained import load_pretrained
 from hecate.checkpoints.save import async_save, save
 from hecate.checkpoints.state_dicts import (
     get_model_state_dict,
@@ -45,9 +47,11 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "export",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "load",
+    "load_pretrained",
     "record",
     "save",
     "save_timeline",

@@ -11,5 +11,8 @@
 | ``plain_data`` | numbers, texts and tensors in files without pickles |
 | ``safe_reader`` | reads DCP's files without running what is in them |
 | ``coordination`` | what ranks say to each other meanwhile |
-| ``export`` | ``hecate.export``, ``hecate.load_pretrained``: folders that transformers reads and writes |
+| ``export``, ``load_pretrained`` | ``hecate.export``, ``hecate.load_pretrained``: folders of transformers |
+| ``plain_view`` | the model by the names and shapes that its author gave it |
+| ``export_folder`` | a folder that appears whole, also in the place of an earlier one |
+| ``safe_files`` | safetensors of a folder, read a tensor at a time |
 """

@@ -1,0 +1,416 @@
+"""``hecate.export``: a folder that transformers loads, written without a whole model on any rank.
+
+Names, and what of a tensor goes under which of them, are those of ``save_pretrained``: its own function makes the
+files' tensors from the model's, a few at a time. Which ones belong together is tried out on the meta device first.
+Tensors travel to rank 0 alone, which keeps those of the file that it writes next.
+
+How the folder comes to be is in ``export_folder``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hecate.checkpoints.coordination import Ranks, ranks_of
+from hecate.checkpoints.export_folder import ExportFolder
+from hecate.checkpoints.plain_view import PlainTensor, PlainView, check_no_adapters
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
+from hecate.wrap.dense_shards import is_dense_shard
+from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.shard import shard_of
+
+log = logging.getLogger("hecate")
+
+_INDEX = "model.safetensors.index.json"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+Tensors = dict[str, torch.Tensor]
+
+
+def export(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the model's weights as ``save_pretrained`` does. All ranks call it together, between two steps.
+
+    ``from_pretrained`` of transformers reads the folder in any process. Of a model that is not of transformers it
+    holds the tensors of the plain model's state dict by their names, tied ones under each of theirs. Rank 0 writes,
+    and only it must see ``directory``. It holds one file's tensors at a time, and those of one parameter.
+
+    Args:
+        model: compiled, or any other.
+        directory: what an earlier export wrote there is replaced, and other files, such as a tokenizer's, stay.
+        max_shard_size: of a file, in bytes, or as ``"5GB"``; a tensor that is larger has a file of its own.
+        dtype: of parameters in the files; by default their own. Buffers, and what transformers keeps in float32,
+            stay as they are.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write, or ``directory`` holds something else than an export;
+            it is as it was before.
+        RuntimeError: another rank is in something else.
+        ValueError: a wrong argument, or a model with adapters of PEFT, whose own ``save_pretrained`` writes them.
+    """
+    limit = _bytes_of(max_shard_size)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"hecate.export: dtype={dtype}, expected one of floating point")
+    check_no_adapters(model, "hecate.export", "model.save_pretrained(directory), called on all ranks, saves them.")
+    _check_no_extra_state(model)
+    view = PlainView(model, "hecate.export")
+    ranks = ranks_of(model, "hecate.export")
+    final = Path(directory)
+    place = ExportFolder(final)
+    plan = ranks.together(lambda: _Plan.of(view, limit, dtype) if ranks.first else None)
+    steps = [_Step(*step) for step in ranks.from_first(plan and [[step.names, step.ends] for step in plan.steps])]
+    try:
+        ranks.together(lambda: place.open() if ranks.first else None)
+        _write(view, steps, plan, place, ranks)
+        ranks.together(lambda: _finish(view, plan, place, dtype) if plan else None)
+    except BaseException:
+        place.discard()
+        raise
+    return final
+
+
+def _bytes_of(size: int | str) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size.upper()) if isinstance(size, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"hecate.export: max_shard_size={size!r}, expected bytes, or a text such as '5GB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _check_no_extra_state(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"hecate.export: {name or 'the model'} has extra state, for which safetensors files have no place"
+            )
+
+
+# --- which tensors make which ---
+
+
+class _Layout(Protocol):
+    """How a library writes a model."""
+
+    def kept(self, likes: Tensors) -> Tensors:
+        """Those of the model's tensors that are written."""
+        ...
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        """Names of those that are converted together."""
+        ...
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        """What the files have in place of a group, in order."""
+        ...
+
+
+class _PlainLayout:
+    """As the state dict has it."""
+
+    def __init__(self, view: PlainView) -> None:
+        sharing: dict[int, int] = {}
+        for tensor in view.tensors.values():
+            sharing[id(tensor.like)] = sharing.get(id(tensor.like), 0) + 1
+        self._tied = {name for name, tensor in view.tensors.items() if sharing[id(tensor.like)] > 1}
+
+    def kept(self, likes: Tensors) -> Tensors:
+        return likes
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        return [[name] for name in likes]
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        # In a file no two tensors share memory.
+        return {name: tensor.clone() if name in self._tied else tensor for name, tensor in tensors.items()}
+
+
+class _PretrainedLayout:
+    """As transformers' ``save_pretrained`` has it."""
+
+    def __init__(self, view: PlainView) -> None:
+        # Any: it answers what the model answers.
+        self._view: Any = view
+        self._converts = True
+        self._renamed: dict[str, str] = {}
+
+    def kept(self, likes: Tensors) -> Tensors:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        ignored = self._view._keys_to_ignore_on_save or ()
+        saved = {name: like for name, like in likes.items() if name not in ignored}
+        kept: Tensors = remove_tied_weights_from_state_dict(saved, self._view)
+        return kept
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        from transformers.core_model_loading import WeightConverter, apply_converters, dot_natural_key
+
+        whole = self.convert(dict(likes))
+        self._remember_conversions()
+        if not self._converts:
+            return [[name] for name in likes]
+        reverse = [one.reverse_transform() for one in self._view._weight_conversions][::-1]
+        converters = [one for one in reverse if isinstance(one, WeightConverter)]
+        groups: dict[tuple[str, bool], list[str]] = {}
+        for name in sorted(likes, key=dot_natural_key):
+            target, pattern = apply_converters(name, converters)
+            groups.setdefault((name, False) if pattern is None else (target, True), []).append(name)
+        found = list(groups.values())
+        try:
+            self._renamed = self._names_of_renamed(groups, likes, whole)
+            if self._gives(found, likes, whole):
+                return found
+        except Exception as problem:
+            log.info("hecate.export: group by group: %r", problem)
+        # A conversion that looks at more than its own tensors.
+        log.warning("hecate.export: transformers converts this model as a whole, so rank 0 holds all of it")
+        self._renamed = {}
+        return [list(likes)]
+
+    def _names_of_renamed(
+        self, groups: Mapping[tuple[str, bool], list[str]], likes: Tensors, whole: Tensors
+    ) -> dict[str, str]:
+        """The file's name of each tensor that is taken as it is; others that are there may have a say in it."""
+        renamed, left = {}, iter(whole)
+        for (name, is_converted), names in groups.items():
+            if not is_converted:
+                renamed[name] = next(left, name)
+            else:
+                for _ in self.convert({name: likes[name] for name in names}):
+                    next(left, None)
+        return renamed
+
+    def _remember_conversions(self) -> None:
+        """Look them up once; transformers does so in every call of a model that it did not load."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        found = getattr(self._view, "_weight_conversions", None)
+        if found is None:
+            every = get_model_conversion_mapping(self._view, add_legacy=False)
+            found = [one for one in every if not isinstance(one, PrefixChange)] or None
+        self._view._weight_conversions = found
+        self._converts = found is not None
+
+    def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:
+        """Whether group by group comes out what the whole model gives."""
+        parts = [part for names in groups for part in self.convert({name: likes[name] for name in names}).items()]
+        return [(n, t.shape, t.dtype) for n, t in parts] == [(n, t.shape, t.dtype) for n, t in whole.items()]
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if not self._converts:
+            return tensors
+        if tensors.keys() <= self._renamed.keys():
+            return {self._renamed[name]: tensor for name, tensor in tensors.items()}
+        converted: Tensors = revert_weight_conversion(self._view, tensors)
+        return converted
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One group of tensors on its way to rank 0.
+
+    Attributes:
+        names: in the model.
+        ends: with it a file is complete, which all ranks wait for.
+    """
+
+    names: list[str]
+    ends: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written where; of rank 0.
+
+    Attributes:
+        dtypes: of each of the model's tensors in the files.
+        files: the names in each file, in order.
+        size: of all tensors, in bytes.
+    """
+
+    layout: _Layout
+    steps: list[_Step]
+    dtypes: dict[str, torch.dtype]
+    files: dict[str, list[str]]
+    size: int
+
+    @staticmethod
+    def of(view: PlainView, limit: int, dtype: torch.dtype | None) -> _Plan:
+        """Made of shapes alone."""
+        layout: _Layout = _PretrainedLayout(view) if view.is_pretrained else _PlainLayout(view)
+        if view.is_pretrained and getattr(view, "hf_quantizer", None) is not None:
+            raise ValueError("the model is quantized. model.save_pretrained writes it")
+        dtypes = _dtypes_of(view, dtype)
+        kept = layout.kept({name: tensor.like for name, tensor in view.tensors.items()})
+        likes = {name: like.to(dtypes[name]) for name, like in kept.items()}
+        groups = layout.groups(likes)
+        made = [layout.convert({name: likes[name] for name in names}) for names in groups]
+        sizes = {name: one.numel() * one.itemsize for part in made for name, one in part.items()}
+        files = _split(sizes, limit)
+        last = {names[-1] for names in files.values()}
+        steps = [_Step(names, not last.isdisjoint(part)) for names, part in zip(groups, made, strict=True)]
+        return _Plan(layout, steps, dtypes, files, sum(sizes.values()))
+
+
+def _dtypes_of(view: PlainView, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    dtypes = {name: tensor.like.dtype for name, tensor in view.tensors.items()}
+    if dtype is None:
+        return dtypes
+    kept_apart: dict[str, torch.dtype] = view._get_dtype_plan(dtype) if view.is_pretrained else {}
+    for name, tensor in view.tensors.items():
+        if isinstance(tensor.here, nn.Parameter) and tensor.like.dtype.is_floating_point:
+            special = (kind for glob, kind in kept_apart.items() if re.search(glob.replace("*", ".*"), name))
+            dtypes[name] = next(special, dtype)
+    return dtypes
+
+
+def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Fill files in order, by the rule and with the names of ``save_pretrained``."""
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if size > limit:
+            files.append([name])
+            continue
+        if filled + size > limit:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    if current:
+        files.append(current)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+# --- to rank 0, and to the disk ---
+
+
+def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, place: ExportFolder, ranks: Ranks) -> None:
+    """Bring group after group to rank 0, and write each file as soon as it is complete."""
+    writer = None if plan is None else _Writer(plan, place)
+    for step in steps:
+        with doing("hecate.export"):
+            whole = {name: _to_first(view.tensors[name], ranks.first) for name in step.names}
+        if writer is not None:
+            writer.take({name: tensor for name, tensor in whole.items() if tensor is not None})
+        del whole
+        if step.ends:
+            ranks.together(lambda: writer.write() if writer is not None else None)
+
+
+def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
+    """The whole of it on rank 0, on the CPU; elsewhere nothing. A collective."""
+    here, shard = tensor.here.detach(), shard_of(tensor.here)
+    if tensor.expert is not None:
+        row = tensor.row
+        here = here[:0] if row is None else here[row : row + 1]
+    if shard is None or shard.world.group is None:
+        return (here if tensor.expert is None else here[0]).cpu() if first else None
+    world = shard.world
+    if is_dense_shard(shard):
+        counts = shard.counts
+        here = here[: counts[world.rank]]
+    else:
+        assert is_expert_shard(shard)
+        owners = shard.layer.owners
+        counts = owners.counts
+        if tensor.expert is not None:
+            counts = [int(owners.ranks[tensor.expert] == rank) for rank in range(world.size)]
+    send = [here.shape[0]] + [0] * (world.size - 1)
+    joined = collectives.all_to_all(here, send, counts if world.rank == 0 else [0] * world.size, world)
+    if world.rank != 0:
+        return None
+    if tensor.expert is not None:
+        return joined[0].cpu()
+    if is_expert_shard(shard) and not shard.layer.owners.in_order:
+        ordered = torch.empty_like(joined)
+        ordered[torch.from_numpy(shard.layer.owners.by_rank).to(joined.device)] = joined
+        joined = ordered
+    return joined.cpu()
+
+
+class _Writer:
+    """Makes the files' tensors out of the model's, and keeps them until their file is complete; of rank 0.
+
+    It never raises before all ranks listen: the others are on their way to the next tensor.
+    """
+
+    def __init__(self, plan: _Plan, place: ExportFolder) -> None:
+        self._plan, self._place = plan, place
+        self._pending: Tensors = {}
+        self._left = dict(plan.files)
+        self._problem: Exception | None = None
+
+    def take(self, whole: Tensors) -> None:
+        if self._problem is not None:
+            return
+        try:
+            cast = {name: tensor.to(self._plan.dtypes[name]) for name, tensor in whole.items()}
+            whole.clear()
+            self._pending |= self._plan.layout.convert(cast)
+        except Exception as problem:
+            self._problem = problem
+
+    def write(self) -> None:
+        """Write what is complete."""
+        if self._problem is not None:
+            raise self._problem
+        for file, names in list(self._left.items()):
+            if all(name in self._pending for name in names):
+                tensors = {name: self._pending.pop(name).contiguous() for name in names}
+                save_file(tensors, self._place.draft / file, metadata={"format": "pt"})
+                del self._left[file]
+
+
+def _finish(view: PlainView, plan: _Plan, place: ExportFolder, dtype: torch.dtype | None) -> None:
+    """All but the weights, and the name; of rank 0."""
+    if len(plan.files) > 1:
+        whole = {id(t.like): t.like.numel() for t in view.tensors.values() if isinstance(t.here, nn.Parameter)}
+        index = {
+            "metadata": {"total_parameters": sum(whole.values()), "total_size": plan.size},
+            "weight_map": {name: file for file, names in plan.files.items() for name in names},
+        }
+        (place.draft / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if view.is_pretrained:
+        _write_config(view, place.draft, dtype)
+    place.publish()
+
+
+def _write_config(view: PlainView, folder: Path, dtype: torch.dtype | None) -> None:
+    from transformers.dynamic_module_utils import custom_object_save
+
+    # A copy: what a compiled forward reads must not change.
+    config = copy.deepcopy(view.config)
+    config.dtype = str(dtype or view.dtype).removeprefix("torch.")
+    config.architectures = [type(view.model).__name__]
+    if view.is_remote_code():
+        custom_object_save(view.model, folder, config=config)
+    config.save_pretrained(folder)
+    if view.can_generate():
+        view.generation_config.save_pretrained(folder)

@@ -1,0 +1,357 @@
+"""``hecate.load_pretrained``: a folder of ``save_pretrained``, or of ``hecate.export``, into a model's shards.
+
+Each rank reads what it keeps: its experts, its rows. Where transformers makes a tensor of the model out of several in
+the files, its own converters do so, on this rank's experts alone if they treat every expert alike, and else on one
+tensor's worth at a time. What comes out is first tried on the meta device, so nothing changes that does not fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
+from hecate.checkpoints.load import MismatchError
+from hecate.checkpoints.plain_view import PlainTensor, PlainView, check_no_adapters
+from hecate.checkpoints.safe_files import SafeFiles
+from hecate.wrap.dense_shards import is_dense_shard
+from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.shard import shard_of
+
+
+class IncompatibleKeys(NamedTuple):
+    """What ``strict=False`` left out; named as in ``load_state_dict``.
+
+    Attributes:
+        missing_keys: of the model, not in the files.
+        unexpected_keys: in the files, not of the model.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
+    """Fill ``model`` from the safetensors files in ``directory``. All ranks call it together.
+
+    Each rank reads the experts and rows that it keeps, and at most one parameter whole at a time. So a model that was
+    built on the meta device and compiled needs no rank that has room for all of it. Names may be those in the hub's
+    files. As with ``from_pretrained``, tensors take the dtype that the model's have.
+
+    Args:
+        model: compiled, or any other with storage.
+        directory: a local folder, which all ranks see, such as ``huggingface_hub.snapshot_download`` returns.
+        strict: the files must have the model's parameters and buffers, and no others but those that transformers
+            leaves out, too. Otherwise what is in both is loaded.
+
+    Returns:
+        What was left out.
+
+    Raises:
+        MismatchError: names, shapes or kinds of numbers differ; nothing was changed.
+        CheckpointError: a rank cannot read, ranks see different files, or the weights are quantized; says which.
+            Nothing was changed, unless the disk fails after all files were checked.
+        RuntimeError: another rank is in something else.
+        ValueError: the model is on the meta device, or has adapters of PEFT.
+    """
+    name = "hecate.load_pretrained"
+    check_no_adapters(model, name, "Load the weights before the adapters are added.")
+    view = PlainView(model, name)
+    for tensor in view.tensors.values():
+        if tensor.here.is_meta:
+            raise ValueError(f"{name}: {tensor.name} is on the meta device; compile the model first")
+    ranks = ranks_of(model, name)
+    folder = Path(directory)
+    files = ranks.together(lambda: SafeFiles(folder))
+    _check_same(files, ranks)
+    plan = ranks.together(lambda: _Plan.of(view, files))
+    problems = plan.problems + (_differences(plan) if strict else [])
+    told = list(dict.fromkeys(line for lines in ranks.gather(problems[:_SHOWN]) for line in lines))
+    if told:
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise MismatchError(
+            f"{name}: {folder} does not fit the model:" + "".join(f"\n  {line}" for line in told[:_SHOWN]) + more
+        )
+    ranks.together(lambda: _fill(plan, files))
+    if view.is_pretrained:
+        # As from_pretrained does: the model is saved again under the names that it was loaded by.
+        pretrained: Any = model
+        pretrained._weight_conversions = plan.conversions
+    return IncompatibleKeys(plan.missing, plan.unexpected)
+
+
+_SHOWN = 12
+
+
+def _check_same(files: SafeFiles, ranks: Ranks) -> None:
+    inside = [(name, list(like.shape), str(like.dtype)) for name, like in files.likes.items()]
+    digests = ranks.gather(hashlib.sha256(json.dumps(inside).encode()).hexdigest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise CheckpointError(
+                f"hecate.load_pretrained: ranks 0 and {rank} see different files in {files.folder}: all ranks must "
+                "see the same folder"
+            )
+
+
+# --- what is read into what ---
+
+
+@dataclass
+class _Group:
+    """Tensors of the files that make tensors of the model together.
+
+    Attributes:
+        target: name in the model; the first, if it makes several.
+        sources: names in the files, and the converter's pattern that each matched.
+        converter: of transformers; None if the tensor is taken as it is.
+        targets: what it makes.
+    """
+
+    target: str
+    converter: Any = None
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    targets: list[PlainTensor] = field(default_factory=list)
+
+    def convert(self, view: PlainView, read: Callable[[str], torch.Tensor], only: Iterable[str]) -> dict[str, Any]:
+        """What comes out of the sources in ``only``, by name in the model."""
+        wanted = set(only)
+        if self.converter is None:
+            return {self.target: read(self.sources[0][0])}
+        converter = deepcopy(self.converter)
+        for name, pattern in self.sources:
+            if name in wanted:
+                # Read by the converter, which frees what it has used.
+                converter.add_tensor(self.target, name, pattern, _later(read, name))
+        made = converter.convert(self.target, model=view, config=view.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    @property
+    def by_expert(self) -> dict[int, list[str]] | None:
+        """The sources of each expert, if the converter treats every expert alike; else None."""
+        if self.converter is None or len(self.targets) != 1 or not _is_by_line(self.converter.operations):
+            return None
+        shard = shard_of(self.targets[0].here)
+        if not is_expert_shard(shard):
+            return None
+        experts: dict[int, list[str]] = {}
+        for pattern in dict.fromkeys(pattern for _, pattern in self.sources):
+            names = [name for name, of in self.sources if of == pattern]
+            if len(names) != shard.full_shape[0]:
+                return None
+            for expert, name in enumerate(names):
+                experts.setdefault(expert, []).append(name)
+        return experts
+
+
+def _later(read: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch.Tensor]:
+    return lambda: read(name)
+
+
+def _is_by_line(operations: Sequence[Any]) -> bool:
+    """Whether each line of what comes out is made of the same line of each list that goes in."""
+    from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose
+
+    first, *rest = operations
+    if type(first) is not MergeModulelist or first.dim != 0:
+        return False
+    for one in rest:
+        if type(one) is Transpose:
+            if one.check_dims or min(one.dim0, one.dim1) < 1:
+                return False
+        elif type(one) not in (Chunk, Concatenate, Interleave) or one.dim < 1:
+            return False
+    return True
+
+
+@dataclass
+class _Plan:
+    """What is read into what, and what does not fit.
+
+    Attributes:
+        conversions: those of transformers that were used.
+    """
+
+    view: PlainView
+    groups: list[_Group]
+    missing: list[str]
+    unexpected: list[str]
+    problems: list[str]
+    conversions: list[Any]
+
+    @staticmethod
+    def of(view: PlainView, files: SafeFiles) -> _Plan:
+        """Made of names and shapes alone."""
+        plan = _Plan(view, [], [], [], [], [])
+        if view.is_pretrained:
+            plan._group_as_transformers_does(files)
+        else:
+            plan._group_by_name(files)
+        made: set[str] = set()
+        for group in plan.groups:
+            made |= plan._try(group, files)
+        # All names of a tied parameter have what one of them has.
+        filled = {id(view.tensors[name].like) for name in made if name in view.tensors}
+        plan.missing = [name for name, tensor in view.tensors.items() if id(tensor.like) not in filled]
+        plan.unexpected = sorted({*plan.unexpected, *(name for name in made if name not in view.tensors)})
+        if view.is_pretrained:
+            plan._leave_out_what_transformers_does()
+        return plan
+
+    def _group_by_name(self, files: SafeFiles) -> None:
+        for name in files.likes:
+            if name in self.view.tensors:
+                self.groups.append(_Group(name, sources=[(name, name)]))
+            else:
+                self.unexpected.append(name)
+
+    def _group_as_transformers_does(self, files: SafeFiles) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        view: Any = self.view
+        mapping = get_model_conversion_mapping(view)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        likes = {name: tensor.like for name, tensor in view.tensors.items()}
+        groups: dict[str, _Group] = {}
+        for name in sorted(files.likes, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, view.base_model_prefix, likes)
+            if target not in likes and name in likes:
+                target, pattern = name, None
+            if target not in likes:
+                self.unexpected.append(name)
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            group = groups.setdefault(target, _Group(target, converter))
+            if group.sources and (group.converter is None or converter is None):
+                self.problems.append(f"{target} is in the files as {group.sources[0][0]}, and as {name} again")
+            else:
+                group.sources.append((name, pattern or name))
+        self.groups = list(groups.values())
+        self.conversions = [one for one in mapping if one.was_used()]
+
+    def _try(self, group: _Group, files: SafeFiles) -> set[str]:
+        """Convert shapes alone, and note what does not fit; returns the names that come out."""
+        names = [name for name, _ in group.sources]
+        for pattern in dict.fromkeys(pattern for _, pattern in group.sources if "*" in pattern):
+            numbered = [name for name, of in group.sources if of == pattern]
+            if not _is_numbered(numbered):
+                self.problems.append(f"{numbered[0]} and its kin are {len(numbered)}, and not numbered without a gap")
+                return {group.target}
+        try:
+            made = group.convert(self.view, files.likes.__getitem__, names)
+        except Exception as error:
+            self.problems.append(f"{group.target} cannot be made of {_shown(names)}: {describe(error)}")
+            return {group.target}
+        for name, one in made.items():
+            tensor = self.view.tensors.get(name)
+            if tensor is None:
+                continue
+            group.targets.append(tensor)
+            like = tensor.like
+            if one.shape != like.shape:
+                self.problems.append(
+                    f"{name} has the shape {list(one.shape)} in the files and {list(like.shape)} in the model"
+                )
+            elif not _can_become(one.dtype, like.dtype):
+                self.problems.append(f"{name} is {one.dtype} in the files and {like.dtype} in the model")
+        return set(made)
+
+    def _leave_out_what_transformers_does(self) -> None:
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        info = LoadStateDictInfo(set(self.missing), set(self.unexpected), set(), [], {}, set())
+        model: Any = self.view.model
+        model._adjust_missing_and_unexpected_keys(info)
+        self.missing = [name for name in self.missing if name in info.missing_keys]
+        self.unexpected = [name for name in self.unexpected if name in info.unexpected_keys]
+
+
+def _differences(plan: _Plan) -> list[str]:
+    missing = [f"{name} is not in the files" for name in plan.missing]
+    return missing + [f"{name} is not in the model" for name in plan.unexpected]
+
+
+def _is_numbered(names: Sequence[str]) -> bool:
+    """Whether sorted names differ in one part, which counts from 0: a list with a gap would shift the rest."""
+    differ = [parts for parts in zip(*(name.split(".") for name in names), strict=False) if len(set(parts)) > 1]
+    if len(names) == 1:
+        return True
+    return len(differ) == 1 and list(differ[0]) == [str(number) for number in range(len(names))]
+
+
+def _can_become(source: torch.dtype, target: torch.dtype) -> bool:
+    """Floats become other floats; one of a single byte is half of a quantized tensor."""
+    floats = source.is_floating_point and target.is_floating_point
+    return source == target or (floats and min(source.itemsize, target.itemsize) > 1)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+# --- reading ---
+
+
+@torch.no_grad()
+def _fill(plan: _Plan, files: SafeFiles) -> None:
+    for group in plan.groups:
+        if not group.targets:
+            continue
+        if group.converter is None:
+            _read_into(group.targets[0], group.sources[0][0], files)
+        elif (experts := group.by_expert) is not None:
+            _convert_own_experts(group, experts, plan.view, files)
+        else:
+            made = group.convert(plan.view, files.read, [name for name, _ in group.sources])
+            for tensor in group.targets:
+                _copy_part(made.pop(tensor.name), tensor)
+
+
+def _convert_own_experts(group: _Group, experts: dict[int, list[str]], view: PlainView, files: SafeFiles) -> None:
+    (tensor,) = group.targets
+    shard: Any = shard_of(tensor.here)
+    names = [name for expert in shard.experts for name in experts[expert]]
+    if names:
+        tensor.here.detach().copy_(group.convert(view, files.read, names)[tensor.name])
+
+
+def _copy_part(whole: torch.Tensor, tensor: PlainTensor) -> None:
+    here, shard = tensor.here.detach(), shard_of(tensor.here)
+    if tensor.expert is not None:
+        if tensor.row is not None:
+            here[tensor.row].copy_(whole)
+    else:
+        here.copy_(whole if shard is None else shard.slice(whole))
+
+
+def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
+    """Read this rank's part of a tensor that is in the files as it is in the model."""
+    here, shard = tensor.here.detach(), shard_of(tensor.here)
+    if tensor.expert is not None or shard is None:
+        if tensor.expert is None or tensor.row is not None:
+            _copy_part(files.read(name), tensor)
+    elif is_dense_shard(shard):
+        rank, counts = shard.world.rank, shard.counts
+        start = sum(counts[:rank])
+        here[: counts[rank]].copy_(files.read(name, start, start + counts[rank]))
+    else:
+        assert is_expert_shard(shard)
+        for row, expert in enumerate(shard.experts):
+            here[row].copy_(files.read(name, expert, expert + 1)[0])

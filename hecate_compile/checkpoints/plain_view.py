@@ -1,0 +1,117 @@
+"""A model as its author wrote it, by names and shapes: what transformers is asked about, and what is here instead.
+
+A compiled model has parts of parameters, and experts of a list as one parameter. Files have neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.wrap.shard import shard_of
+from hecate.wrap.stack_experts import names_of_members
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A parameter or persistent buffer of the plain model.
+
+    Attributes:
+        name: in the plain model's state dict.
+        like: shape and dtype of the whole, on the meta device; the same object for all names of a tied parameter.
+        here: what the model holds in its place, which may be a shard.
+        expert: of experts that were modules in a list, which line of ``here`` this is; else None.
+    """
+
+    name: str
+    like: torch.Tensor
+    here: torch.Tensor
+    expert: int | None = None
+
+    @property
+    def row(self) -> int | None:
+        """Where ``here`` has the line of ``expert``; None if another rank has it."""
+        assert self.expert is not None
+        shard: Any = shard_of(self.here)
+        experts = list(range(self.here.shape[0])) if shard is None else shard.experts
+        return experts.index(self.expert) if self.expert in experts else None
+
+
+class PlainView:
+    """A model whose parameters have the plain names and their whole shapes. All else is the model's.
+
+    Attributes:
+        model: as it is here.
+        tensors: by name, in the order of the plain model's state dict.
+    """
+
+    def __init__(self, model: nn.Module, function: str) -> None:
+        self.model = model
+        self.tensors = _plain_tensors(model, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is a model of transformers."""
+        return is_pretrained(self.model)
+
+    def get_parameter(self, target: str) -> torch.Tensor:
+        """Shape and dtype of a parameter, on the meta device."""
+        if target not in self.tensors:
+            raise AttributeError(f"{type(self.model).__name__} has no {target}")
+        return self.tensors[target].like
+
+    get_parameter_or_buffer = get_parameter
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether a model is one of transformers. Imports nothing."""
+    module: Any = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def check_no_adapters(model: nn.Module, function: str, way_out: str) -> None:
+    """Raise ValueError for a model with PEFT's adapters, which have other names, and files of their own."""
+    if any("peft_config" in module.__dict__ for module in model.modules()):
+        raise ValueError(f"{function}: the model has adapters of PEFT. {way_out}")
+
+
+def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
+    members = {}
+    if is_compiled(model):
+        for experts in compiled_model_of(model, function).experts:
+            members[id(experts.module)] = names_of_members(experts)
+    likes: dict[tuple[int, int | None], torch.Tensor] = {}
+    found: dict[str, PlainTensor] = {}
+
+    def add(name: str, here: torch.Tensor, shape: torch.Size, expert: int | None = None) -> None:
+        if isinstance(here, DTensor):
+            raise ValueError(f"{function}: {name} is a DTensor; only whole tensors and shards of hecate are known")
+        like = likes.setdefault((id(here), expert), torch.empty(shape, dtype=here.dtype, device="meta"))
+        found[name] = PlainTensor(name, like, here, expert)
+
+    # Preorder, own tensors first, as state_dict has it.
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        stacked = []
+        for key, here in (*module._parameters.items(), *module._buffers.items()):
+            if here is None or key in module._non_persistent_buffers_set:
+                continue
+            shard = shard_of(here)
+            shape = here.shape if shard is None else shard.full_shape
+            names = members.get(id(module), {}).get(key)
+            if names is None:
+                add(f"{prefix}.{key}".lstrip("."), here, shape)
+            else:
+                stacked += [(expert, f"{prefix}.{name}".lstrip("."), here) for expert, name in enumerate(names)]
+        for expert, name, here in sorted(stacked, key=lambda one: one[0]):
+            shard = shard_of(here)
+            add(name, here, (here.shape if shard is None else shard.full_shape)[1:], expert)
+    return found

@@ -1,0 +1,660 @@
+"""Folders that transformers reads and writes: out of shards, and into them, bit for bit."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hecate
+from hecate.checkpoints import export as exporting
+from hecate.checkpoints.export_folder import RECORD, ExportFolder
+from hecate.checkpoints.safe_files import SafeFiles
+from hecate.compiled_model import compiled_model_of
+from hecate.runtime.placement.owners import Owners
+from tests.hecate_compile.wrap.test_stack_experts import DictMoE, small
+from tests.support.adversaries import Moving
+from tests.support.models import batch, build, transformers_config
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.checkpoints.test_export"
+_PRETRAINED = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
+_KINDS = (*_PRETRAINED, "tied", "plain", "list")
+_LIMIT = 10_000
+State = dict[str, torch.Tensor]
+
+
+def model_of(kind: str, seed: int = 0) -> nn.Module:
+    if kind == "list":
+        return small(DictMoE, seed=seed)
+    if kind == "tied":
+        return build("qwen3_moe", seed=seed, layers=1, tie_word_embeddings=True)
+    return build(kind, seed=seed, layers=1)
+
+
+def on_meta(kind: str) -> nn.Module:
+    """The same architecture without storage."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"tie_word_embeddings": True} if kind == "tied" else {}
+    family = "qwen3_moe" if kind == "tied" else kind
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            transformers_config(family, num_hidden_layers=1, **changes)
+        )
+    return model
+
+
+def is_pretrained(kind: str) -> bool:
+    return kind in _PRETRAINED or kind == "tied"
+
+
+def read(folder: Path) -> State:
+    """All tensors in the files of a folder."""
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(ours: State, theirs: State) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == t.dtype and torch.equal(ours[name], t) for name, t in theirs.items()
+    )
+
+
+class Alive:
+    """Counts the bytes of tensors that a function returned and that are still there.
+
+    Attributes:
+        most: at any time.
+        total: of all.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = self.total = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            tensor = function(*args, **kwargs)
+            if tensor is not None:
+                self.now += tensor.nbytes
+                self.total += tensor.nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor, self._gone, tensor.nbytes)
+            return tensor
+
+        return counted
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+# --- on two ranks ---
+
+
+def load_and_export(folder: str) -> dict[str, Any]:
+    """On one rank: each kind is loaded into shards, and written again."""
+    found: dict[str, Any] = {}
+    for number, kind in enumerate(_KINDS):
+        place = Path(folder, kind)
+        loaded, sent = Alive(), Alive()
+        model = on_meta(kind) if is_pretrained(kind) else model_of(kind, seed=1)
+        dense: Any = "shard" if number % 2 else "replicate"
+        hecate.compile(model, hecate.Config(backend="aot_eager", dense=dense))
+        move_experts(model, number)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SafeFiles, "read", loaded.around(SafeFiles.read))
+            left = hecate.load_pretrained(model, place / "saved")
+        mine = [t.nbytes for t in (*model.parameters(), *model.buffers())]
+        expected = model_of(kind).state_dict()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exporting, "_to_first", sent.around(exporting._to_first))
+            kept = keep_count(patch)
+            hecate.export(model, place / "exported", max_shard_size=_LIMIT)
+        hecate.export(model, place / "whole")
+        found[kind] = {
+            "same": same(model.state_dict(), expected), "left": list(left),
+            "loaded": vars(loaded), "sent": vars(sent), "kept": max(kept, default=0),
+            "mine": sum(mine), "largest": max(mine), "largest whole": max(t.nbytes for t in expected.values()),
+            "tied": expected["head.weight"].nbytes if "head.weight" in expected else 0,
+        }  # fmt: skip
+    found["errors"] = errors_on_ranks(Path(folder))
+    return found
+
+
+def keep_count(patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that wait for their file, whenever some come; by storage, which a part of it keeps alive."""
+    take, kept = exporting._Writer.take, []
+
+    def counted(writer: Any, whole: State) -> None:
+        take(writer, whole)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in writer._pending.values()}
+        kept.append(sum(storages.values()))
+
+    patch.setattr(exporting._Writer, "take", counted)
+    return kept
+
+
+def move_experts(model: nn.Module, number: int) -> None:
+    """To owners in no order, the first kind aside; of the second, rank 0 has none."""
+    compiled = compiled_model_of(model, "test")
+    for layer in compiled.layers:
+        ranks = [layer.owners.ranks, (1,) * layer.owners.num_experts, (1, 0, 1, 1) * (layer.owners.num_experts // 4)]
+        assert compiled.owner_mover.move([(layer, Owners(tuple(ranks[min(number, 2)]), 2))]) is not (number == 0)
+
+
+def errors_on_ranks(folder: Path) -> dict[str, str]:
+    """What one rank alone runs into."""
+    model = hecate.compile(model_of("plain", seed=1), hecate.Config(backend="aot_eager"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rank = int(os.environ["RANK"])
+    found = {}
+    own = folder / f"own{rank}"
+    shutil.copytree(folder / "plain" / "saved", own)
+    found["elsewhere"] = message_of(lambda: hecate.load_pretrained(model, own if rank == 0 else own / "none"))
+    if rank == 1:
+        save_file({"head.weight": torch.zeros(2)}, own / "model.safetensors")
+    found["differs"] = message_of(lambda: hecate.load_pretrained(model, own))
+    # Rank 0 notices while the others are on their way.
+    save = exporting.save_file
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(tensors: State, path: Path, **kwargs: Any) -> None:
+            if "00002" in path.name:
+                raise OSError("no space left")
+            save(tensors, path, **kwargs)
+
+        patch.setattr(exporting, "save_file", full)
+        found["full"] = message_of(lambda: hecate.export(model, folder / "full", max_shard_size=_LIMIT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting._PlainLayout, "convert", _fail_on_data)
+        found["converts"] = message_of(lambda: hecate.export(model, folder / "full"))
+    found["unchanged"] = str(same(model.state_dict(), before))
+    return found
+
+
+def _fail_on_data(self: Any, tensors: State) -> State:
+    if any(not tensor.is_meta for tensor in tensors.values()):
+        raise ArithmeticError("cannot convert")
+    return tensors
+
+
+def train(folder: str) -> dict[str, Any]:
+    """On one rank: a trained model, whose experts have moved, is exported, and loaded into."""
+    config = hecate.Config(backend="aot_eager", policy=Moving(reshard_every=1), dense="shard")
+    model = hecate.compile(build("qwen3_moe", layers=1), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        mine = batch(step, rows=4).chunk(2)[int(os.environ["RANK"])]
+        model(input_ids=mine, labels=mine)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hecate.export(model, Path(folder, "trained"), max_shard_size=_LIMIT)
+    with torch.no_grad():
+        logits = model(input_ids=batch(9, rows=2))["logits"]
+    found = {
+        "logits": logits.tolist(), "moved": not compiled_model_of(model, "test").layers[0].owners.in_order
+    }  # fmt: skip
+    save_plain(build("qwen3_moe", seed=7, layers=1), Path(folder, "other"))
+    torch.distributed.barrier()
+    hecate.load_pretrained(model, Path(folder, "other"))
+    found["loaded"] = same(model.state_dict(), build("qwen3_moe", seed=7, layers=1).state_dict())
+    return found
+
+
+def save_plain(model: Any, folder: Path) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        model.save_pretrained(folder, max_shard_size=_LIMIT)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each kind as its own library saves it: transformers, or a state dict in two files."""
+    folder = tmp_path_factory.mktemp("export")
+    for kind in _KINDS:
+        place = folder / kind / "saved"
+        model: Any = model_of(kind)
+        if is_pretrained(kind):
+            model.save_pretrained(place, max_shard_size=_LIMIT)
+        else:
+            write(place, {name: t.clone() for name, t in model.state_dict().items()})
+    return folder
+
+
+def write(folder: Path, state: State) -> None:
+    """Two files and their index."""
+    folder.mkdir(parents=True)
+    names, files = list(state), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    index: dict[str, str] = {}
+    for number, file in enumerate(files):
+        part = names[number::2]
+        save_file({name: state[name] for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.fixture(scope="module")
+def ranks(saved: Path) -> tuple[list[dict[str, Any]], Path]:
+    return run_ranks(f"{_HERE}:load_and_export", 2, folder=str(saved), timeout=120), saved
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", _KINDS)
+def test_what_a_library_saved_is_in_the_shards_bit_for_bit(ranks: Any, kind: str) -> None:
+    for found in ranks[0]:
+        assert found[kind]["same"] and found[kind]["left"] == [[], []]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", _KINDS)
+def test_what_is_exported_is_what_the_library_saves(ranks: Any, kind: str) -> None:
+    folder = ranks[1] / kind
+    files = sorted(path.name for path in (folder / "exported").glob("model-*"))
+    assert len(files) > 1 and files[0].endswith(f"of-{len(files):05d}.safetensors")
+    assert same(read(folder / "exported"), read(folder / "saved"))
+    index = json.loads((folder / "exported" / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model_of(kind).parameters())
+    for file in files:
+        tensors = load_file(folder / "exported" / file)
+        assert tensors.keys() == {name for name, where in index["weight_map"].items() if where == file}
+        assert sum(t.nbytes for t in tensors.values()) <= _LIMIT or len(tensors) == 1
+    assert not [path.name for path in folder.iterdir() if ".tmp-" in path.name]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [kind for kind in _KINDS if is_pretrained(kind)])
+def test_transformers_reads_it_as_its_own(ranks: Any, kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original: Any = model_of(kind)
+    original.save_pretrained(tmp_path)
+    whole = ranks[1] / kind / "whole"
+    for path in tmp_path.iterdir():
+        assert filecmp.cmp(path, whole / path.name, shallow=False), path.name
+    loaded = AutoModelForCausalLM.from_pretrained(ranks[1] / kind / "exported").eval()
+    assert same(loaded.state_dict(), original.state_dict())
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=batch(0, rows=2)).logits for m in (loaded, original.eval()))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", _KINDS)
+def test_no_rank_holds_more_than_it_must(ranks: Any, kind: str) -> None:
+    first, second = (found[kind] for found in ranks[0])
+    for found in (first, second):
+        # Only what it keeps, and a tied one by each of its names.
+        assert 0 < found["loaded"]["most"] <= found["largest"]
+        assert found["loaded"]["total"] <= found["mine"] + found["tied"]
+    assert second["sent"]["total"] == 0, "what is whole goes to rank 0 alone"
+    # One tensor on its way, and what waits for its file: less than a file, and that tensor.
+    assert 0 < first["sent"]["most"] <= _LIMIT + first["largest whole"] < first["sent"]["total"]
+    assert 0 < first["kept"] <= _LIMIT + first["largest whole"] and second["kept"] == 0
+
+
+@pytest.mark.distributed
+def test_what_one_rank_runs_into_all_hear(ranks: Any) -> None:
+    for found in ranks[0]:
+        errors = found["errors"]
+        assert "rank 1: FileNotFoundError" in errors["elsewhere"]
+        assert "ranks 0 and 1 see different files" in errors["differs"]
+        assert errors["full"].startswith("CheckpointError") and "rank 0: OSError: no space left" in errors["full"]
+        assert "rank 0: ArithmeticError: cannot convert" in errors["converts"]
+        assert errors["unchanged"] == "True"
+    assert not [path for path in ranks[1].iterdir() if path.name.startswith("full")]
+
+
+@pytest.mark.distributed
+def test_a_trained_model_computes_the_same_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    results = run_ranks(f"{_HERE}:train", 2, folder=str(tmp_path), timeout=120)
+    assert results[0]["moved"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert len(list((tmp_path / "trained").glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        theirs = loaded(input_ids=batch(9, rows=2)).logits
+        untrained = build("qwen3_moe", layers=1)(input_ids=batch(9, rows=2)).logits
+    for found in results:
+        ours = torch.tensor(found["logits"])
+        assert (ours - theirs).abs().max() < 1e-5 < (ours - untrained).abs().max()
+        assert found["loaded"], "into a model whose experts have moved"
+
+
+# --- in one process ---
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    hecate.export(model_of("plain"), tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def refused(folder: Path, model: nn.Module | None = None, **options: Any) -> str:
+    """What loading says; the model must be as it was."""
+    model = model_of("plain", seed=1) if model is None else model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    said = message_of(lambda: hecate.load_pretrained(model, folder, **options))
+    assert same(model.state_dict(), before), "something was changed"
+    return said
+
+
+def changed(folder: Path, change: Callable[[State], object]) -> Path:
+    """The folder with other tensors in its file."""
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_changed(plain: Path) -> None:
+    changed(plain, lambda state: state.pop("blocks.0.w_in"))
+    assert refused(plain).startswith("MismatchError") and "blocks.0.w_in is not in the files" in refused(plain)
+    changed(plain, lambda state: state.update({"blocks.0.w_in.more": torch.zeros(2)}))
+    assert "blocks.0.w_in.more is not in the model" in refused(plain)
+    shape = "blocks.0.w_out has the shape [8, 16, 31] in the files and [8, 16, 32] in the model"
+    changed(plain, lambda state: state.update({"blocks.0.w_out": torch.zeros(8, 16, 31)}))
+    assert shape in refused(plain) and shape in refused(plain, strict=False)
+    changed(plain, lambda state: state.update({"blocks.0.w_out": torch.zeros(8, 16, 32).to(torch.float8_e4m3fn)}))
+    assert "float8_e4m3fn in the files" in refused(plain, strict=False)
+
+
+def test_what_is_in_both_is_loaded_if_that_is_asked_for(plain: Path) -> None:
+    changed(plain, lambda state: state.pop("blocks.0.w_in"))
+    changed(plain, lambda state: state.update({"more": torch.zeros(2)}))
+    model, before = model_of("plain", seed=1), model_of("plain", seed=1).state_dict()
+    left = hecate.load_pretrained(model, plain, strict=False)
+    assert left == (["blocks.0.w_in"], ["more"])
+    expected = model_of("plain").state_dict() | {"blocks.0.w_in": before["blocks.0.w_in"]}
+    assert same(model.state_dict(), expected)
+
+
+def test_one_name_of_a_tied_parameter_is_enough(plain: Path) -> None:
+    changed(plain, lambda state: state.pop("embedding.weight"))
+    model = model_of("plain", seed=1)
+    hecate.load_pretrained(model, plain)
+    assert same(model.state_dict(), model_of("plain").state_dict())
+
+
+def test_floats_take_the_dtype_of_the_model(plain: Path) -> None:
+    model = model_of("plain", seed=1).bfloat16()
+    hecate.load_pretrained(model, plain)
+    assert same(model.state_dict(), model_of("plain").bfloat16().state_dict())
+
+
+def test_experts_with_a_gap_are_refused(tmp_path: Path) -> None:
+    hecate.export(model_of("qwen3_moe"), tmp_path / "model")
+    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
+
+    def shift(state: State) -> None:
+        state[name.format(8)] = state.pop(name.format(3))
+
+    assert "not numbered without a gap" in refused(changed(tmp_path / "model", shift), model_of("qwen3_moe"))
+    changed(tmp_path / "model", lambda state: state.pop(name.format(8)))
+    assert "not numbered" in refused(tmp_path / "model", model_of("qwen3_moe"), strict=False)
+
+
+def test_tensors_that_transformers_leaves_out_are_left_out(tmp_path: Path) -> None:
+    hecate.export(model_of("deepseek_v3"), tmp_path / "model")
+    extra = {"model.layers.61.eh_proj.weight": torch.zeros(2), "model.rotary_emb.inv_freq": torch.zeros(2)}
+    changed(tmp_path / "model", lambda state: state.update(extra))
+    model = model_of("deepseek_v3", seed=1)
+    hecate.load_pretrained(model, tmp_path / "model")
+    assert same(model.state_dict(), model_of("deepseek_v3").state_dict())
+
+
+def test_a_model_without_its_head_and_names_of_the_base_model_load(tmp_path: Path) -> None:
+    whole: Any = model_of("mixtral")
+    whole.model.save_pretrained(tmp_path / "base")
+    model = model_of("mixtral", seed=1)
+    head = model.state_dict()["lm_head.weight"]
+    assert "lm_head.weight is not in the files" in refused(tmp_path / "base", model)
+    assert hecate.load_pretrained(model, tmp_path / "base", strict=False) == (["lm_head.weight"], [])
+    assert same(model.state_dict(), whole.state_dict() | {"lm_head.weight": head})
+
+
+def test_a_folder_that_has_no_safe_files_is_refused(tmp_path: Path) -> None:
+    assert "is no folder; huggingface_hub.snapshot_download" in refused(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "has no model.safetensors and no model.safetensors.index.json" in refused(tmp_path / "empty")
+    torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
+    said = refused(tmp_path / "empty")
+    assert "pytorch_model.bin, a pickle" in said and "save_pretrained" in said
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert "adapters of PEFT" in refused(tmp_path / "empty")
+
+
+def test_files_that_are_damaged_are_refused(plain: Path) -> None:
+    file = plain / "model.safetensors"
+    content = file.read_bytes()
+    for damaged in (content[:-7], content[:100], b"", b"\xff" * 64):
+        file.write_bytes(damaged)
+        assert "model.safetensors cannot be read" in refused(plain)
+    file.unlink()
+    os.mkfifo(file)
+    assert "not a plain file" in refused(plain)
+
+
+def test_quantized_weights_are_refused(plain: Path) -> None:
+    (plain / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    assert "are quantized" in refused(plain, strict=False)
+    (plain / "config.json").write_text("[" * 100_000)
+    assert "config.json cannot be read" in refused(plain)
+
+
+@pytest.mark.parametrize("index, says", [
+    ({"a": "../other.safetensors"}, "outside of the folder"),
+    ({"a": "/etc/passwd"}, "outside of the folder"),
+    ({"a": ".."}, "outside of the folder"),
+    ({"a": "part\0"}, "outside of the folder"),
+    ({"a": "link.safetensors"}, "is a link out of the folder"),
+    ({"a": "missing.safetensors"}, "missing.safetensors is missing"),
+    ({"a": "part.safetensors"}, "says that a is in part.safetensors, and it is not"),
+    ({"b": "part.safetensors", "a": "again.safetensors"}, "b is in part.safetensors, and in again.safetensors"),
+    ({"a": 3}, "cannot be read"),
+    ([], "cannot be read"),
+    ("[" * 100_000, "cannot be read"),
+])  # fmt: skip
+def test_an_index_leads_nowhere_else(tmp_path: Path, index: Any, says: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    save_file({"b": torch.zeros(1)}, folder / "part.safetensors")
+    save_file({"b": torch.zeros(1), "a": torch.zeros(1)}, folder / "again.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "other.safetensors")
+    text = index if isinstance(index, str) else json.dumps({"weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert says in refused(folder)
+
+
+def test_a_snapshot_of_the_hub_is_links_to_its_blobs(plain: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (plain / "model.safetensors").rename(blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    model = model_of("plain", seed=1)
+    hecate.load_pretrained(model, snapshot)
+    assert same(model.state_dict(), model_of("plain").state_dict())
+
+
+def test_a_model_without_storage_must_be_compiled_first(tmp_path: Path) -> None:
+    assert "is on the meta device; compile the model first" in message_of(
+        lambda: hecate.load_pretrained(on_meta("olmoe"), tmp_path)
+    )
+
+
+def test_dtype_is_that_of_parameters(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = model_of("deepseek_v3")
+    hecate.export(model, tmp_path / "half", dtype=torch.bfloat16)
+    state = read(tmp_path / "half")
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    assert {t.dtype for name, t in state.items() if name != bias} == {torch.bfloat16}
+    assert state[bias].dtype == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert loaded.dtype == torch.bfloat16 and model.config.dtype != torch.bfloat16
+    expected = model.state_dict()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+
+
+@pytest.mark.parametrize("sees", ["less", "an error"])
+def test_a_conversion_of_the_whole_model_goes_by_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str
+) -> None:
+    convert = exporting._PretrainedLayout.convert
+
+    def whole_alone(layout: Any, tensors: State) -> State:
+        if len(tensors) > 3:
+            return convert(layout, tensors)
+        if sees == "less":
+            return {}
+        raise KeyError("a tensor that is not there")
+
+    monkeypatch.setattr(exporting._PretrainedLayout, "convert", whole_alone)
+    steps: list[int] = []
+    take = exporting._Writer.take
+
+    def counted(writer: Any, whole: State) -> None:
+        steps.append(len(whole))
+        take(writer, whole)
+
+    monkeypatch.setattr(exporting._Writer, "take", counted)
+    model: Any = model_of("qwen3_moe")
+    hecate.export(model, tmp_path / "model", max_shard_size=_LIMIT)
+    assert steps == [len(model.state_dict())]
+    model.save_pretrained(tmp_path / "expected")
+    assert same(read(tmp_path / "model"), read(tmp_path / "expected"))
+
+
+@pytest.mark.parametrize("kind, policy, dense", [
+    ("qwen3_moe", "hecate", "shard"), ("list", "hecate", "replicate"), ("plain", "replicate", "replicate"),
+])  # fmt: skip
+def test_a_compiled_model_of_one_process(kind: str, policy: Any, dense: Any, tmp_path: Path) -> None:
+    config = hecate.Config(backend="aot_eager", policy=policy, dense=dense)
+    hecate.export(hecate.compile(model_of(kind), config), tmp_path / "model")
+    other = hecate.compile(model_of(kind, seed=1), config)
+    hecate.load_pretrained(other, tmp_path / "model")
+    assert same(other.state_dict(), model_of(kind).state_dict())
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    model = model_of("plain")
+    for size in ("5", "5 bytes", 0, -1, True, "0GB", None):
+        options: Any = {"max_shard_size": size}
+        assert message_of(lambda options=options: hecate.export(model, tmp_path / "x", **options)).startswith(
+            f"ValueError: hecate.export: max_shard_size={size!r}"
+        )
+    assert exporting._bytes_of("1.5 mb") == 1_500_000
+    said = message_of(lambda: hecate.export(model, tmp_path / "x", dtype=torch.int8))
+    assert "dtype=torch.int8" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_and_extra_state_are_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora: Any = LoraConfig(target_modules=["q_proj"])
+    model: Any = get_peft_model(model_of("olmoe"), lora)
+    assert "model.save_pretrained(directory)" in message_of(lambda: hecate.export(model, tmp_path / "x"))
+    assert "before the adapters are added" in message_of(lambda: hecate.load_pretrained(model, tmp_path))
+
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+    other = nn.Sequential(Counting(2, 2))
+    assert "0 has extra state" in message_of(lambda: hecate.export(other, tmp_path / "x"))
+    assert not list(tmp_path.iterdir())
+
+
+# --- the folder ---
+
+
+def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    hecate.export(model_of("plain"), folder, max_shard_size=_LIMIT)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "more").mkdir()
+    (folder / "more" / "notes.txt").write_text("mine")
+    (tmp_path / "model.tmp-01234567").mkdir()
+    hecate.export(model_of("plain", seed=1), folder)
+    assert sorted(path.name for path in folder.iterdir()) == [RECORD, "model.safetensors", "more", "tokenizer.json"]
+    assert (folder / "more" / "notes.txt").read_text() == "mine"
+    assert same(read(folder), model_of("plain", seed=1).state_dict())
+    assert list(tmp_path.iterdir()) == [folder], "what a killed run left is gone"
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    model: Any = model_of("olmoe")
+    model.save_pretrained(tmp_path / "mine")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    said = message_of(lambda: hecate.export(model_of("olmoe", seed=1), tmp_path / "mine"))
+    assert said.startswith("CheckpointError") and "is not empty, and no export" in said
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    (tmp_path / "file").write_text("")
+    assert "is a file" in message_of(lambda: hecate.export(model, tmp_path / "file"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_leaves_nothing_half(tmp_path: Path, exists: bool, renames: int) -> None:
+    """Killed at the first rename, the second, or after both."""
+    folder = tmp_path / "model"
+    if exists:
+        write_export(folder, "old")
+        (folder / "tokenizer.json").write_text("{}")
+    child = os.fork()
+    if child == 0:
+        rename, left = Path.rename, [renames]
+
+        def killed(path: Path, target: Path) -> Path:
+            if left[0] == 0:
+                os._exit(9)
+            left[0] -= 1
+            return rename(path, target)
+
+        Path.rename = killed  # type: ignore[method-assign,assignment]
+        write_export(folder, "new")
+        os._exit(0)
+    os.waitpid(child, 0)
+    published = renames > (1 if exists else 0)
+    whole = [path for path in (folder, *tmp_path.glob("model.replaced-*")) if path.exists()]
+    assert len(whole) == int(exists or published)
+    for path in whole:
+        assert (path / "model.safetensors").read_text() == ("new" if published else "old")
+    write_export(folder, "next")
+    assert (folder / "model.safetensors").read_text() == "next"
+    assert (folder / "tokenizer.json").exists() is exists
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def write_export(folder: Path, text: str) -> None:
+    place = ExportFolder(folder)
+    place.open()
+    (place.draft / "model.safetensors").write_text(text)
+    place.publish()
+
+
+def test_the_draft_of_a_run_that_lives_stays(tmp_path: Path) -> None:
+    place = ExportFolder(tmp_path / "model")
+    place.open()
+    write_export(tmp_path / "model", "theirs")
+    assert place.draft.is_dir()
+    (place.draft / "model.safetensors").write_text("ours")
+    place.publish()
+    assert (tmp_path / "model" / "model.safetensors").read_text() == "ours"
+    place.discard()
+    assert (tmp_path / "model").is_dir()
