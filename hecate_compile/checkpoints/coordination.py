@@ -16,6 +16,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.start import new_group_beside
 from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import World
 
@@ -136,12 +137,6 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, made when it is first asked for: training goes on while a thread saves."""
     own = _groups.get(group.group_name)
     if own is None or own not in dist.distributed_c10d._world.pg_map:
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(
-            ranks,
-            backend="gloo",
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc="hecate checkpoints",
-        )
+        own = new_group_beside(group, backend="gloo", timeout=None, what="hecate checkpoints")
         _groups[group.group_name] = own
     return own

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hecate.runtime.comm.agent import end_with_agent
 from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.comm.start import new_group_beside, start_process_group
 from hecate.runtime.placement.topology import Topology
 
 
@@ -63,6 +65,7 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     Raises:
         ValueError: the mesh has more than one dimension.
     """
+    end_with_agent()
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
@@ -77,7 +80,7 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
             return World(rank=0, size=1, group=None, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group()
+        start_process_group()
     return _world_of(dist.group.WORLD, device)
 
 
@@ -107,17 +110,10 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     own = _own.get(group.group_name)
     # Those of before destroy_process_group are gone.
     if own is None or own not in dist.distributed_c10d._world.pg_map:
-        ranks = dist.get_process_group_ranks(group)
         # A fake group has no options.
         options = group._get_backend(torch.device(next(iter(_backends(group))))).options
-        own = dist.new_group(
-            ranks,
-            backend=dist.get_backend_config(group),
-            timeout=options._timeout if options is not None else None,
-            # Its name then counts the groups that a rank is in, of which ranks may have different numbers.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc="hecate",
-        )
+        timeout = options._timeout if options is not None else None
+        own = new_group_beside(group, backend=dist.get_backend_config(group), timeout=timeout, what="hecate")
         _own[group.group_name] = own
     return own
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import hecate
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,17 +27,83 @@ def _run(*arguments: str, ranks: int = 1, example: str = "train.py") -> subproce
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.distributed
-def test_two_ranks_learn_and_report(tmp_path: Path) -> None:
-    small = "--steps 40 --layers 2 --hidden 32 --experts 4 --length 64 --generate 4 --backend aot_eager"
-    run = _run(*small.split(), "--auxiliary-loss", "0.01", "--dump", str(tmp_path), ranks=2)
+_OPTIONS = (
+    "--steps 40 --layers 2 --hidden 32 --experts 4 --length 64 --generate 4 --backend aot_eager "
+    "--auxiliary-loss 0.01 --save-every 8"
+)
+_SMALL = _OPTIONS.split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run that nobody disturbs: what it said, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = _run(*_SMALL, "--dump", str(folder / "dump"), "--checkpoints", str(folder / "steps"), ranks=2)
     assert run.returncode == 0, run.stderr[-4000:]
-    first, last = map(float, re.findall(r"first loss ([\d.]+), last loss ([\d.]+)", run.stdout)[0])
-    unigram = float(re.findall(r"byte unigram model ([\d.]+)", run.stdout)[0])
+    return run.stdout, folder
+
+
+@pytest.mark.distributed
+def test_two_ranks_learn_and_report(whole: tuple[str, Path]) -> None:
+    said, folder = whole
+    first, last = map(float, re.findall(r"first loss ([\d.]+), last loss ([\d.]+)", said)[0])
+    unigram = float(re.findall(r"byte unigram model ([\d.]+)", said)[0])
     assert last < first - 1
     assert 2.5 < unigram < 4.5
-    assert "generated: 'def " in run.stdout
-    assert len(list(tmp_path.glob("rank0/graph*.exchange_rows.3.diff"))) == 1, "one graph"
+    assert "generated: 'def " in said
+    assert len(list((folder / "dump").glob("rank0/graph*.exchange_rows.3.diff"))) == 1, "one graph"
+    steps = sorted(path.name for path in (folder / "steps").glob("step-*"))
+    assert steps == ["step-00000024", "step-00000032", "step-00000040"]
+
+
+@pytest.mark.distributed
+def test_killed_training_goes_on_with_the_same_losses(whole: tuple[str, Path], tmp_path: Path) -> None:
+    """A rank is killed in the middle; torchrun starts all again, and nothing is different at the end."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    undisturbed, killed = whole[1] / "steps", tmp_path / "steps"
+    # What is measured at the start of a run, and plans depend on, is the same from here on.
+    shutil.copytree(undisturbed / "step-00000024", killed / "step-00000024")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1",
+        str(ROOT / "examples" / "train.py"), *_SMALL, "--dump", str(tmp_path / "dump"),
+        "--checkpoints", str(killed), "--resume",
+    ]  # fmt: skip
+    with (tmp_path / "output").open("w") as output:
+        agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_for(killed / "step-00000032", agent)
+            workers = _children(agent.pid)
+            os.kill(workers[-1], signal.SIGKILL)
+            code = agent.wait(200)
+        finally:
+            agent.kill()
+    assert len(workers) == 2 and code == 0, (tmp_path / "output").read_text()[-4000:]
+    assert (tmp_path / "output").read_text().count("going on from step") == 2
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    found = []
+    for folder in (undisturbed, killed):
+        model = Qwen3MoeForCausalLM(config)
+        loaded = hecate.load(folder, model, same_options=False)
+        found.append((loaded.step, loaded.extra["losses"], model.state_dict()))
+    (step, losses, weights), (again, same_losses, same_weights) = found
+    assert step == again == 40 and losses == same_losses
+    assert all(torch.equal(value, same_weights[key]) for key, value in weights.items())
+
+
+def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 150
+    while not path.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert path.exists(), path
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.distributed

@@ -1,0 +1,153 @@
+"""Process groups that a restart by torchrun does not confuse.
+
+torchrun keeps one store for all starts of a run. Keys of a start that was killed are still in it: addresses of dead
+ranks, to which new ones would connect (pytorch#135712, #167288), and meetings that seem to have taken place. So the
+ranks of a start agree on a text that no other start had, and all keys of ours begin with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PAUSE = 0.01
+# Default groups that were started here: all their keys are of this start.
+_fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# The text of each other group; of one that is not in it, nothing is put before its keys.
+_starts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def start_process_group(timeout: timedelta | None = None) -> None:
+    """``dist.init_process_group()`` for what torchrun started, whatever an earlier start left in the store.
+
+    Args:
+        timeout: how long ranks wait for each other here; by default torch's.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+    """
+    if not _store_outlives_ranks():
+        dist.init_process_group()
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=timeout
+    )
+    text = agree_on_start(store, rank, size, timeout)
+    dist.init_process_group(store=dist.PrefixStore(f"hecate/{text}", store), rank=rank, world_size=size)
+    _fresh.add(dist.distributed_c10d._get_default_group())
+
+
+def new_group_beside(group: dist.ProcessGroup, *, backend: str, timeout: timedelta | None, what: str) -> Any:
+    """A group of the same ranks. A collective of these ranks.
+
+    Args:
+        what: for torch's logs.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    with _own_keys(group):
+        own = dist.new_group(
+            ranks,
+            backend=backend,
+            timeout=timeout,
+            # Its name then counts the groups that a rank is in, of which ranks may have different numbers.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc=what,
+        )
+    if group in _starts:
+        _starts[own] = _starts[group]
+    return own
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store for what ranks of ``group`` tell each other."""
+    store, text = dist.distributed_c10d._get_default_store(), _starts.get(group)
+    return store if text is None else dist.PrefixStore(f"hecate/{text}", store)
+
+
+def agree_on_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A text that is the same on all ranks, and that no earlier start on this store had.
+
+    Every rank says hello with a text of its own. Rank 0 offers one to those that it hears, and again whenever it
+    hears another hello; who finds its own hello in the offer knows that it is of now, and says that it has seen it.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    own = uuid.uuid4().hex
+    if rank == 0:
+        return _offer(store, own, size, end)
+    store.set(f"hecate/hello/{rank}", own)
+    while True:
+        offer = json.loads(_read(store, "hecate/offer") or "{}")
+        if offer.get("heard", {}).get(str(rank)) == own:
+            store.set(f"hecate/seen/{rank}", offer["text"])
+            return str(offer["text"])
+        if time.monotonic() > end:
+            raise TimeoutError(f"hecate: rank 0 did not start within {timeout.total_seconds():.0f} s")
+        time.sleep(_PAUSE)
+
+
+def _offer(store: dist.Store, text: str, size: int, end: float) -> str:
+    heard: dict[str, str] = {}
+    missing: Sequence[int] = range(1, size)
+    while missing:
+        told = {str(rank): _read(store, f"hecate/hello/{rank}") for rank in range(1, size)}
+        if told != heard:
+            heard = told
+            store.set("hecate/offer", json.dumps({"text": text, "heard": heard}))
+        missing = [rank for rank in missing if _read(store, f"hecate/seen/{rank}") != text]
+        if missing and time.monotonic() > end:
+            raise TimeoutError(f"hecate: ranks {list(missing)} did not start in time")
+        time.sleep(_PAUSE if missing else 0)
+    return text
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+@contextmanager
+def _own_keys(group: dist.ProcessGroup) -> Iterator[None]:
+    """While a group is made beside ``group``: its addresses are under keys of this start."""
+    text = _text_of(group)
+    if text is None:
+        yield
+        return
+    groups, default = dist.distributed_c10d._world.pg_map, dist.distributed_c10d._get_default_group()
+    before = groups[default]
+    groups[default] = (before[0], dist.PrefixStore(f"hecate/{text}", before[1]))
+    try:
+        yield
+    finally:
+        groups[default] = before
+
+
+def _text_of(group: dist.ProcessGroup) -> str | None:
+    """The text of a group that the user started: rank 0's. A collective when it is first asked for."""
+    default = dist.distributed_c10d._get_default_group()
+    if group in _starts or default in _fresh or not _store_outlives_ranks():
+        return _starts.get(group)
+    kinds = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
+    device = "cpu" if "cpu" in kinds else next(iter(kinds))
+    number = torch.tensor([uuid.uuid4().int >> 65], device=device)
+    dist.broadcast(number, group=group, group_src=0)
+    _starts[group] = f"{int(number):x}"
+    return _starts[group]
+
+
+def _store_outlives_ranks() -> bool:
+    """Whether the store is torchrun's own; otherwise it began with this start."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,50 @@
+"""A start finds its own ranks, whatever an earlier one left in the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hecate.runtime.comm.start import agree_on_start
+
+
+def _store(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def _start(port: int, size: int, delays: dict[int, float]) -> list[str]:
+    texts = [""] * size
+
+    def rank(number: int) -> None:
+        time.sleep(delays.get(number, 0))
+        texts[number] = agree_on_start(_store(port), number, size, timedelta(seconds=20))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+def test_every_start_has_a_text_of_its_own() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seen = set()
+    # Other numbers of ranks, and each of them late once: what is in the store is always of an earlier start.
+    for size, late in ((3, 0), (3, 1), (2, 0), (3, 2), (1, 0), (3, 1)):
+        texts = _start(server.port, size, {late: 0.15})
+        assert len(set(texts)) == 1 and texts[0] not in seen
+        seen.add(texts[0])
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _start(server.port, 3, {})
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not start"):
+        agree_on_start(_store(server.port), 0, 3, timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match="rank 0 did not start"):
+        agree_on_start(_store(server.port), 1, 3, timedelta(seconds=0.2))
