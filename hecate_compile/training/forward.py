@@ -11,6 +11,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
@@ -63,6 +64,10 @@ class CompiledForward:
         self.after: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with telling("in its forward"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
         # Step 1: what this forward is for.
         training = torch.is_grad_enabled()
         mode = StepMode(training=training, first=training not in self._compiled_modes)

@@ -6,17 +6,18 @@ Texts travel as bytes in tensors, never as pickled objects.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 
 import torch
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.desync import DisagreementError, first_difference
+from hecate.runtime.comm.history import as_plain, from_plain, history_of
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 
-
-class DisagreementError(RuntimeError):
-    """Ranks differ in something that must be equal; raised on every rank with the first difference."""
+__all__ = ["DisagreementError", "agree", "compare_histories"]
 
 
 def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
@@ -43,10 +44,32 @@ def _compare(lines: Sequence[str], what: str, advice: str, world: World) -> None
     digests = _gather(hashlib.sha256(text).digest(), 32, world)
     if all(digest == digests[0] for digest in digests):
         return
+    everyone = [text.decode().split("\n") for text in _gather_texts(text, world)]
+    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
+
+
+def compare_histories(world: World) -> None:
+    """Say where ranks parted that are known to have done so. All ranks together.
+
+    Raises:
+        DisagreementError: always, with the first difference.
+    """
+    assert world.group is not None, "one rank has nobody to differ from"
+    text = json.dumps(as_plain(history_of(world.group).calls)).encode()
+    world.queue.drain()
+    with doing("the comparison of collectives"):
+        texts = _gather_texts(text, world)
+    calls = {rank: from_plain(json.loads(found)) for rank, found in enumerate(texts)}
+    raise DisagreementError(
+        first_difference(calls)
+        or "hecate: ranks disagree on collectives that lie further back than what they remember of them."
+    )
+
+
+def _gather_texts(text: bytes, world: World) -> list[bytes]:
     lengths = [int.from_bytes(raw, "little") for raw in _gather(len(text).to_bytes(8, "little"), 8, world)]
     texts = _gather(text, max(lengths), world)
-    everyone = [raw[:length].decode().split("\n") for raw, length in zip(texts, lengths, strict=True)]
-    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
+    return [raw[:length] for raw, length in zip(texts, lengths, strict=True)]
 
 
 def _gather(payload: bytes, length: int, world: World) -> list[bytes]:

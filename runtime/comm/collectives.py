@@ -11,12 +11,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm.waiting import waiting
+from hecate.runtime.comm.history import history_of
+from hecate.runtime.comm.supervise import supervised
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def proof(world: World) -> list[int]:
+    """Two numbers about all collectives so far; see :func:`hecate.runtime.comm.history.proven`."""
+    return history_of(world.group).proof if world.group is not None else [0, 0]
 
 
 def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
@@ -42,8 +48,14 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     if world.group is None:
         return out.copy_(rows)
-    with waiting(world.group):
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=world.group)
+    group, rows = world.group, rows.contiguous()
+    supervised(
+        "all_to_all",
+        lambda background: dist.all_to_all_single(out, rows, receive, send, group=group, async_op=background),
+        rows,
+        group,
+        (send, receive),
+    )
     return out
 
 
@@ -55,8 +67,8 @@ def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
         return all_gather_even(tensor.cpu(), world).to(tensor.device)
     # Flat, because gloo takes stacked output only for one-dimensional input.
     out = tensor.new_empty(world.size * tensor.numel())
-    with waiting(world.group):
-        _all_gather(out, tensor.reshape(-1), group=world.group)
+    group, flat = world.group, tensor.reshape(-1)
+    supervised("all_gather", lambda background: _all_gather(out, flat, group=group, async_op=background), flat, group)
     return out.view(world.size, *tensor.shape)
 
 
@@ -138,13 +150,23 @@ def move_shards(shard: torch.Tensor, old: Owners, new: Owners, world: World) -> 
 
 def broadcast(tensor: torch.Tensor, world: World) -> None:
     """Overwrite ``tensor`` with rank 0's, in place."""
-    if world.group is not None:
-        with waiting(world.group):
-            dist.broadcast(tensor, group=world.group, group_src=0)
+    group = world.group
+    if group is not None:
+        supervised(
+            "broadcast",
+            lambda background: dist.broadcast(tensor, group=group, group_src=0, async_op=background),
+            tensor,
+            group,
+        )
 
 
 def all_reduce(tensor: torch.Tensor, world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Overwrite ``tensor`` with the sum over ranks, or what else ``op`` is, in place."""
-    if world.group is not None:
-        with waiting(world.group):
-            dist.all_reduce(tensor, op=op, group=world.group)
+    group = world.group
+    if group is not None:
+        supervised(
+            "all_reduce",
+            lambda background: dist.all_reduce(tensor, op=op, group=group, async_op=background),
+            tensor,
+            group,
+        )

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hecate.runtime.comm.history import labelled
 from hecate.runtime.comm.waiting import doing
 
 
@@ -36,12 +37,19 @@ class Job:
         run: communicates and unpacks; touches nothing but its own tensors. Returns fresh tensors.
         meanwhile: work for the host while it runs.
         finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
+        label: what it is, in words that are the same on all ranks: "exchange of blocks.0, step 3".
     """
 
     queue: CollectiveQueue
     run: Callable[[], Any]
     meanwhile: Callable[[], None] | None = None
     finish: Callable[[Any], Any] | None = None
+    label: str = ""
+
+    def communicate(self) -> Any:
+        """What ``run`` returns."""
+        with labelled(self.label):
+            return self.run()
 
 
 @dataclass
@@ -109,7 +117,7 @@ class _Pending:
         try:
             assert self.job is not None
             with torch.inference_mode(self.inference), torch.no_grad(), doing(self.span.title):
-                self.result = self.job.run()
+                self.result = self.job.communicate()
         except BaseException as error:
             self.error = error
         finally:
@@ -241,7 +249,7 @@ def run(job: Job) -> Any:
     """Start ``job`` and wait for it, in the caller's thread if nothing is on its way."""
     if not job.queue.idle:
         return job.queue.submit(job, "").wait()
-    result = job.run()
+    result = job.communicate()
     if job.meanwhile is not None:
         job.meanwhile()
     return result if job.finish is None else job.finish(result)

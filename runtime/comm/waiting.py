@@ -1,16 +1,15 @@
 """Say who waits for whom, in what, when a collective takes long: ranks that call different things hang otherwise.
 
-A thread looks every second. Of what has waited for two seconds it tells the others, in the store that torchrun has
-open; what has waited for ten is written to the log of each rank that waits, with what the others told. NCCL does not
-block the host, and has a watchdog.
+A thread looks every second. Of what has waited for two seconds it tells the others, and finds out whether it can end
+at all (:mod:`hecate.runtime.comm.faults`). What has waited for ten is written to the log of each rank that waits,
+with what the others told. NCCL does not block the host, and has a watchdog.
 
-What users call themselves, and may call on one rank alone, waits for the others in that store before it communicates
-(:func:`meet`), and raises as soon as one of them is in something else.
+What users call themselves, and may call on one rank alone, waits for the others in the store that torchrun has open
+before it communicates (:func:`meet`), and raises as soon as one of them is in something else.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -24,22 +23,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm import bulletin as bulletins
+from hecate.runtime.comm import failures, faults, gloo
+from hecate.runtime.comm.bulletin import add_part, bulletin, entry_of
+from hecate.runtime.comm.history import from_plain, history_of
+from hecate.runtime.comm.start import store_of
+
 log = logging.getLogger("hecate")
 
 # When a wait is told to the others, in seconds; and when it is logged, and then each time after twice as long.
 TOLD = 2.0
 FIRST = 10.0
-_EVERY = 1.0
 _doing: ContextVar[str] = ContextVar("_doing", default="a collective")
 
 
 @dataclass(eq=False)
-class _Wait:
+class Wait:
     """A thread that is in a collective.
 
     Attributes:
         number: how many collectives this rank has started on the group, this one included.
         next: seconds after which it is logged.
+        reads: how often others had been read when it was last looked at.
+        problem: why it will not end, once that is known.
     """
 
     what: str
@@ -47,12 +53,12 @@ class _Wait:
     number: int
     since: float
     next: float
-    told: bool = False
+    reads: int = 0
+    problem: faults.Problem | None = None
 
 
-_waits: dict[int, _Wait] = {}
-# By the group's name: collectives that this rank has started, and meetings that it has come to.
-_started: Counter[str] = Counter()
+_waits: dict[int, Wait] = {}
+# By the group's name: meetings that this rank has come to.
 _met: Counter[str] = Counter()
 _lock = threading.Lock()
 _watcher: threading.Thread | None = None
@@ -69,26 +75,20 @@ def doing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(group: dist.ProcessGroup) -> Iterator[None]:
-    """Around everything that waits for other ranks."""
-    _started[group.group_name] += 1
-    with _watched(group):
-        yield
+def watched(group: dist.ProcessGroup, what: str = "") -> Iterator[Wait]:
+    """Around everything that waits for other ranks.
 
-
-@contextmanager
-def _watched(group: dist.ProcessGroup) -> Iterator[None]:
+    Args:
+        what: in words; without any, what :func:`doing` says.
+    """
     _start()
     thread = threading.get_ident()
-    started = _started[group.group_name]
-    wait = _waits[thread] = _Wait(_doing.get(), group, started, time.monotonic(), FIRST)
+    wait = Wait(what or _doing.get(), group, history_of(group).number, time.monotonic(), FIRST)
+    _waits[thread] = wait
     try:
-        yield
+        yield wait
     finally:
         _waits.pop(thread, None)
-        if wait.told:
-            with suppress(Exception):
-                dist.distributed_c10d._get_default_store().set(_key(dist.get_rank()), "")
 
 
 def meet(what: str, group: dist.ProcessGroup) -> None:
@@ -99,17 +99,19 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
 
     Raises:
         RuntimeError: a rank waits in something else, which it began after all that this rank has taken part in; or
-            one does not come before the group's timeout.
+            one has failed, or does not come before the group's timeout.
     """
-    store, own, name = dist.distributed_c10d._get_default_store(), dist.get_rank(), group.group_name
+    store, own, name = store_of(group), dist.get_rank(), group.group_name
     ranks = dist.get_process_group_ranks(group)
     _met[name] += 1
     keys = {rank: f"hecate/meeting/{name}/{_met[name]}/{rank}" for rank in ranks}
     store.set(keys[own], what)
     pause, end = 0.001, time.monotonic() + _timeout(group)
-    with doing(what), _watched(group):
+    with watched(group, what) as wait:
         while not store.check(list(keys.values())):
-            problem = _elsewhere(store, ranks, group)
+            problem = _elsewhere(ranks, group)
+            if problem is None and wait.problem is not None:
+                raise wait.problem.error_in(what)
             if problem is None and time.monotonic() > end:
                 missing = [rank for rank in ranks if not store.check([keys[rank]])]
                 problem = f"ranks {missing} did not come before the group's timeout"
@@ -129,11 +131,11 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
     store.delete_key(f"hecate/meeting/{name}/{_met[name] - 1}/{own}")
 
 
-def _elsewhere(store: dist.Store, ranks: list[int], group: dist.ProcessGroup) -> str | None:
+def _elsewhere(ranks: list[int], group: dist.ProcessGroup) -> str | None:
     """A rank that waits in a collective which this one has not begun, and what that is."""
     for rank in ranks:
-        told = _told(store, rank)
-        if told is not None and told["group"] == group.group_name and told["number"] > _started[group.group_name]:
+        told = entry_of(rank).get("waits", {}).get(group.group_name)
+        if told is not None and told["number"] > history_of(group).number:
             return f"rank {rank} waits in {told['what']}"
     return None
 
@@ -157,48 +159,55 @@ def _start() -> None:
     if _watcher is None:
         with _lock:
             if _watcher is None:
+                bulletin()
+                failures.watch_program()
+                gloo.hold_fatal_errors(failures.consequences)
                 _watcher = threading.Thread(target=_watch, name="hecate-waiting", daemon=True)
                 _watcher.start()
 
 
 def _watch() -> None:
     while True:
-        time.sleep(_EVERY)
+        time.sleep(bulletins.EVERY)
         for wait in list(_waits.values()):
             seconds = time.monotonic() - wait.since
-            if seconds >= TOLD and not wait.told:
-                wait.told = True
-                with suppress(Exception):
-                    text = json.dumps({"what": wait.what, "group": wait.group.group_name, "number": wait.number})
-                    dist.distributed_c10d._get_default_store().set(_key(dist.get_rank()), text)
-            if seconds >= wait.next:
-                wait.next *= 2
-                # The process may be on its way out; then there is nothing to say.
-                with suppress(Exception):
-                    _tell(wait, seconds)
+            # The process may be on its way out; then there is nothing to say.
+            with suppress(Exception):
+                if seconds >= TOLD and wait.problem is None:
+                    bulletin().listen()
+                    if wait.reads != bulletin().reads:
+                        wait.reads = bulletin().reads
+                        wait.problem = faults.verdict(wait.group)
+                if seconds >= wait.next:
+                    wait.next *= 2
+                    _log(wait, seconds)
 
 
-def _tell(wait: _Wait, seconds: float) -> None:
+def _log(wait: Wait, seconds: float) -> None:
     own = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    others = []
-    for rank in dist.get_process_group_ranks(wait.group):
-        if rank != own:
-            told = _told(store, rank)
-            others.append(f"rank {rank} " + (f"waits in {told['what']}" if told else "does not say that it waits"))
+    others = [_state(rank, wait.group) for rank in dist.get_process_group_ranks(wait.group) if rank != own]
     log.warning(
         "hecate: rank %d has waited for %.0f s in %s: %s. All ranks must call it together.",
         own, seconds, wait.what, "; ".join(others),
     )  # fmt: skip
 
 
-def _told(store: dist.Store, rank: int) -> dict[str, Any] | None:
-    """What a rank told of what it waits in."""
-    key = _key(rank)
-    text = store.get(key).decode() if store.check([key]) else ""
-    found: dict[str, Any] | None = json.loads(text) if text else None
-    return found
+def _state(rank: int, group: dist.ProcessGroup) -> str:
+    silent = bulletin().silence(rank)
+    if silent is not None and silent > 5 * bulletins.EVERY:
+        return f"rank {rank} has not been heard of for {silent:.0f} s"
+    heard = bulletin().heard.get(rank)
+    entry, name = heard.entry if heard is not None else {}, group.group_name
+    told = entry.get("waits", {}).get(name)
+    if told:
+        return f"rank {rank} waits in {told['what']}"
+    last = from_plain(entry.get("groups", {}).get(name, {}).get("calls", [])[-1:])
+    return f"rank {rank} does not say that it waits" + (f", and began last {last[0]}" if last else "")
 
 
-def _key(rank: int) -> str:
-    return f"hecate/waiting/{rank}"
+def _told(asked: bool) -> dict[str, Any]:
+    waits = [wait for wait in list(_waits.values()) if time.monotonic() - wait.since >= TOLD]
+    return {"waits": {wait.group.group_name: {"what": wait.what, "number": wait.number} for wait in waits}}
+
+
+add_part(_told)

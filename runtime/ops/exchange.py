@@ -29,21 +29,23 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     world, placer = record.world, record.placer
     counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
-    signed = torch.cat([counts, counts.new_full((1,), placer.model.signature)])
+    plans = placer.model.signature
 
     def run() -> Tensor:
-        return collectives.all_gather_even(signed.to(world.control_device), world)
+        # Now, and not above: what has run before this is known when it runs.
+        signature = torch.tensor([plans, *collectives.proof(world)], device=world.control_device)
+        return collectives.all_gather_even(torch.cat([counts.to(world.control_device), signature]), world)
 
     def finish(gathered: Tensor) -> Tensor:
         # Here and not above: it waits for the device, which must not keep what comes next from being started.
         gathered = gathered.cpu()
-        placer.model.check(gathered[:, -1])
-        record.counts = gathered[:, :-1].contiguous()
+        placer.model.check(gathered[:, -3:])
+        record.counts = gathered[:, :-3].contiguous()
         record.bytes_sent = 0
         placer.observe(record.counts.numpy())
         return record.counts.clone()
 
-    return Job(world.queue, run, finish=finish)
+    return Job(world.queue, run, finish=finish, label=record.placer.label("gather_counts"))
 
 
 def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
@@ -107,7 +109,7 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     def run() -> Tensor:
         return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order)
 
-    return Job(record.world.queue, run)
+    return Job(record.world.queue, run, label=record.placer.label("exchange"))
 
 
 def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
@@ -130,7 +132,9 @@ def _exchange_back(
         out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))
         return out.index_copy_(0, order, returned)
 
-    return Job(record.world.queue, run, meanwhile=record.placer.plan_ahead)
+    return Job(
+        record.world.queue, run, meanwhile=record.placer.plan_ahead, label=record.placer.label("exchange_back")
+    )
 
 
 def _exchange_back_fake(

@@ -30,9 +30,14 @@ from hecate.runtime.state.layer import Layer, get_layer
 
 
 def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
-    world, owners = get_layer(layer).world, get_layer(layer).owners
+    record = get_layer(layer)
+    world, owners = record.world, record.owners
     own = shard.clone(memory_format=torch.contiguous_format)
-    return Job(world.queue, lambda: collectives.gather_shards(own, owners, world))
+    return Job(
+        world.queue,
+        lambda: collectives.gather_shards(own, owners, world),
+        label=record.placer.label("gather_experts"),
+    )
 
 
 def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
@@ -40,9 +45,14 @@ def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
 
 
 def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
-    world, owners = get_layer(layer).world, get_layer(layer).owners
+    record = get_layer(layer)
+    world, owners = record.world, record.owners
     own = grad.clone(memory_format=torch.contiguous_format)
-    return Job(world.queue, lambda: collectives.reduce_scatter_shards(own, owners, world).div_(world.size))
+    return Job(
+        world.queue,
+        lambda: collectives.reduce_scatter_shards(own, owners, world).div_(world.size),
+        label=record.placer.label("reduce_scatter_experts"),
+    )
 
 
 def _reduce_scatter_experts_fake(grad: Tensor, owned: int, layer: int) -> Tensor:
@@ -111,7 +121,11 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tenso
     stages = record.placer.stages(used)
     slots_of_rank = sparse_collectives.own_slots(shards, used, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
-    return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
+    return Job(
+        record.world.queue,
+        lambda: sparse_collectives.gather(slots_of_rank, stages, record),
+        label=record.placer.label("sparse_all_gather"),
+    )
 
 
 def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
@@ -130,7 +144,11 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
     totals = sparse_collectives.totals_of(grads, used)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, grads, record.world.rank, homeward=True)
     dtypes = [grad.dtype for grad in grads]
-    return Job(record.world.queue, lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record))
+    return Job(
+        record.world.queue,
+        lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record),
+        label=record.placer.label("sparse_reduce_scatter"),
+    )
 
 
 def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
@@ -146,7 +164,11 @@ def _top_up(
     slots_of_rank = sparse_collectives.own_slots(shards, new, record)
     sparse_collectives.take_over(slots_of_rank, have, old, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
-    return Job(record.world.queue, lambda: sparse_collectives.gather(slots_of_rank, stages, record))
+    return Job(
+        record.world.queue,
+        lambda: sparse_collectives.gather(slots_of_rank, stages, record),
+        label=record.placer.label("top_up"),
+    )
 
 
 def _top_up_fake(

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.agreement import agree, compare_histories
+from hecate.runtime.comm.history import proven
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -59,17 +60,12 @@ class Placer:
 
     def state_dict(self) -> dict[str, Any]:
         """What layers share between steps, for checkpoints."""
-        return {
-            "rates": asdict(self.rates),
-            "optimizer_stepped": self.optimizer_stepped,
-            "policy": self.policy.state_dict(),
-        }
+        return {"rates": asdict(self.rates), "optimizer_stepped": self.optimizer_stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, with the same policy on as many ranks in the same nodes."""
         self.set_rates(Rates(**state["rates"]), because="as in the checkpoint")
         self.optimizer_stepped = state["optimizer_stepped"]
-        self.policy.load_state_dict(state["policy"])
 
     def set_rates(self, rates: Rates, *, because: str) -> None:
         """Plan with other rates from now on. All ranks do so at the same time, with the same rates."""
@@ -80,13 +76,9 @@ class Placer:
     def sign(self, name: str, step: int, owners: Owners, placement: Placement) -> None:
         """Take a layer's new placement into the digest."""
         self._last[name] = step, placement
-        if not self.policy.replicates:
-            return
-        experts, ranks = placement.pairs
-        text = f"{name} {step} {owners.ranks}".encode()
-        self.digest = hashlib.blake2b(
-            self.digest + text + experts.tobytes() + ranks.tobytes(), digest_size=8
-        ).digest()
+        holders = placement.pairs if self.policy.replicates else ()
+        plan = b"".join(part.tobytes() for part in (owners.array, *holders))
+        self.digest = hashlib.blake2b(self.digest + f"{name} {step}".encode() + plan, digest_size=8).digest()
 
     @property
     def signature(self) -> int:
@@ -94,12 +86,16 @@ class Placer:
         return int.from_bytes(self.digest, "little", signed=True)
 
     def check(self, signatures: torch.Tensor) -> None:
-        """Compare the signatures of all ranks, int64 ``[W]``.
+        """Compare what travelled with the counts: signature and proof of each rank, int64 ``[W, 3]``.
 
         Raises:
-            DisagreementError: on every rank, with the first layer whose plan differs.
+            DisagreementError: on every rank, with the first collective in which ranks parted, or the first layer
+                whose plan differs.
         """
-        if bool((signatures == signatures[0]).all()):
+        plans, *_ = columns = signatures.T.tolist()
+        if not proven(list(zip(*columns[1:], strict=True))):
+            compare_histories(self.world)
+        if plans.count(plans[0]) == len(plans):
             return
         agree(
             [f"layer {name}, step {step}: {_describe(placement)}" for name, (step, placement) in self._last.items()],

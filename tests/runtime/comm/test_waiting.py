@@ -15,6 +15,7 @@ import torch.distributed as dist
 import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import waiting
+from hecate.runtime.comm.history import history_of
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 
@@ -54,9 +55,10 @@ def go_elsewhere() -> list[str]:
             found.append(message_of(call))
         else:
             # As it looks to others: in a collective that the first rank has not begun.
-            with waiting.doing("exchange of layer 0"), waiting.waiting(group):
+            history_of(group).number += 1
+            with waiting.watched(group, "exchange of layer 0"):
                 time.sleep(3)
-            waiting._started[group.group_name] -= 1
+            history_of(group).number -= 1
     dist.barrier()
     # One calls this, one that; both hear of it.
     found.append(message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model)))

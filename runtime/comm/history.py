@@ -1,0 +1,161 @@
+"""What a rank has started on a group, collective by collective, so that ranks can find out where they parted.
+
+Numbers, labels and sizes are the same on all ranks as long as these run the same program, and what one rank sends is
+what another expects. Two numbers say so, and travel with the counts of each exchange (:meth:`History.proof`).
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from operator import mul
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Collectives that are remembered: those of a step or more, after which a difference is noticed at the latest.
+_LENGTH = 2048
+# A prime, so that a factor does not lose what it multiplies.
+_MODULUS = 2**61 - 1
+_label: ContextVar[str] = ContextVar("_label", default="")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as ranks compare it.
+
+    Attributes:
+        number: how many the rank had started on the group, this one included.
+        kind: of ``torch.distributed``: "all_to_all".
+        label: the operator, the layer and the layer's step; "" where nobody says.
+        size: values and their type, of a row in an all-to-all and of the whole tensor in others: "4096 bfloat16".
+        send, receive: rows to and from each rank, of an all-to-all.
+    """
+
+    number: int
+    kind: str
+    label: str
+    size: str
+    send: list[int] | None = None
+    receive: list[int] | None = None
+
+    def __str__(self) -> str:
+        return self.label or f"{self.kind} of {self.size}"
+
+
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Say what collectives inside the block are, in words that are the same on all ranks."""
+    token = _label.set(label)
+    try:
+        yield
+    finally:
+        _label.reset(token)
+
+
+def current_label() -> str:
+    """What :func:`labelled` says."""
+    return _label.get()
+
+
+class History:
+    """The last collectives of one group.
+
+    Attributes:
+        number: how many have been started.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.number = 0
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=_LENGTH)
+        self._order = self._balance = 0
+        self._outward = [_weight(rank, other) for other in range(size)]
+        self._inward = [_weight(other, rank) for other in range(size)]
+
+    def add(self, kind: str, tensor: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
+        """Take a collective that begins now.
+
+        Args:
+            tensor: what is communicated. Its first dimension is split in an all-to-all.
+            splits: rows to and from each rank, of an all-to-all.
+        """
+        self.number = number = self.number + 1
+        label = _label.get()
+        values = tensor.numel() if splits is None else tensor.shape[1:].numel()
+        self._order = zlib.crc32(f"{kind} {label} {values} {tensor.dtype}".encode(), self._order)
+        send, receive = splits if splits is not None else (None, None)
+        if send is not None and receive is not None:
+            balance = sum(map(mul, send, self._outward)) - sum(map(mul, receive, self._inward))
+            self._balance = (self._balance + balance * (2 * number + 1)) % _MODULUS
+        self._calls.append((number, kind, label, values, tensor.dtype, send, receive))
+
+    @property
+    def proof(self) -> list[int]:
+        """Two numbers for :func:`proven`: one is the same on all ranks, the other adds up to nothing over them."""
+        return [self._order, self._balance]
+
+    @property
+    def calls(self) -> list[Call]:
+        """All that are remembered, oldest first."""
+        return self.last(_LENGTH)
+
+    def last(self, count: int) -> list[Call]:
+        """The last so many, oldest first."""
+        # Another thread may add one meanwhile; then a deque refuses to be walked through, but not to be copied.
+        recent = list(self._calls.copy())[-count:]
+        return [
+            Call(number, kind, label, f"{values} {str(dtype).removeprefix('torch.')}", send, receive)
+            for number, kind, label, values, dtype, send, receive in recent
+        ]
+
+
+def proven(proofs: Sequence[Sequence[int]]) -> bool:
+    """Whether the proofs of all ranks say that they started the same collectives, with splits that fit."""
+    return all(order == proofs[0][0] for order, _ in proofs) and sum(balance for _, balance in proofs) % _MODULUS == 0
+
+
+def as_plain(calls: Sequence[Call], splits: int = 2**20) -> list[dict[str, Any]]:
+    """For JSON.
+
+    Args:
+        splits: how many values of splits in all; the older ones are left out.
+    """
+    found, left = [asdict(call) for call in calls], splits
+    for call in reversed(found):
+        left -= 2 * len(call["send"] or ())
+        if left < 0:
+            call["send"] = call["receive"] = None
+    return found
+
+
+def from_plain(calls: Sequence[dict[str, Any]]) -> list[Call]:
+    """What :func:`as_plain` was given."""
+    return [Call(**call) for call in calls]
+
+
+def _weight(source: int, destination: int) -> int:
+    """A number of its own for each pair, so that two errors do not cancel out."""
+    return random.Random(source * 2**32 + destination).getrandbits(60)
+
+
+_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, History] = weakref.WeakKeyDictionary()
+
+
+def history_of(group: dist.ProcessGroup) -> History:
+    """That of this rank on ``group``. By the object: ranks that are threads have the same names."""
+    found = _histories.get(group)
+    if found is None:
+        found = _histories[group] = History(group.rank(), group.size())
+    return found
+
+
+def known_groups() -> list[tuple[dist.ProcessGroup, History]]:
+    """Groups that still exist, and their histories."""
+    return list(_histories.items())

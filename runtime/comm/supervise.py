@@ -1,0 +1,62 @@
+"""Run a collective so that it ends: with its result, or with an error that says which rank broke it and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm import failures, faults, gloo
+from hecate.runtime.comm.history import current_label, history_of
+from hecate.runtime.comm.waiting import Wait, watched
+
+
+def supervised(
+    kind: str,
+    start: Callable[[bool], Any],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> None:
+    """Run one collective of ``group``; returns when it is done, or launched where the host does not wait.
+
+    Args:
+        kind: what it is called in ``torch.distributed``: "all_to_all".
+        start: begins it; gets ``async_op``.
+        tensor: what is communicated.
+        splits: rows to and from each rank, of an all-to-all.
+
+    Raises:
+        DisagreementError: ranks are in different collectives, or one sends what the other does not expect.
+        RuntimeError: a rank failed, or is gone; or the group's timeout is over.
+    """
+    faults.refuse_if_given_up(group)
+    failures.going_on()
+    history = history_of(group)
+    history.add(kind, tensor, splits)
+    with watched(group, current_label()) as wait:
+        if not gloo.carries(group, tensor.device):
+            start(False)
+            return
+        try:
+            gloo.wait_in_rounds(start(True), lambda: _leave(wait))
+        except RuntimeError as error:
+            problem = wait.problem or faults.reason(group, error)
+            faults.give_up(group, problem, wait.what)
+            gloo.cut_off(group)
+            raise problem.error_in(wait.what) from (None if isinstance(error, _Left) else error)
+        except BaseException:
+            # Interrupted. What is on its way would keep the process from ending.
+            gloo.cut_off(group)
+            raise
+
+
+class _Left(RuntimeError):
+    """A collective that will not end is left."""
+
+
+def _leave(wait: Wait) -> None:
+    if wait.problem is not None:
+        raise _Left
