@@ -31,7 +31,8 @@ def main() -> None:
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES),
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "examples/train.py",
-                "--steps", "300", "--batch", str(4 * PROCESSES), "--micro-batches", str(MICRO_BATCHES), "--experts", "32",
+                "--steps", "300", "--batch", str(4 * PROCESSES), "--micro-batches", str(MICRO_BATCHES),
+                "--experts", "32",
                 "--layers", "4", "--top-k", "2", "--auxiliary-loss", str(auxiliary), "--generate", "0",
                 "--policy", "static",
                 "--record", str(raw), "--dump", folder,

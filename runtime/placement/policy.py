@@ -92,7 +92,7 @@ class Policy:
         return {}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, on as many ranks, with the same layers; their ids may be others."""
+        """Go on from what :meth:`state_dict` gave, with the same layers on as many ranks; ids may be others."""
 
 
 @dataclass
