@@ -1,6 +1,7 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
 # make quick   style, types, and the tests that need one process and no compiler, under a minute
+# make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 15 minutes (make bench-full: everything, hours)
 # All make .venv and install what they need.
 
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test quick check bench bench-full bench-step clean
+.PHONY: train test quick check soak bench bench-full bench-step clean
 
 train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
@@ -27,6 +28,9 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p hecate
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.soak --cycles 200
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compare

@@ -2,7 +2,7 @@
 
 The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
 The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
-are read by ``from_pretrained``. To go on from, there is a folder ``hecate`` beside them, with weights and optimizer
+are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights and optimizer
 state for any number of ranks. Nothing here imports transformers unless the user has.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from hecate.checkpoints.load import load as load_checkpoint
+from hecate.checkpoints.load_pretrained import load_pretrained
 from hecate.checkpoints.save import save as save_checkpoint
 from hecate.compiled_model import is_compiled
 from hecate.wrap.swapped_class import class_before
@@ -87,7 +88,7 @@ def _load_pretrained(model: nn.Module, folder: str) -> bool:
     kind: Any = class_before(model)
     if not is_compiled(model) or not hasattr(kind, "from_pretrained") or not hasattr(model, "config"):
         return False
-    model.load_state_dict(kind.from_pretrained(folder).state_dict())
+    load_pretrained(model, folder)
     return True
 
 
