@@ -2,8 +2,8 @@
 
 The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
 The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
-are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights and optimizer
-state for any number of ranks. Nothing here imports transformers unless the user has.
+are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights and
+optimizer state for any number of ranks. Nothing here imports transformers unless the user has.
 """
 
 from __future__ import annotations
