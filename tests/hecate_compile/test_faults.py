@@ -21,10 +21,12 @@ from benchmarks.emulator import network
 from hecate.runtime.comm import bulletin, collectives, faults, waiting
 from hecate.runtime.comm.history import current_label
 from hecate.runtime.comm.world import World
+from tests.support.extent import ALL
 from tests.support.models import PlainLanguageModel, batch
 from tests.support.ranks import ROOT, RanksFailed, run_ranks
 
 _HERE = "tests.hecate_compile.test_faults"
+only_with_all = pytest.mark.skipif(not ALL, reason="with HECATE_TESTS=all: most of it is waiting for timeouts")
 _STEPS, _AT = 4, 2
 # What a run may take to end after a fault, however long it compiled before.
 _SOON = 60
@@ -99,7 +101,7 @@ def ended(fault: str, ranks: int = 2, **options: float) -> tuple[str, float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3] if ALL else [2])
 def test_a_killed_rank_is_named(ranks: int) -> None:
     message, seconds = ended("killed", ranks)
     assert f"rank {ranks - 1} has not been heard of for" in message
@@ -109,6 +111,7 @@ def test_a_killed_rank_is_named(ranks: int) -> None:
 
 
 @pytest.mark.distributed
+@only_with_all
 def test_a_stopped_rank_is_named_when_the_groups_timeout_is_over() -> None:
     message, seconds = ended("stopped", patience=6.0)
     assert "exchange of blocks.0, step 2 cannot end: rank 1 has not been heard of for" in message
@@ -123,6 +126,7 @@ def test_a_rank_that_raises_in_its_forward_is_named_with_its_error() -> None:
 
 
 @pytest.mark.distributed
+@only_with_all
 def test_a_rank_that_caught_its_error_and_does_not_come_is_named() -> None:
     message, seconds = ended("raises and goes on")
     assert "cannot end: rank 1 raised IndexError: index out of range in self in its forward" in message
@@ -153,6 +157,7 @@ def try_again() -> list[str]:
 
 
 @pytest.mark.distributed
+@only_with_all
 def test_ranks_that_all_failed_may_try_again() -> None:
     assert run_ranks(f"{_HERE}:try_again", 2, timeout=100) == [["again"], ["again"]]
 
@@ -161,6 +166,7 @@ def test_ranks_that_all_failed_may_try_again() -> None:
 
 
 @pytest.mark.distributed
+@only_with_all
 def test_processes_end_by_themselves_although_a_collective_is_on_its_way() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = f"from {_HERE} import break_down; break_down('skips', patience=600)"
@@ -195,6 +201,7 @@ test_faults.break_down("nothing", patience=10.0, steps=100_000)
 
 
 @pytest.mark.distributed
+@only_with_all
 @pytest.mark.skipif(network.available() is not None, reason=f"no networks of its own: {network.available()}")
 def test_a_cut_link_ends_ranks_on_both_sides() -> None:
     prefix, nodes = f"hecate-cut-{os.getpid()}", list[subprocess.Popen[str]]()
@@ -243,6 +250,7 @@ time.sleep(300)
 
 
 @pytest.mark.distributed
+@only_with_all
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process learns of its parent's end on Linux only")
 def test_workers_end_with_their_agent() -> None:
     with tempfile.TemporaryDirectory() as folder:
