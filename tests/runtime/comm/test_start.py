@@ -7,9 +7,12 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm.start import agree_on_start
+from hecate.runtime.comm.start import agree_on_start, store_of
+from hecate.runtime.comm.world import find_world
+from tests.support.ranks import run_ranks
 
 
 def _store(port: int) -> dist.Store:
@@ -48,3 +51,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         agree_on_start(_store(server.port), 0, 3, timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match="rank 0 did not start"):
         agree_on_start(_store(server.port), 1, 3, timedelta(seconds=0.2))
+
+
+def of_the_user() -> dict[str, bool]:
+    """A program that starts torch.distributed itself, in a store that an earlier start may have used."""
+    dist.init_process_group()
+    own = find_world(None, torch.device("cpu")).group
+    assert own is not None
+    if dist.get_rank() == 0:
+        store_of(own).set("told", "")
+    dist.barrier()
+    default = dist.distributed_c10d._get_default_store()
+    return {"ours": store_of(own).check(["told"]), "theirs": default.check(["told"])}
+
+
+@pytest.mark.distributed
+def test_keys_of_a_group_beside_the_users_are_of_this_start() -> None:
+    for found in run_ranks("tests.runtime.comm.test_start:of_the_user", 2):
+        assert found == {"ours": True, "theirs": False}
