@@ -10,6 +10,7 @@
 | ``run_state`` | all else: owners, what the planner remembers, random numbers, options |
 | ``plain_data`` | numbers, texts and tensors in files without pickles |
 | ``safe_reader`` | reads DCP's files without running what is in them |
+| ``plain_pickle``, ``safe_metadata``, ``tensor_file`` | its parts: a pickle, what that says, a tensor |
 | ``coordination`` | what ranks say to each other meanwhile |
 | ``export``, ``load_pretrained`` | ``hecate.export``, ``hecate.load_pretrained``: folders of transformers |
 | ``plain_view`` | the model by the names and shapes that its author gave it |

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -30,7 +31,8 @@ from hecate.checkpoints.run_state import (
     restore_planner,
     set_random_state,
 )
-from hecate.checkpoints.safe_reader import SafeReader, read_metadata
+from hecate.checkpoints.safe_metadata import read_metadata
+from hecate.checkpoints.safe_reader import SafeReader
 from hecate.checkpoints.save import wait_for_saves
 from hecate.checkpoints.state_dicts import (
     OptimizerTensors,
@@ -42,8 +44,6 @@ from hecate.checkpoints.state_dicts import (
     set_options,
     set_plain,
 )
-
-log = logging.getLogger("hecate")
 
 
 class NoCheckpointError(CheckpointError):
@@ -169,17 +169,27 @@ def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
 
 def _verify(path: Path, ranks: Ranks) -> str:
     """Why a checkpoint is not what was saved; each rank looks at a part of its files, and all hear the same."""
-    try:
-        manifest = _manifest_of(path)
-        mine = dict(sorted(manifest.files.items())[ranks.rank :: ranks.size])
-        check_files(path, mine)
-        problem = ""
-    except (CorruptError, OSError) as error:
-        problem = str(error)
-    told = ranks.gather(problem)
+
+    def look() -> str:
+        try:
+            manifest = _manifest_of(path)
+            check_files(path, dict(sorted(manifest.files.items())[ranks.rank :: ranks.size]))
+        except (CorruptError, OSError) as error:
+            return _damage(error)
+        return ""
+
+    told = ranks.gather(ranks.together(look))
     return next(
         (f"{text} (seen by rank {rank})" if ranks.size > 1 else text for rank, text in enumerate(told) if text), ""
     )
+
+
+def _damage(error: Exception) -> str:
+    """What is wrong with a checkpoint, if it is that; what is wrong with this rank is raised."""
+    # Not allowed, out of descriptors, gone from the network: an older step would be no better.
+    if isinstance(error, OSError) and error.errno != errno.EIO:
+        raise error
+    return str(error) if isinstance(error, CorruptError) else describe(error)
 
 
 def _manifest_of(path: Path) -> Manifest:
@@ -201,15 +211,20 @@ class _Loading:
         self.run: dict[str, Any] = self._usable(self._read_run)
         self.own: list[dict[str, Any]] = self._usable(self._read_own)
 
-    def _usable(self, read: Any) -> Any:
-        """What ``read`` gives; if it fails on any rank, the checkpoint is given up on all."""
-        result, problem = None, ""
-        try:
-            result = read()
-        except MismatchError:
-            raise
-        except Exception as error:
-            problem = describe(error)
+    def _usable(self, read: Callable[[], Any]) -> Any:
+        """What ``read`` gives; if it fails on any rank, the checkpoint is given up on all.
+
+        Whatever it fails with: what was compared before fits, so it is not what hecate.save writes. What is loaded
+        instead overwrites all of it.
+        """
+
+        def look() -> tuple[Any, str]:
+            try:
+                return read(), ""
+            except Exception as error:
+                return None, _damage(error)
+
+        result, problem = self.ranks.together(look)
         told = [f"{text} (rank {rank})" for rank, text in enumerate(self.ranks.gather(problem)) if text]
         if told:
             raise _UnusableError(told[0])
@@ -245,7 +260,9 @@ class _Loading:
     def into(
         self, model: nn.Module | None, optimizers: list[Optimizer], *, strict: bool, cast: bool, same_options: bool
     ) -> Loaded:
-        problems = self._differences(model, optimizers, strict=strict, cast=cast, same_options=same_options)
+        problems = self._usable(
+            lambda: self._differences(model, optimizers, strict=strict, cast=cast, same_options=same_options)
+        )
         told = [line for lines in self.ranks.gather(problems) for line in lines]
         if told:
             shown = "".join(f"\n  {line}" for line in list(dict.fromkeys(told))[:12])
@@ -253,7 +270,7 @@ class _Loading:
         if model is not None:
             self._fill(model, optimizers, cast=cast)
         own = self.own[self.ranks.rank] if self.ranks.rank < len(self.own) else None
-        self._random_numbers(own, model)
+        self._usable(lambda: self._random_numbers(own, model))
         return Loaded(
             step=self.manifest.step, path=self.path, ranks=self.manifest.ranks,
             extra=(own if own is not None else self.own[0])["extra"],
@@ -286,7 +303,7 @@ class _Loading:
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer], *, cast: bool) -> None:
         placement = self.run.get("placement")
-        restore_owners(model, placement)
+        self._usable(lambda: restore_owners(model, placement))
         saved = self._saved("model.")
         state = get_model_state_dict(model)
         tensors: dict[str, Any] = {
@@ -301,11 +318,11 @@ class _Loading:
         for room, optimizer, kept in zip(prepared, optimizers, self.run["optimizers"], strict=False):
             for finish in room.finish:
                 finish()
-            set_plain(model, optimizer, kept["plain"])
-            set_options(optimizer, kept["groups"], room.groups)
-        self._extra_state(model)
+            self._usable(partial(set_plain, model, optimizer, kept["plain"]))
+            self._usable(partial(set_options, optimizer, kept["groups"], room.groups))
+        self._usable(lambda: self._extra_state(model))
         if optimizers:
-            restore_planner(model, placement)
+            self._usable(lambda: restore_planner(model, placement))
 
     def _saved_state(self, number: int) -> dict[str, dict[str, TensorStorageMetadata]]:
         """By parameter name and key."""
@@ -326,7 +343,7 @@ class _Loading:
                 )  # fmt: skip
         except CheckpointException as error:
             problem = next(iter(error.failures.values()))[0]
-            if isinstance(problem, OSError):
+            if isinstance(problem, OSError) and problem.errno != errno.EIO:
                 raise CheckpointError(f"hecate.load: rank {next(iter(error.failures))}: {problem}") from error
         if problem is not None:
             raise _UnusableError(describe(problem)) from problem

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -43,15 +46,42 @@ class Manifest:
     files: dict[str, FileRecord]
 
 
+@contextlib.contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of a checkpoint. A link would lead elsewhere, a pipe be waited for, a device never end.
+
+    Raises:
+        CorruptError: it is missing, or no plain file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        number = getattr(error, "errno", errno.EINVAL)
+        if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL):
+            raise CorruptError(f"{path.name} is not a plain file") from error
+        if number in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise CorruptError(f"{path.name[:255]} is missing") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptError(f"{path.name} is not a plain file")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
+
+
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """The records of files as they are now."""
     return {name: _record(folder / name) for name in names}
 
 
 def _record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, digest)
+    with open_plain(path) as file:
+        return _record_of(file)
+
+
+def _record_of(file: BinaryIO) -> FileRecord:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return FileRecord(os.fstat(file.fileno()).st_size, digest)
 
 
 def _text(manifest: Manifest) -> str:
@@ -74,7 +104,8 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptError: it is missing, changed, or of another format.
     """
     try:
-        content = (folder / NAME).read_bytes()
+        with open_plain(folder / NAME) as file:
+            content = file.read()
     except OSError as error:
         raise CorruptError(f"{NAME}: {error.strerror}") from error
     try:
@@ -88,12 +119,21 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(files=files, **fields)
     except CorruptError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{NAME} cannot be read") from error
-    for name in files:
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CorruptError(f"{NAME} names a file outside of the folder: {name!r}")
+    _check(manifest)
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """That everything has its type: steps are sorted by these numbers, so one text would hide all the others."""
+    numbers = [manifest.step, manifest.sequence, manifest.ranks - 1 if type(manifest.ranks) is int else None]
+    numbers += [record.bytes for record in manifest.files.values()]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise CorruptError(f"{NAME} has something else in the place of a number")
+    for name in manifest.files:
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise CorruptError(f"{NAME} names a file outside of the folder: {name[:255]!r}")
 
 
 def check_files(folder: Path, files: dict[str, FileRecord]) -> None:
@@ -103,11 +143,9 @@ def check_files(folder: Path, files: dict[str, FileRecord]) -> None:
         CorruptError: names the first that is missing, no plain file, or changed.
     """
     for name, record in files.items():
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise CorruptError(f"{name} is {'missing' if not path.exists() else 'not a plain file'}")
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise CorruptError(f"{name} has {size} bytes, {record.bytes} were saved")
-        if _record(path) != record:
-            raise CorruptError(f"{name} was changed since it was saved")
+        with open_plain(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.bytes:
+                raise CorruptError(f"{name} has {size} bytes, {record.bytes} were saved")
+            if _record_of(file) != record:
+                raise CorruptError(f"{name} was changed since it was saved")

@@ -5,22 +5,37 @@ from __future__ import annotations
 import base64
 import collections
 import json
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save, save_file
 
+from hecate.checkpoints.manifest import open_plain
+
+DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
 _KIND = "~"
+# Deeper is no state, and might be written and not be read, with the stack of another caller.
+_DEPTH = 100
+# Python refuses to write integers of more than 4300 digits as a text.
+_BITS = 8192
+_CONTAINERS: dict[str, Any] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
+}  # fmt: skip
 
 
 def write_plain(value: Any, path: Path) -> None:
     """Write ``value`` to ``path`` (.json), and tensors in it to a .safetensors file beside.
 
     Args:
-        value: None, bool, int, float, str, bytes, list, tuple, set, dict, torch.Tensor, torch.dtype, numpy array or
-            number, nested in any way.
+        value: None, bool, int, float, str, bytes, list, tuple, set, frozenset, deque, dict, torch.Tensor,
+            torch.dtype, numpy array or number, nested in any way, up to a depth of 100.
 
     Raises:
         TypeError: names the place of anything else.
@@ -38,12 +53,22 @@ def read_plain(path: Path) -> Any:
     Raises:
         ValueError: the file holds something else.
     """
-    beside = path.with_suffix(".safetensors")
-    tensors = load_file(beside) if beside.exists() else {}
     try:
-        return _decode(json.loads(path.read_text()), tensors)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name} does not hold what hecate.save writes: {error!r}") from error
+        with open_plain(path) as file:
+            value = json.loads(file.read())
+        tensors: Mapping[str, torch.Tensor] = {}
+        # Not because it is there: a file that nobody saved would be read.
+        if _has_tensors(value):
+            with open_plain(path.with_suffix(".safetensors")) as file:
+                tensors = load(file.read())
+        return _decode(value, tensors)
+    except (
+        KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError, SafetensorError,
+    ) as error:  # fmt: skip
+        said = repr(error)
+        raise ValueError(
+            f"{path.name} does not hold what hecate.save writes: {said if len(said) < 200 else said[:200] + '...'}"
+        ) from error
 
 
 def check_plain(value: Any, name: str) -> None:
@@ -51,27 +76,34 @@ def check_plain(value: Any, name: str) -> None:
     _encode(value, name, {})
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    if value is None or type(value) in (bool, float, str):
         return value
-    if isinstance(value, np.generic):
-        return _encode(value.item(), path, tensors)
+    if type(value) is int:
+        return value if value.bit_length() <= _BITS else {_KIND: "int", "hex": hex(value)}
+    if depth > _DEPTH:
+        raise TypeError(f"{_place(path)[:80]}... is nested more than {_DEPTH} deep, or contains itself")
+
+    def inner(item: Any, place: str) -> Any:
+        return _encode(item, place, tensors, depth + 1)
+
+    # A number that Python has no type for, such as a long double, stays what it is.
+    if isinstance(value, np.generic) and not isinstance(plain := value.item(), np.generic):
+        return inner(plain, path)
     if isinstance(value, (bool, int, float, str)):
         # A member of an enumeration is its value.
         base = next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
-        return base(getattr(value, "value", value))
+        return inner(base(getattr(value, "value", value)), path)
     if isinstance(value, list):
-        return [_encode(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
-    if isinstance(value, (tuple, set, frozenset, collections.deque)):
-        kind = "tuple" if isinstance(value, tuple) else "deque" if isinstance(value, collections.deque) else "set"
-        return {_KIND: kind, "items": [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+        return [inner(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    for name, kind in _CONTAINERS.items():
+        if isinstance(value, kind):
+            out = {_KIND: name, "items": [inner(item, f"{path}[{index}]") for index, item in enumerate(value)]}
+            return out | ({"most": value.maxlen} if isinstance(value, collections.deque) else {})
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and _KIND not in value:
-            return {key: _encode(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
-        items = [
-            [_encode(key, f"a key of {path}", tensors), _encode(item, f"{path}[{key!r}]", tensors)]
-            for key, item in value.items()
-        ]
+            return {key: inner(item, f"{path}[{key!r}]") for key, item in value.items()}
+        items = [[inner(key, f"a key of {path}"), inner(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {_KIND: "dict", "items": items}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
@@ -79,20 +111,58 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         key = str(len(tensors))
-        # A copy: two tensors in a file must not share memory.
-        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[key] = _storable(value, path)
         return {_KIND: "tensor", "key": key}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 16:
         key = str(len(tensors))
-        tensors[key] = torch.from_numpy(np.array(value, order="C"))
+        try:
+            # torch knows only this machine's order of bytes.
+            native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C", subok=False)
+            tensors[key] = _storable(torch.from_numpy(native), path)
+        except TypeError as error:
+            raise TypeError(f"{_place(path)} is an array of {value.dtype}, which cannot be saved") from error
         return {_KIND: "array", "key": key}
     raise TypeError(
-        f"{path.lstrip('.') or 'the value'} is a {type(value).__name__}, which is not plain data: numbers, texts, "
+        f"{_place(path)} is a {type(value).__name__}, which is not plain data: numbers, texts, "
         "lists, tuples, dicts, tensors and arrays are. Save its state_dict()"
     )
 
 
-def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _place(path: str) -> str:
+    return path.lstrip(".") or "the value"
+
+
+def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """A copy on the CPU: two tensors in a file must not share memory."""
+    what = ""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        what = f"a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+        what = f"a tensor with the layout {tensor.layout}, on {tensor.device.type}"
+    elif not _has_dtype(tensor.dtype):
+        what = f"a tensor of {tensor.dtype}"
+    if what:
+        raise TypeError(f"{_place(path)} is {what}, which cannot be saved as plain data")
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+@cache
+def _has_dtype(dtype: torch.dtype) -> bool:
+    """Whether safetensors can write it."""
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):
+        return False
+    return True
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get(_KIND) in ("tensor", "array") or any(_has_tensors(item) for item in value.values())
+    return isinstance(value, list) and any(_has_tensors(item) for item in value)
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -102,16 +172,15 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     kind = value[_KIND]
     if kind == "dict":
         return {_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]}
-    if kind in ("tuple", "set", "deque"):
-        container: Any = {"tuple": tuple, "set": set, "deque": collections.deque}[kind]
-        return container(_decode(item, tensors) for item in value["items"])
+    if kind in _CONTAINERS:
+        items = [_decode(item, tensors) for item in value["items"]]
+        return collections.deque(items, value.get("most")) if kind == "deque" else _CONTAINERS[kind](items)
+    if kind == "int":
+        return int(value["hex"], 16)
     if kind == "bytes":
-        return base64.b64decode(value["base64"])
+        return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
-        dtype = getattr(torch, value["name"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"torch.{value['name']} is no dtype")
-        return dtype
+        return DTYPES[value["name"]]
     if kind == "tensor":
         return tensors[value["key"]]
     if kind == "array":

@@ -35,6 +35,16 @@ _run = uuid.uuid4().hex[:12]
 _owned: set[Path] = set()
 
 
+def _be_another_run() -> None:
+    """Processes forked from one that imported hecate must not pass for each other."""
+    global _run
+    _run = uuid.uuid4().hex[:12]
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_be_another_run)
+
+
 @dataclass(frozen=True)
 class Published:
     """A step in a folder, by what its name and manifest say; its files were not looked at.
@@ -61,7 +71,7 @@ def published(folder: Path) -> list[Published]:
         try:
             manifest = read_manifest(path)
             if manifest.step != int(name[1]):
-                problem, manifest = f"it says that it is of step {manifest.step}", None
+                problem, manifest = f"manifest.json says that it is of step {manifest.step}", None
         except CorruptError as error:
             problem = str(error)
         found.append(Published(path, int(name[1]), manifest, problem))
@@ -131,10 +141,11 @@ def _remove(steps: list[Published]) -> None:
 
 def _take_over(folder: Path) -> None:
     """Make this run the owner, once; later it must still be."""
-    if folder.resolve() in _owned:
+    path = folder / _OWNER
+    # Without the file, the folder was removed since and made again, and nobody has saved to it.
+    if folder.resolve() in _owned and path.exists():
         _check_owner(folder)
         return
-    path = folder / _OWNER
     path.write_text(_run)
     _sync(path)
     _owned.add(folder.resolve())

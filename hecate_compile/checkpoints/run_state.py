@@ -40,7 +40,14 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from there."""
+    """Go on from there.
+
+    Raises:
+        ValueError: it is no state of these generators.
+    """
+    # numpy reads at any position that it is given.
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):
+        raise ValueError("a generator of numpy is at no position of its state")
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

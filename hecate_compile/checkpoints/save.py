@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import shutil
 import warnings
@@ -218,6 +219,8 @@ def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:
+        # torch's writer of tensors says of a full disk no more than that a position is another.
+        ranks.together(lambda: _require_space(draft))
         rank, (problem, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error
     ranks.together(lambda: _write_plain_files(draft, snapshot, ranks))
@@ -237,4 +240,4 @@ def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> None:
 def _require_space(draft: Path) -> None:
     """What follows is small; with a disk that is full to the brim a rename might be all that fails."""
     if shutil.disk_usage(draft).free < 2**20:
-        raise OSError(f"no space left on the disk of {draft.parent}")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft.parent))

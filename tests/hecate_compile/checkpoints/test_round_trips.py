@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import hecate
-from hecate.checkpoints.safe_reader import SafeReader, read_metadata
+from hecate.checkpoints.manifest import record_files
+from hecate.checkpoints.safe_metadata import read_metadata
+from hecate.checkpoints.safe_reader import SafeReader
 from hecate.checkpoints.state_dicts import Site
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm.world import World
@@ -103,7 +105,7 @@ def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
 
 
 def _load(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
-    metadata = read_metadata(folder, [path.name for path in folder.iterdir()])
+    metadata = read_metadata(folder, record_files(folder, [path.name for path in folder.iterdir()]))
     for state in states:
         reader, planner = SafeReader(folder, metadata), DefaultLoadPlanner()
         planner.set_up_planner({"model": state}, metadata, False)
