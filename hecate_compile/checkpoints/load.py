@@ -311,7 +311,7 @@ class _Loading:
         }
         prepared: list[OptimizerTensors] = []
         for number, optimizer in enumerate(optimizers):
-            room = prepare_optimizer(model, optimizer, self._saved_state(number))
+            room = self._usable(partial(prepare_optimizer, model, optimizer, self._saved_state(number)))
             tensors[optimizer_name(number)] = {"state": room.tensors}
             prepared.append(room)
         self._read(tensors)

@@ -179,7 +179,7 @@ def prepare_optimizer(
         saved: by parameter name and key, what the checkpoint has.
 
     Raises:
-        ValueError: it has a parameter that the model has not.
+        ValueError: it has a parameter that the model has not, or something was saved that cannot be split over ranks.
     """
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
@@ -190,6 +190,11 @@ def prepare_optimizer(
         for parameter in group["params"]:
             site = sites[id(parameter)]
             for key, found in saved.get(site.names[0], {}).items():
+                if found.size != _whole_shape(site) and len(found.size) and shard_of(parameter) is not None:
+                    raise ValueError(
+                        f"{key} of {site.names[0]} has the shape {list(found.size)}, and the parameter, which is "
+                        f"split over ranks, {list(_whole_shape(site))}"
+                    )
                 if found.size == _whole_shape(site):
                     room = torch.zeros_like(parameter, dtype=found.properties.dtype, requires_grad=False)
                     parts = site.split(room)

@@ -165,7 +165,7 @@ def train(folder: str, start: int, stop: int, dense: str) -> dict[str, Any]:
     """Steps ``start`` to ``stop`` on the same global batches, whatever the number of ranks."""
     rank, size = rank_and_size()
     model = hecate.compile(
-        build("plain", seed=start, dtype=torch.float64),
+        build("plain", seed=start, dtype=torch.float64, layers=1),
         hecate.Config(backend="aot_eager", dense=dense, reshard_every=2),  # type: ignore[arg-type]
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -191,7 +191,7 @@ def train(folder: str, start: int, stop: int, dense: str) -> dict[str, Any]:
 @cache
 def _uninterrupted() -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same nine steps in one process without Hecate."""
-    model = build("plain", seed=0, dtype=torch.float64)
+    model = build("plain", seed=0, dtype=torch.float64, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(9):
@@ -215,7 +215,7 @@ def test_other_numbers_of_ranks_go_on_with_the_same_losses(folder: str) -> None:
         losses += found[0]["losses"]
     expected, weights = _uninterrupted()
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
-    model = build("plain", seed=3, dtype=torch.float64)
+    model = build("plain", seed=3, dtype=torch.float64, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     assert hecate.load(folder, model, optimizer).step == 9
     assert max(error_of(value, weights[name]) for name, value in model.state_dict().items()) < 1e-6
