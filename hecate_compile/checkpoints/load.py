@@ -26,9 +26,11 @@ from hecate.checkpoints.publish import Published, published
 from hecate.checkpoints.run_state import (
     differences,
     function_options,
+    modules_with_extra_state,
     new_random_state,
     restore_owners,
     restore_planner,
+    set_extra_states,
     set_random_state,
 )
 from hecate.checkpoints.safe_metadata import read_metadata
@@ -291,6 +293,10 @@ class _Loading:
         if model is None:
             return []
         out = _compare(self._saved("model."), get_model_state_dict(model), strict=strict, cast=cast)
+        if strict:
+            own, kept = set(modules_with_extra_state(model)), set(self.run["extra_state"])
+            out += [f"the extra state of {name!r} is not in the checkpoint" for name in sorted(own - kept)]
+            out += [f"the model has no extra state in {name!r}" for name in sorted(kept - own)]
         if same_options:
             lines = differences(self.run.get("options", {}), function_options(model))
             out += [f"{line}; same_options=False loads it all the same" for line in lines]
@@ -320,7 +326,7 @@ class _Loading:
                 finish()
             self._usable(partial(set_plain, model, optimizer, kept["plain"]))
             self._usable(partial(set_options, optimizer, kept["groups"], room.groups))
-        self._usable(lambda: self._extra_state(model))
+        self._usable(lambda: set_extra_states(model, self.run["extra_state"]))
         if optimizers:
             self._usable(lambda: restore_planner(model, placement))
 
@@ -347,10 +353,6 @@ class _Loading:
                 raise CheckpointError(f"hecate.load: rank {next(iter(error.failures))}: {problem}") from error
         if problem is not None:
             raise _UnusableError(describe(problem)) from problem
-
-    def _extra_state(self, model: nn.Module) -> None:
-        for name, value in self.run.get("extra_state", {}).items():
-            model.get_submodule(name.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(value)
 
     def _random_numbers(self, own: Mapping[str, Any] | None, model: nn.Module | None) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu")) if model else torch.device("cpu")

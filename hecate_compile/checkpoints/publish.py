@@ -113,13 +113,13 @@ def publish(draft: Path, *, step: int, ranks: int, files: dict[str, FileRecord],
         known = published(folder)
         sequence = 1 + max((one.manifest.sequence for one in known if one.manifest is not None), default=0)
         write_manifest(Manifest(step=step, sequence=sequence, ranks=ranks, files=files), draft)
-        _sync(draft)
+        sync(draft)
         final, number = folder / f"step-{step:08d}", 1
         while final.exists():
             number += 1
             final = folder / f"step-{step:08d}.{number}"
         draft.rename(final)
-        _sync(folder)
+        sync(folder)
         if keep is not None:
             _remove([one for one in published(folder) if one.manifest is not None][keep:])
     return final
@@ -147,7 +147,7 @@ def _take_over(folder: Path) -> None:
         _check_owner(folder)
         return
     path.write_text(_run)
-    _sync(path)
+    sync(path)
     _owned.add(folder.resolve())
 
 
@@ -176,7 +176,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """See to it that a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -136,6 +136,30 @@ def _conditions(compiled: CompiledModel) -> dict[str, Any]:
     }
 
 
+# --- what modules save beside tensors ---
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, those with a ``get_extra_state`` of their own."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What ``get_extra_state`` gives, by the names of the modules."""
+    return {name: module.get_extra_state() for name, module in modules_with_extra_state(model).items()}
+
+
+def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
+    """Give it back to the modules that are there."""
+    for name, module in modules_with_extra_state(model).items():
+        if name in states:
+            module.set_extra_state(states[name])
+
+
 # --- what the model computes ---
 
 

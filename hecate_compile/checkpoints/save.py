@@ -25,7 +25,8 @@ from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ra
 from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.manifest import FileRecord, record_files
 from hecate.checkpoints.plain_data import check_plain, write_plain
-from hecate.checkpoints.run_state import function_options, placement_state, random_state
+from hecate.checkpoints.plain_pickle import METADATA
+from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
 from hecate.checkpoints.state_dicts import as_optimizers, get_model_state_dict, optimizer_name, optimizer_tensors
 
 # One thread, so that steps are published in the order in which they were saved.
@@ -146,11 +147,9 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
     run: dict[str, Any] = {"step": step, "torch": torch.__version__, "optimizers": []}
     device = torch.device("cpu")
     if model is not None:
-        state = get_model_state_dict(model)
-        device = next((t.device for t in state.values() if isinstance(t, torch.Tensor)), device)
-        tensors["model"] = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
-        # What modules save beside tensors.
-        run["extra_state"] = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        tensors["model"] = get_model_state_dict(model)
+        device = next((tensor.device for tensor in tensors["model"].values()), device)
+        run["extra_state"] = extra_states(model)
         run["placement"], run["options"] = placement_state(model), function_options(model)
     elif optimizers:
         raise ValueError(
@@ -223,18 +222,21 @@ def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
         ranks.together(lambda: _require_space(draft))
         rank, (problem, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error
-    ranks.together(lambda: _write_plain_files(draft, snapshot, ranks))
-    mine = [path.name for path in draft.iterdir() if path.name.startswith((before, f"rank{ranks.rank}."))]
-    return mine + [
-        path.name for path in draft.iterdir() if ranks.first and path.name.startswith((".metadata", "run."))
-    ]
+    plain = ranks.together(lambda: _write_plain_files(draft, snapshot, ranks))
+    mine = [path.name for path in draft.iterdir() if path.name.startswith(before)]
+    return [*mine, *plain, *([METADATA] if ranks.first else [])]
 
 
-def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
+    """Write what is no tensor, and see to it that it is on the disk; returns the names."""
     _require_space(draft)
-    write_plain(snapshot.own, draft / f"rank{ranks.rank}.json")
-    if ranks.first:
-        write_plain(snapshot.run, draft / "run.json")
+    parts = {f"rank{ranks.rank}": snapshot.own} | ({"run": snapshot.run} if ranks.first else {})
+    for stem, value in parts.items():
+        write_plain(value, draft / f"{stem}.json")
+    names = [path.name for path in draft.iterdir() if path.stem in parts]
+    for name in names:
+        publish.sync(draft / name)
+    return names
 
 
 def _require_space(draft: Path) -> None:

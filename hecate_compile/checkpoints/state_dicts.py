@@ -121,7 +121,8 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: a compiled model; for any other it is ``model.state_dict()``.
     """
     if not is_compiled(model):
-        return model.state_dict()
+        # What modules have beside tensors is no tensor.
+        return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
     state: dict[str, torch.Tensor] = {}
     for site in sites_of(model):
         state.update(site.split(site.parameter))

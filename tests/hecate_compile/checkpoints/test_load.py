@@ -92,6 +92,26 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path: Path) -> None
     assert hecate.load(tmp_path, other, same_options=False).step == 1
 
 
+class Counting(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_modules_save_beside_tensors(tmp_path: Path) -> None:
+    model, other = nn.Sequential(Counting(2, 2)), nn.Sequential(Counting(2, 2))
+    model[0].seen = 7
+    hecate.save(tmp_path, model, step=1)
+    hecate.load(tmp_path, other)
+    assert other[0].seen == 7
+    with pytest.raises(hecate.MismatchError, match="the model has no extra state in '0'"):
+        hecate.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
+
+
 def test_the_newest_is_what_was_saved_last(tmp_path: Path) -> None:
     assert hecate.load(tmp_path, required=False) is None
     with pytest.raises(hecate.NoCheckpointError, match="no checkpoint in"):
