@@ -135,7 +135,7 @@ def load(
     wait_for_saves()
     ranks = ranks_of(model, "hecate.load")
     ranks.agree(directory=directory, step=step)
-    skipped: list[str] = []
+    skipped, touched = list[str](), False
     for name in _candidates(folder, step, ranks):
         path = folder / name
         problem = _verify(path, ranks)
@@ -145,18 +145,29 @@ def load(
                     model, optimizers, strict=strict, cast=cast, same_options=same_options
                 )
             except _UnusableError as error:
-                problem = str(error)
+                problem, touched = str(error), touched or error.touched
         skipped.append(f"{path.name}: {problem}")
         if ranks.first:
             warnings.warn(f"hecate.load: {path} is not used: {problem}", stacklevel=2)
     if not required and not skipped:
         return None
     wanted = "no checkpoint" if step is None else f"no step {step}"
-    raise NoCheckpointError(f"hecate.load: {wanted} in {folder}" + "".join(f"\n  not used: {why}" for why in skipped))
+    lines = [f"hecate.load: {wanted} in {folder}", *(f"not used: {why}" for why in skipped)]
+    if touched:
+        lines.append("The model has a part of a step that could not be read to its end: do not train on.")
+    raise NoCheckpointError("\n  ".join(lines))
 
 
 class _UnusableError(Exception):
-    """A checkpoint that verifies, and yet cannot be what hecate.save wrote; equal on all ranks."""
+    """A checkpoint that verifies, and yet cannot be what hecate.save wrote; equal on all ranks.
+
+    Attributes:
+        touched: the model has a part of it already.
+    """
+
+    def __init__(self, text: str, touched: bool) -> None:
+        super().__init__(text)
+        self.touched = touched
 
 
 def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
@@ -207,7 +218,7 @@ class _Loading:
     """One checkpoint that was verified, on its way into a model."""
 
     def __init__(self, path: Path, ranks: Ranks, skipped: Sequence[str]) -> None:
-        self.path, self.ranks, self.skipped = path, ranks, tuple(skipped)
+        self.path, self.ranks, self.skipped, self.touched = path, ranks, tuple(skipped), False
         self.manifest = self._usable(lambda: read_manifest(path))
         self.metadata: Metadata = self._usable(lambda: read_metadata(path, self.manifest.files))
         self.run: dict[str, Any] = self._usable(self._read_run)
@@ -229,7 +240,7 @@ class _Loading:
         result, problem = self.ranks.together(look)
         told = [f"{text} (rank {rank})" for rank, text in enumerate(self.ranks.gather(problem)) if text]
         if told:
-            raise _UnusableError(told[0])
+            raise _UnusableError(told[0], self.touched)
         return result
 
     def _read_run(self) -> dict[str, Any]:
@@ -270,7 +281,8 @@ class _Loading:
             shown = "".join(f"\n  {line}" for line in list(dict.fromkeys(told))[:12])
             raise MismatchError(f"hecate.load: {self.path} is of another model or optimizer:{shown}")
         if model is not None:
-            self._fill(model, optimizers, cast=cast)
+            self.touched = True
+            self._fill(model, optimizers)
         own = self.own[self.ranks.rank] if self.ranks.rank < len(self.own) else None
         self._usable(lambda: self._random_numbers(own, model))
         return Loaded(
@@ -307,7 +319,7 @@ class _Loading:
                 out += compare_groups(model, optimizer, saved["groups"])
         return out
 
-    def _fill(self, model: nn.Module, optimizers: list[Optimizer], *, cast: bool) -> None:
+    def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         placement = self.run.get("placement")
         self._usable(lambda: restore_owners(model, placement))
         saved = self._saved("model.")
@@ -352,7 +364,7 @@ class _Loading:
             if isinstance(problem, OSError) and problem.errno != errno.EIO:
                 raise CheckpointError(f"hecate.load: rank {next(iter(error.failures))}: {problem}") from error
         if problem is not None:
-            raise _UnusableError(describe(problem)) from problem
+            raise _UnusableError(describe(problem), self.touched) from problem
 
     def _random_numbers(self, own: Mapping[str, Any] | None, model: nn.Module | None) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu")) if model else torch.device("cpu")

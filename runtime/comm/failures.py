@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from hecate.runtime.comm.bulletin import add_part, bulletin
 from hecate.runtime.comm.history import known_groups
 
@@ -80,13 +82,13 @@ def _note_failure(error: BaseException | None, where: str, *, final: bool) -> bo
     global _failure, _failed_at
     # What came from others, they know. A process that was forked has no ranks to tell.
     known = (error is not None and _consequences > 0) or (_failure is not None and _failure.final)
-    if known or not known_groups() or os.getpid() != _process:
+    if known or not known_groups() or not dist.is_initialized() or os.getpid() != _process:
         return False
     if error is not None:
         what = f"raised {type(error).__name__}: {first_line(error)}"
     else:
         what = "ended its program" if _failure is None else f"{_failure.text} and ended"
-    _failed_at = {group.group_name: history.number for group, history in known_groups()}
+    _failed_at = {history.group_name: history.number for _, history in known_groups()}
     _failure = _Failure(f"{what} {where}".rstrip(), _failed_at, time.monotonic(), final)
     return True
 

@@ -183,7 +183,7 @@ def _told(asked: bool) -> dict[str, Any]:
     groups = {}
     for group, history in known_groups():
         given_up = _given_up.get(group)
-        groups[group.group_name] = {
+        groups[history.group_name] = {
             "number": history.number,
             **({"calls": as_plain(history.last(_CALLS), _SPLITS)} if asked else {}),
             **({"problem": vars(given_up.problem)} if given_up is not None else {}),

@@ -69,11 +69,12 @@ class History:
     """The last collectives of one group.
 
     Attributes:
+        group_name: the group's. It does not know it any more when torch.distributed has ended.
         number: how many have been started.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.number = 0
+    def __init__(self, group_name: str, rank: int, size: int) -> None:
+        self.group_name, self.number = group_name, 0
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=_LENGTH)
         self._order = self._balance = 0
         self._outward = [_weight(rank, other) for other in range(size)]
@@ -152,7 +153,7 @@ def history_of(group: dist.ProcessGroup) -> History:
     """That of this rank on ``group``. By the object: ranks that are threads have the same names."""
     found = _histories.get(group)
     if found is None:
-        found = _histories[group] = History(group.rank(), group.size())
+        found = _histories[group] = History(group.group_name, group.rank(), group.size())
     return found
 
 

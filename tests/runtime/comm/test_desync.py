@@ -73,7 +73,7 @@ def test_splits_that_do_not_fit_are_named_pair_by_pair() -> None:
 
 
 def histories(splits: list[tuple[list[int], list[int]]], labels: list[str]) -> list[History]:
-    made = [History(rank, len(splits)) for rank in range(len(splits))]
+    made = [History("group", rank, len(splits)) for rank in range(len(splits))]
     for history, one, label in zip(made, splits, labels, strict=True):
         with labelled(label):
             history.add("all_to_all", torch.zeros(sum(one[0]), 4), one)
