@@ -134,6 +134,7 @@ def test_a_rank_that_caught_its_error_and_does_not_come_is_named() -> None:
 
 
 @pytest.mark.distributed
+@only_with_all
 def test_a_rank_that_leaves_a_collective_out_is_named_on_both() -> None:
     message, seconds = ended("skips")
     assert message.count("DisagreementError: hecate: ranks disagree on collective") >= 2

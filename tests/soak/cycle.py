@@ -52,8 +52,8 @@ def draw_kill(draw: random.Random) -> Kill:
 class Soak:
     """Cycles on one folder of checkpoints, each of which goes on from what the one before left."""
 
-    def __init__(self, seed: int, launcher: str) -> None:
-        self._draw, self._seed, self._launcher = random.Random(seed), seed, launcher
+    def __init__(self, seed: int, launcher: str, *, steps: int = 12) -> None:
+        self._draw, self._launcher, self._steps = random.Random(seed), launcher, steps
         self._folder = Path(tempfile.mkdtemp(prefix="hecate-soak-"))
         self._reported = 0
         self.summary = Summary()
@@ -71,7 +71,7 @@ class Soak:
         notes = self._folder / f"notes{number}"
         notes.mkdir()
         arguments = {
-            "folder": str(self._folder / "checkpoints"), "notes": str(notes), "steps": 12, "seed": number,
+            "folder": str(self._folder / "checkpoints"), "notes": str(notes), "steps": self._steps, "seed": number,
             "kill": vars(kill),
         }  # fmt: skip
         try:

@@ -18,6 +18,7 @@ from torch import nn
 import hecate
 from hecate.compiled_model import compiled_model_of
 from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.support.extent import ALL
 from tests.support.models import VOCABULARY, build
 from tests.support.parity import error_of, rank_and_size
 from tests.support.ranks import run_ranks
@@ -143,7 +144,7 @@ def _state(run: Run) -> list[torch.Tensor]:
     [
         ("qwen3_moe", False, {"nodes": True, "optimizer": "foreach"}),
         ("plain", True, {"dense": "shard", "optimizer": "sgd"}),
-        ("list", False, {"optimizer": "fused"}),
+        *([("list", False, {"optimizer": "fused"})] if ALL else []),
     ],
 )
 def test_goes_on_bit_for_bit(folder: str, kind: str, in_background: bool, options: dict[str, Any]) -> None:

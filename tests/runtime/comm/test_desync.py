@@ -264,7 +264,7 @@ def plant(kind: str, number: int, quick: bool = True) -> list[tuple[str, float]]
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["skip", "reorder", "plan", "splits"])
 def test_a_planted_desync_is_named_on_all_ranks(kind: str, ranks: int) -> None:
-    number = 10 if ALL else 2
+    number = 10 if ALL else 1
     results = run_ranks(f"{_HERE}:plant", ranks, timeout=800, kind=kind, number=number)
     for index, fault in enumerate(faults(kind, number, ranks)):
         for rank, result in enumerate(results):
