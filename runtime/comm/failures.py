@@ -18,7 +18,7 @@ from hecate.runtime.comm.bulletin import add_part, bulletin
 from hecate.runtime.comm.history import known_groups
 
 # How long a rank that ends waits until that is told.
-_LAST_WORDS = 2.0
+_LAST_WORDS = 5.0
 
 
 @dataclass(frozen=True)

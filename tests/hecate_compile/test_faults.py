@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hecate
 from benchmarks.emulator import network
-from hecate.runtime.comm import bulletin, collectives, faults, waiting
+from hecate.runtime.comm import collectives, faults, waiting
 from hecate.runtime.comm.history import current_label
 from hecate.runtime.comm.world import World
 from tests.support.extent import ALL
@@ -46,7 +46,7 @@ STARTED: Path | None = None
 
 def break_down(fault: str, patience: float = 60, steps: int = _STEPS) -> None:
     """On one rank: some steps, and in one of them something happens to the last rank."""
-    bulletin.EVERY, waiting.TOLD, faults.PATIENCE = 0.5, 1.0, 2.0
+    waiting.TOLD, faults.PATIENCE = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     compiled, last = model(), dist.get_rank() == dist.get_world_size() - 1
     for number in range(steps):
@@ -144,7 +144,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named_on_both() -> None:
 
 def try_again() -> list[str]:
     """On one rank: what is raised when all ranks fail in the same step, and some are slow to try again."""
-    bulletin.EVERY, waiting.TOLD, faults.PATIENCE = 0.5, 1.0, 2.0
+    waiting.TOLD, faults.PATIENCE = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     compiled, found = model(), []
     for number in range(_STEPS):
