@@ -82,17 +82,17 @@ class Ranks:
         Raises:
             CheckpointError: names the first rank that failed, and why.
         """
-        result: T | None = None
+        results: list[T] = []
         error: Exception | None = None
         try:
-            result = work()
+            results.append(work())
         except Exception as problem:
             error = problem
         told = self.gather(None if error is None else describe(error))
         for rank, text in enumerate(told):
             if text is not None:
                 raise CheckpointError(f"{self._function}: rank {rank}: {text}") from error
-        return result  # type: ignore[return-value]
+        return results[0]
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0 and give its JSON result to all; if it fails, all of them raise."""

@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from hecate.checkpoints.publish import sync
+
 RECORD = "hecate_export.json"
 
 
@@ -61,12 +63,12 @@ class ExportFolder:
         files = sorted(path.name for path in draft.iterdir())
         (draft / RECORD).write_text(json.dumps({"format": 1, "files": [*files, RECORD]}) + "\n")
         for path in draft.iterdir():
-            _to_disk(path)
+            sync(path)
         if final.exists():
             for other in final.iterdir():
                 if other.name not in _files_of(final) and not (draft / other.name).exists():
                     _copy(other, draft / other.name)
-        _to_disk(draft)
+        sync(draft)
         old = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
         replaces = final.exists()
         if replaces:
@@ -77,7 +79,7 @@ class ExportFolder:
             if replaces:
                 old.rename(final)
             raise
-        _to_disk(final.parent)
+        sync(final.parent)
         self._unlock()
         for left in self._beside("replaced"):
             shutil.rmtree(left, ignore_errors=True)
@@ -154,12 +156,3 @@ def _link(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _to_disk(path: Path) -> None:
-    """See to it that a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,8 +10,9 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -47,7 +48,7 @@ class Manifest:
 
 
 @contextlib.contextmanager
-def open_plain(path: Path) -> Iterator[BinaryIO]:
+def open_plain(path: Path) -> Iterator[BufferedReader]:
     """Open a file of a checkpoint. A link would lead elsewhere, a pipe be waited for, a device never end.
 
     Raises:
@@ -79,8 +80,8 @@ def _record(path: Path) -> FileRecord:
         return _record_of(file)
 
 
-def _record_of(file: BinaryIO) -> FileRecord:
-    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+def _record_of(file: BufferedReader) -> FileRecord:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(os.fstat(file.fileno()).st_size, digest)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -28,7 +28,7 @@ from hecate.checkpoints.tensor_file import read_tensor
 class _Part(io.RawIOBase):
     """Some bytes of a file, as a file."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -47,7 +47,7 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
-        read: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        read = self._file.readinto(view)
         self._at += read
         return read
 
@@ -85,10 +85,10 @@ class SafeReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read(self, file: BinaryIO, index: MetadataIndex, info: _StorageInfo) -> torch.Tensor:
+    def _read(self, file: io.BufferedReader, index: MetadataIndex, info: _StorageInfo) -> torch.Tensor:
         where = f"{info.relative_path}: {index.fqn}"
         try:
-            tensor = read_tensor(cast(IO[bytes], _Part(file, info.offset, info.length)))
+            tensor = read_tensor(io.BufferedReader(_Part(file, info.offset, info.length)))
         except OSError:
             raise
         except Exception as error:

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 import zipfile
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ _STORAGES = {
 }
 
 
-def read_tensor(stream: IO[bytes]) -> torch.Tensor:
+def read_tensor(stream: io.BufferedReader | io.BytesIO) -> torch.Tensor:
     """A tensor that ``torch.save`` wrote.
 
     Raises:
@@ -51,7 +51,7 @@ def read_tensor(stream: IO[bytes]) -> torch.Tensor:
     return flat.as_strided(size, stride, numbers[1])
 
 
-def _content(stream: IO[bytes], entry: zipfile.ZipInfo, most: int) -> bytearray:
+def _content(stream: io.BufferedReader | io.BytesIO, entry: zipfile.ZipInfo, most: int) -> bytearray:
     """What is in a file of an archive. Without its CRC, which torch need not write."""
     # More than there is must not be asked of the memory.
     most = min(most, stream.seek(0, io.SEEK_END))
@@ -64,7 +64,7 @@ def _content(stream: IO[bytes], entry: zipfile.ZipInfo, most: int) -> bytearray:
     stream.seek(entry.header_offset + 30 + name + extra)
     buffer = bytearray(entry.file_size)
     view, start = memoryview(buffer), 0
-    while start < len(view) and (read := stream.readinto(view[start:])):  # type: ignore[attr-defined]
+    while start < len(view) and (read := stream.readinto(view[start:])):
         start += read
     if start < len(view):
         raise ValueError("it ends too early")

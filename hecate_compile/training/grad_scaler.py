@@ -21,8 +21,9 @@ _unscale_grads = GradScaler._unscale_grads_
 
 def watch_scalers() -> None:
     """From now on every scaler knows of the infinities of all ranks. The first call does it."""
+    scaler: Any = GradScaler
     # What unscale_ and step call.
-    GradScaler._unscale_grads_ = _unscale_on_all  # type: ignore[method-assign, assignment]
+    scaler._unscale_grads_ = _unscale_on_all
 
 
 @functools.wraps(_unscale_grads)

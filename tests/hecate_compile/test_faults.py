@@ -119,16 +119,10 @@ def test_a_stopped_rank_is_named_when_the_groups_timeout_is_over() -> None:
 
 
 @pytest.mark.distributed
-def test_a_rank_that_raises_in_its_forward_is_named_with_its_error() -> None:
-    message, seconds = ended("raises")
-    assert "cannot end: rank 1 raised IndexError: index out of range in self in its forward" in message
-    assert seconds < _SOON
-
-
-@pytest.mark.distributed
-@only_with_all
-def test_a_rank_that_caught_its_error_and_does_not_come_is_named() -> None:
-    message, seconds = ended("raises and goes on")
+@pytest.mark.parametrize("fault", ["raises", pytest.param("raises and goes on", marks=only_with_all)])
+def test_a_rank_that_raises_in_its_forward_is_named_with_its_error(fault: str) -> None:
+    """Whether its program ends with it, or catches it and does not come back."""
+    message, seconds = ended(fault)
     assert "cannot end: rank 1 raised IndexError: index out of range in self in its forward" in message
     assert seconds < _SOON
 

@@ -9,7 +9,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -618,7 +618,7 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, exists: bool, renames: int) 
         (folder / "tokenizer.json").write_text("{}")
     child = os.fork()
     if child == 0:
-        rename, left = Path.rename, [renames]
+        rename, left, path_class = Path.rename, [renames], cast(Any, Path)
 
         def killed(path: Path, target: Path) -> Path:
             if left[0] == 0:
@@ -626,7 +626,7 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, exists: bool, renames: int) 
             left[0] -= 1
             return rename(path, target)
 
-        Path.rename = killed  # type: ignore[method-assign,assignment]
+        path_class.rename = killed
         write_export(folder, "new")
         os._exit(0)
     os.waitpid(child, 0)

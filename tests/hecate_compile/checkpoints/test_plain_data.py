@@ -9,6 +9,7 @@ import math
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,7 +252,7 @@ def test_refused(tmp_path: Path) -> None:
             (value, "extra"), ({"a": [1, {"b": value}]}, "extra['a'][1]['b']"), ((1, value), "extra[1]"),
             ({5: value}, "extra[5]"), ({"~": value}, "extra['~']"),
         ):  # fmt: skip
-            said = message_of(lambda extra=extra: hecate.save(tmp_path / "run", step=1, extra=extra))  # type: ignore[misc]
+            said = message_of(partial(hecate.save, tmp_path / "run", step=1, extra=extra))
             assert said.startswith("TypeError: ") and place in said and name.split(",")[0] in said, (name, said)
     for extra, place in (
         ({Path("/"): 1}, "a key of extra"),

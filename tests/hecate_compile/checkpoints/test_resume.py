@@ -41,12 +41,12 @@ class Run:
     """A training run as users write it: data order, dropout and schedule depend on what must be restored."""
 
     def __init__(self, kind: str, seed: int, **options: Any) -> None:
-        rank, _ = rank_and_size()
         torch.manual_seed(seed)
-        model = small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1 + (kind != "plain"))
+        model: Any = (
+            small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1 + (kind != "plain"))
+        )
         if kind == "qwen3_moe":
-            model.config.attention_dropout = 0.1  # type: ignore[union-attr]
-            for layer in model.model.layers:  # type: ignore[union-attr]
+            for layer in model.model.layers:
                 layer.self_attn.attention_dropout = 0.1
         dense = options.pop("dense", "replicate")
         made = options.pop("optimizer", "adamw")
@@ -55,6 +55,8 @@ class Run:
         )
         self.optimizer = _optimizer(made, self.model)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=40)
+        # Other numbers on every rank.
+        rank, _ = rank_and_size()
         for one, start in ((torch.manual_seed, 100), (np.random.seed, 200), (random.seed, 300)):
             one(start + seed * 10 + rank)
         self.losses: list[float] = []
@@ -162,12 +164,12 @@ def test_goes_on_bit_for_bit(folder: str, kind: str, in_background: bool, option
 # --- another number of ranks ---
 
 
-def train(folder: str, start: int, stop: int, dense: str) -> dict[str, Any]:
+def train(folder: str, start: int, stop: int, dense: Any) -> dict[str, Any]:
     """Steps ``start`` to ``stop`` on the same global batches, whatever the number of ranks."""
     rank, size = rank_and_size()
     model = hecate.compile(
         build("plain", seed=start, dtype=torch.float64, layers=1),
-        hecate.Config(backend="aot_eager", dense=dense, reshard_every=2),  # type: ignore[arg-type]
+        hecate.Config(backend="aot_eager", dense=dense, reshard_every=2),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if start:

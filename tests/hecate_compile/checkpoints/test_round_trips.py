@@ -87,7 +87,7 @@ def _as_rank(
 def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
     """What ``torch.distributed.checkpoint.save`` does on as many ranks, one after the other."""
     planners = [DefaultSavePlanner() for _ in states]
-    writers = [dcp.FileSystemWriter(folder, sync_files=False) for _ in states]
+    writers: list[Any] = [dcp.FileSystemWriter(folder, sync_files=False) for _ in states]
     plans = []
     for rank, (planner, writer, state) in enumerate(zip(planners, writers, states, strict=True)):
         planner.set_up_planner({"model": state}, None, rank == 0)
@@ -100,7 +100,7 @@ def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
         for planner, writer, plan in zip(planners, writers, plans, strict=True)
     ]
     metadata.storage_meta = None
-    writers[0].storage_meta = lambda: None  # type: ignore[method-assign]
+    writers[0].storage_meta = lambda: None
     writers[0].finish(metadata, results)
 
 
