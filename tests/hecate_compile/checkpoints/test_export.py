@@ -22,52 +22,18 @@ from hecate.checkpoints.export_folder import RECORD, ExportFolder
 from hecate.checkpoints.safe_files import SafeFiles
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.placement.owners import Owners
-from tests.hecate_compile.wrap.test_stack_experts import DictMoE, small
+from tests.hecate_compile.checkpoints.model_kinds import KINDS, State, is_pretrained, model_of, on_meta, same
 from tests.support.adversaries import Moving
-from tests.support.models import batch, build, transformers_config
+from tests.support.models import batch, build
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.checkpoints.test_export"
-_PRETRAINED = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
-_KINDS = (*_PRETRAINED, "tied", "plain", "list")
 _LIMIT = 10_000
-State = dict[str, torch.Tensor]
-
-
-def model_of(kind: str, seed: int = 0) -> nn.Module:
-    if kind == "list":
-        return small(DictMoE, seed=seed)
-    if kind == "tied":
-        return build("qwen3_moe", seed=seed, layers=1, tie_word_embeddings=True)
-    return build(kind, seed=seed, layers=1)
-
-
-def on_meta(kind: str) -> nn.Module:
-    """The same architecture without storage."""
-    from transformers import AutoModelForCausalLM
-
-    changes = {"tie_word_embeddings": True} if kind == "tied" else {}
-    family = "qwen3_moe" if kind == "tied" else kind
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            transformers_config(family, num_hidden_layers=1, **changes)
-        )
-    return model
-
-
-def is_pretrained(kind: str) -> bool:
-    return kind in _PRETRAINED or kind == "tied"
 
 
 def read(folder: Path) -> State:
     """All tensors in the files of a folder."""
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def same(ours: State, theirs: State) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == t.dtype and torch.equal(ours[name], t) for name, t in theirs.items()
-    )
 
 
 class Alive:
@@ -103,7 +69,7 @@ class Alive:
 def load_and_export(folder: str) -> dict[str, Any]:
     """On one rank: each kind is loaded into shards, and written again."""
     found: dict[str, Any] = {}
-    for number, kind in enumerate(_KINDS):
+    for number, kind in enumerate(KINDS):
         place = Path(folder, kind)
         loaded, sent = Alive(), Alive()
         model = on_meta(kind) if is_pretrained(kind) else model_of(kind, seed=1)
@@ -219,7 +185,7 @@ def save_plain(model: Any, folder: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each kind as its own library saves it: transformers, or a state dict in two files."""
     folder = tmp_path_factory.mktemp("export")
-    for kind in _KINDS:
+    for kind in KINDS:
         place = folder / kind / "saved"
         model: Any = model_of(kind)
         if is_pretrained(kind):
@@ -247,14 +213,14 @@ def ranks(saved: Path) -> tuple[list[dict[str, Any]], Path]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_a_library_saved_is_in_the_shards_bit_for_bit(ranks: Any, kind: str) -> None:
     for found in ranks[0]:
         assert found[kind]["same"] and found[kind]["left"] == [[], []]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_is_what_the_library_saves(ranks: Any, kind: str) -> None:
     folder = ranks[1] / kind
     files = sorted(path.name for path in (folder / "exported").glob("model-*"))
@@ -271,7 +237,7 @@ def test_what_is_exported_is_what_the_library_saves(ranks: Any, kind: str) -> No
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", [kind for kind in _KINDS if is_pretrained(kind)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if is_pretrained(kind)])
 def test_transformers_reads_it_as_its_own(ranks: Any, kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -288,7 +254,7 @@ def test_transformers_reads_it_as_its_own(ranks: Any, kind: str, tmp_path: Path)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_holds_more_than_it_must(ranks: Any, kind: str) -> None:
     first, second = (found[kind] for found in ranks[0])
     for found in (first, second):
@@ -331,166 +297,6 @@ def test_a_trained_model_computes_the_same_in_transformers(tmp_path: Path) -> No
 
 
 # --- in one process ---
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    hecate.export(model_of("plain"), tmp_path / "plain")
-    return tmp_path / "plain"
-
-
-def refused(folder: Path, model: nn.Module | None = None, **options: Any) -> str:
-    """What loading says; the model must be as it was."""
-    model = model_of("plain", seed=1) if model is None else model
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    said = message_of(lambda: hecate.load_pretrained(model, folder, **options))
-    assert same(model.state_dict(), before), "something was changed"
-    return said
-
-
-def changed(folder: Path, change: Callable[[State], object]) -> Path:
-    """The folder with other tensors in its file."""
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors")
-    return folder
-
-
-def test_what_does_not_fit_is_named_and_nothing_is_changed(plain: Path) -> None:
-    changed(plain, lambda state: state.pop("blocks.0.w_in"))
-    assert refused(plain).startswith("MismatchError") and "blocks.0.w_in is not in the files" in refused(plain)
-    changed(plain, lambda state: state.update({"blocks.0.w_in.more": torch.zeros(2)}))
-    assert "blocks.0.w_in.more is not in the model" in refused(plain)
-    shape = "blocks.0.w_out has the shape [8, 16, 31] in the files and [8, 16, 32] in the model"
-    changed(plain, lambda state: state.update({"blocks.0.w_out": torch.zeros(8, 16, 31)}))
-    assert shape in refused(plain) and shape in refused(plain, strict=False)
-    changed(plain, lambda state: state.update({"blocks.0.w_out": torch.zeros(8, 16, 32).to(torch.float8_e4m3fn)}))
-    assert "float8_e4m3fn in the files" in refused(plain, strict=False)
-
-
-def test_what_is_in_both_is_loaded_if_that_is_asked_for(plain: Path) -> None:
-    changed(plain, lambda state: state.pop("blocks.0.w_in"))
-    changed(plain, lambda state: state.update({"more": torch.zeros(2)}))
-    model, before = model_of("plain", seed=1), model_of("plain", seed=1).state_dict()
-    left = hecate.load_pretrained(model, plain, strict=False)
-    assert left == (["blocks.0.w_in"], ["more"])
-    expected = model_of("plain").state_dict() | {"blocks.0.w_in": before["blocks.0.w_in"]}
-    assert same(model.state_dict(), expected)
-
-
-def test_one_name_of_a_tied_parameter_is_enough(plain: Path) -> None:
-    changed(plain, lambda state: state.pop("embedding.weight"))
-    model = model_of("plain", seed=1)
-    hecate.load_pretrained(model, plain)
-    assert same(model.state_dict(), model_of("plain").state_dict())
-
-
-def test_floats_take_the_dtype_of_the_model(plain: Path) -> None:
-    model = model_of("plain", seed=1).bfloat16()
-    hecate.load_pretrained(model, plain)
-    assert same(model.state_dict(), model_of("plain").bfloat16().state_dict())
-
-
-def test_experts_with_a_gap_are_refused(tmp_path: Path) -> None:
-    hecate.export(model_of("qwen3_moe"), tmp_path / "model")
-    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
-
-    def shift(state: State) -> None:
-        state[name.format(8)] = state.pop(name.format(3))
-
-    assert "not numbered without a gap" in refused(changed(tmp_path / "model", shift), model_of("qwen3_moe"))
-    changed(tmp_path / "model", lambda state: state.pop(name.format(8)))
-    assert "not numbered" in refused(tmp_path / "model", model_of("qwen3_moe"), strict=False)
-
-
-def test_tensors_that_transformers_leaves_out_are_left_out(tmp_path: Path) -> None:
-    hecate.export(model_of("deepseek_v3"), tmp_path / "model")
-    extra = {"model.layers.61.eh_proj.weight": torch.zeros(2), "model.rotary_emb.inv_freq": torch.zeros(2)}
-    changed(tmp_path / "model", lambda state: state.update(extra))
-    model = model_of("deepseek_v3", seed=1)
-    hecate.load_pretrained(model, tmp_path / "model")
-    assert same(model.state_dict(), model_of("deepseek_v3").state_dict())
-
-
-def test_a_model_without_its_head_and_names_of_the_base_model_load(tmp_path: Path) -> None:
-    whole: Any = model_of("mixtral")
-    whole.model.save_pretrained(tmp_path / "base")
-    model = model_of("mixtral", seed=1)
-    head = model.state_dict()["lm_head.weight"]
-    assert "lm_head.weight is not in the files" in refused(tmp_path / "base", model)
-    assert hecate.load_pretrained(model, tmp_path / "base", strict=False) == (["lm_head.weight"], [])
-    assert same(model.state_dict(), whole.state_dict() | {"lm_head.weight": head})
-
-
-def test_a_folder_that_has_no_safe_files_is_refused(tmp_path: Path) -> None:
-    assert "is no folder; huggingface_hub.snapshot_download" in refused(tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    assert "has no model.safetensors and no model.safetensors.index.json" in refused(tmp_path / "empty")
-    torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
-    said = refused(tmp_path / "empty")
-    assert "pytorch_model.bin, a pickle" in said and "save_pretrained" in said
-    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    assert "adapters of PEFT" in refused(tmp_path / "empty")
-
-
-def test_files_that_are_damaged_are_refused(plain: Path) -> None:
-    file = plain / "model.safetensors"
-    content = file.read_bytes()
-    for damaged in (content[:-7], content[:100], b"", b"\xff" * 64):
-        file.write_bytes(damaged)
-        assert "model.safetensors cannot be read" in refused(plain)
-    file.unlink()
-    os.mkfifo(file)
-    assert "not a plain file" in refused(plain)
-
-
-def test_quantized_weights_are_refused(plain: Path) -> None:
-    (plain / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
-    assert "are quantized" in refused(plain, strict=False)
-    (plain / "config.json").write_text("[" * 100_000)
-    assert "config.json cannot be read" in refused(plain)
-
-
-@pytest.mark.parametrize("index, says", [
-    ({"a": "../other.safetensors"}, "outside of the folder"),
-    ({"a": "/etc/passwd"}, "outside of the folder"),
-    ({"a": ".."}, "outside of the folder"),
-    ({"a": "part\0"}, "outside of the folder"),
-    ({"a": "link.safetensors"}, "is a link out of the folder"),
-    ({"a": "missing.safetensors"}, "missing.safetensors is missing"),
-    ({"a": "part.safetensors"}, "says that a is in part.safetensors, and it is not"),
-    ({"b": "part.safetensors", "a": "again.safetensors"}, "b is in part.safetensors, and in again.safetensors"),
-    ({"a": 3}, "cannot be read"),
-    ([], "cannot be read"),
-    ("[" * 100_000, "cannot be read"),
-])  # fmt: skip
-def test_an_index_leads_nowhere_else(tmp_path: Path, index: Any, says: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    save_file({"b": torch.zeros(1)}, folder / "part.safetensors")
-    save_file({"b": torch.zeros(1), "a": torch.zeros(1)}, folder / "again.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "other.safetensors")
-    text = index if isinstance(index, str) else json.dumps({"weight_map": index})
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert says in refused(folder)
-
-
-def test_a_snapshot_of_the_hub_is_links_to_its_blobs(plain: Path, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    (plain / "model.safetensors").rename(blobs / "0123")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
-    model = model_of("plain", seed=1)
-    hecate.load_pretrained(model, snapshot)
-    assert same(model.state_dict(), model_of("plain").state_dict())
-
-
-def test_a_model_without_storage_must_be_compiled_first(tmp_path: Path) -> None:
-    assert "is on the meta device; compile the model first" in message_of(
-        lambda: hecate.load_pretrained(on_meta("olmoe"), tmp_path)
-    )
 
 
 def test_dtype_is_that_of_parameters(tmp_path: Path) -> None:
