@@ -50,6 +50,11 @@ def _register_cpu_attention() -> None:
 _register_cpu_attention()
 
 
+def is_heavy(node: Node) -> bool:
+    """Whether it is a matmul, a convolution or an attention."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
 def flops(node: Node) -> sympy.Expr:
     """Floating-point operations of matmuls, convolutions and attention; 0 for all else."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))

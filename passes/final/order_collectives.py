@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.final.collective_notes import write_note
+from hecate.passes.final.in_flight import in_flight
 from hecate.passes.final.node_cost import Clock
-from hecate.passes.final.schedule import in_flight
 
 
 def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:

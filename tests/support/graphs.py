@@ -144,7 +144,9 @@ def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
         outs = []
         for layer, weight, shard in zip(ids, dense, shards, strict=True):
             attended = x @ weight @ weight
-            ops.gather_counts(offsets, placement, layer).sum()
+            # The gate comes behind attention.
+            chosen = offsets + attended.sum().mul(0).to(torch.int32)
+            ops.gather_counts(chosen, placement, layer).sum()
             (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
             rows = ops.exchange(attended, *ticket, layer)
             y = ops.grouped_mm(rows, experts.transpose(1, 2), offsets)

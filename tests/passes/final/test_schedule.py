@@ -14,10 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hecate.passes import FINAL_PASSES, Pass, PassContext
 from hecate.passes.final.collective_notes import notes_in
+from hecate.passes.final.in_flight import in_flight
 from hecate.passes.final.node_cost import Clock, flops, memory_bytes
 from hecate.passes.final.order_collectives import order_collectives
-from hecate.passes.final.schedule import in_flight
 from hecate.passes.final.split_collectives import split_collectives
+from hecate.passes.fx import calls
 from hecate.passes.invariants import verify_final
 from hecate.passes.joint.rematerialize import rematerialize
 from hecate.passes.runner import run_passes
@@ -119,6 +120,84 @@ def test_compute_that_needs_no_exchange_fills_it() -> None:
     order = names(run(FINAL_PASSES, gm, rates=SLOW))
     assert order.index("exchange_start 0") + 1 == order.index("mm", 3)
     assert order[order.index("exchange_start 0") + 2] == "exchange_wait 0"
+    same(gm, inputs, expected)
+
+
+def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
+    """A backward as autograd writes it: weight gradients between the exchanges, and dense ones before the first."""
+    layer = number_of(add_layer(name="layer", owners=Owners.contiguous(E, 1), world=SINGLE))
+    ops = torch.ops.hecate
+
+    def function(
+        grad: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor, placement: torch.Tensor,
+        offsets: torch.Tensor, ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        dense = kept.t() @ grad
+        back = grad @ weight
+        rows = ops.exchange(back, *ticket, layer)
+        first = ops.grouped_mm_weight_grad(kept.sin(), rows, offsets, False)
+        inner = ops.grouped_mm(rows, experts, offsets)
+        second = ops.grouped_mm_weight_grad(kept.cos(), inner, offsets, False)
+        outer = ops.grouped_mm(inner, experts, offsets)
+        home = ops.exchange_back(outer, *ticket, R, layer)
+        reduced = ops.sparse_reduce_scatter([first, second], placement, E, layer)
+        return [home @ weight, dense, *reduced]
+
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(R, H), torch.randn(H, H), torch.randn(E, H, H), torch.randn(R, H),
+        torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+    ]  # fmt: skip
+    return make_fx(function, tracing_mode="fake")(*inputs), inputs
+
+
+def steps(gm: GraphModule) -> list[str]:
+    """Collectives, matmuls and what the weight gradients read."""
+    wanted = ("mm", "grouped_mm", "grouped_mm_weight_grad", "sin", "cos")
+    found = [getattr(getattr(node.target, "overloadpacket", None), "__name__", "") for node in gm.graph.nodes]
+    return [name for name in found if name in wanted or name.endswith(("_start", "_wait"))]
+
+
+def test_weight_gradients_come_behind_the_exchange() -> None:
+    gm, inputs = backward_of_a_layer()
+    expected = gm(*inputs)
+    order = steps(run(FINAL_PASSES, gm))
+    # A fast link: the dense gradient, which no exchange needs, goes to the last one.
+    assert order == [
+        "mm", "exchange_start", "exchange_wait", "grouped_mm", "grouped_mm",
+        "exchange_back_start", "mm", "sin", "grouped_mm_weight_grad", "cos", "grouped_mm_weight_grad",
+        "exchange_back_wait", "sparse_reduce_scatter_start", "mm", "sparse_reduce_scatter_wait",
+    ]  # fmt: skip
+    same(gm, inputs, expected)
+
+
+def test_the_first_exchange_is_filled_first() -> None:
+    gm, inputs = backward_of_a_layer()
+    expected = gm(*inputs)
+    order = steps(run(FINAL_PASSES, gm, rates=SLOW))
+    assert order[:4] == ["mm", "exchange_start", "mm", "exchange_wait"]
+    same(gm, inputs, expected)
+
+
+def test_what_a_start_needs_stays_before_it() -> None:
+    """With the experts' gradients sent before the exchange, their matmuls stay there."""
+    gm, inputs = backward_of_a_layer()
+    expected = gm(*inputs)
+    order = steps(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    assert order.index("sparse_reduce_scatter_start") > order.index("exchange_back_start")
+    assert order.index("grouped_mm_weight_grad") > order.index("exchange_back_start")
+    gm, inputs = backward_of_a_layer()
+    for node in gm.graph.nodes:
+        if calls(node, torch.ops.hecate.exchange_back):
+            reduced = next(n for n in gm.graph.nodes if calls(n, torch.ops.hecate.sparse_reduce_scatter))
+            node.prepend(reduced)
+            break
+    gm.recompile()
+    order = steps(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    at = order.index("sparse_reduce_scatter_start")
+    assert at < order.index("exchange_back_start")
+    assert order[:at].count("grouped_mm_weight_grad") == 2
     same(gm, inputs, expected)
 
 

@@ -1,0 +1,137 @@
+"""Compute for the time in which rows travel: rules 4 and 5 of ``schedule``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, zip_longest
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.final.in_flight import InFlight, in_flight
+from hecate.passes.final.node_cost import Clock, is_heavy
+from hecate.passes.final.positions import Key, Phase, Plan
+from hecate.runtime.comm.collective import start_of, wait_of
+
+
+def defer(plan: Plan, clock: Clock) -> None:
+    """Rule 4: matmuls that the start of an exchange does not need come behind it.
+
+    The order of starts stays: a matmul does not move behind an exchange if a start before or at it needs the result.
+    Where one exchange of a layer is filled, the next of the same layer takes the rest, and the last takes all that is
+    left; so what a matmul reads is kept for one layer longer at most.
+    """
+    order = plan.sorted()
+    position = {node: index for index, node in enumerate(order)}
+    needed = _first_start_that_needs(order, plan)
+    exchanges = [one for one in in_flight(order) if one.role == "exchange"]
+    carried: list[Node] = []
+    begin = 0
+    for one, following in zip_longest(exchanges, exchanges[1:]):
+        at, until = position[one.start], position[one.wait]
+        here = plan.key[one.start].node
+        # Those of the layer before this one went behind its last exchange.
+        waiting = carried + [
+            node for node in order[begin:at]
+            if is_heavy(node) and not _is_random(node) and needed.get(node, plan.end) > here
+        ]  # fmt: skip
+        left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, order[at + 1 : until]))
+        carried = []
+        for node in waiting:
+            if left <= 0 and _may_wait_for(following, one, needed.get(node, plan.end), plan):
+                carried.append(node)
+            else:
+                left -= clock.seconds(node)
+                plan.key[node] = Key(here, Phase.BEHIND_START, position[node])
+        begin = at + 1
+    _bring_along(order, plan)
+
+
+def _may_wait_for(following: InFlight | None, one: InFlight, needed: int, plan: Plan) -> bool:
+    return following is not None and following.layer == one.layer and needed > plan.key[following.start].node
+
+
+def _first_start_that_needs(order: Sequence[Node], plan: Plan) -> dict[Node, int]:
+    """Where the first collective starts that needs the node, of all that some collective needs."""
+    first: dict[Node, int] = {}
+    for start in order:
+        if start_of(start.target) is None:
+            continue
+        stack = [start]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source in plan.key and source not in first:
+                    first[source] = plan.key[start].node
+                    stack.append(source)
+    return first
+
+
+def _bring_along(order: Sequence[Node], plan: Plan) -> None:
+    """What only deferred nodes use comes with them, so that it does not delay the exchange either."""
+    moved = {node for node in order if plan.key[node].phase is Phase.BEHIND_START}
+    for turn, node in reversed(list(enumerate(order))):
+        is_half = start_of(node.target) is not None or wait_of(node.target) is not None
+        if is_half or node in moved or not node.users or _is_random(node):
+            continue
+        if all(user in moved for user in node.users):
+            first = min(plan.key[user] for user in node.users)
+            plan.key[node] = max(plan.key[node], first._replace(turn=turn))
+            moved.add(node)
+
+
+def fill(order: list[Node], clock: Clock) -> list[Node]:
+    """Rule 5: matmuls that come soon after a wait, and do not need it, come before it."""
+    position = {node: index for index, node in enumerate(order)}
+    for one in in_flight(order):
+        if one.role != "exchange":
+            continue
+        at = position[one.wait]
+        inside = order[position[one.start] + 1 : at]
+        left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, inside))
+        moved = _movable(order, at, left, position, clock)
+        if moved:
+            # Only what lies between the wait and the last of them changes its place.
+            end, taken = max(position[node] for node in moved) + 1, set(moved)
+            order[at:end] = [*moved, *(node for node in order[at:end] if node not in taken)]
+            position.update((order[index], index) for index in range(at, end))
+    return order
+
+
+def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, int], clock: Clock) -> list[Node]:
+    """Matmuls behind the wait at position ``at``, and what they need, that take about ``left`` seconds."""
+    blocked, moved, exchanges = {order[at]}, list[Node](), 0
+    for node in islice(order, at + 1, None):
+        started = start_of(node.target)
+        exchanges += started is not None and started.role == "exchange"
+        if left <= 0 or exchanges > 1:
+            break
+        is_half = started is not None or wait_of(node.target) is not None
+        if is_half or any(source in blocked for source in node.all_input_nodes):
+            blocked.add(node)
+        elif is_heavy(node):
+            chain = sorted(_needed_after(node, at, position, moved), key=position.__getitem__)
+            if any(map(_is_random, chain)):
+                continue
+            needed = sum(map(clock.seconds, chain))
+            # What is much longer than the transfer may fit a later one better.
+            if needed > 2 * left:
+                break
+            moved += chain
+            left -= needed
+    return moved
+
+
+def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequence[Node]) -> set[Node]:
+    """``node`` and what it needs of the nodes behind position ``at``, without those that moved already."""
+    found, stack = {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if position.get(source, -1) > at and source not in found and source not in moved:
+                found.add(source)
+                stack.append(source)
+    return found
+
+
+def _is_random(node: Node) -> bool:
+    """Random numbers keep their order, so what draws them stays."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
