@@ -6,7 +6,7 @@ A training step with AdamW at two ranks, every rank holding two replicas beside 
 dispatch mode inside the compiled graphs sees every tensor that an operator returns. Counted are, at their peak:
 
     states     parameters, their gradients, and optimizer states, as they are between steps
-    gathered   experts in slots and gathered dense parameters, while anybody holds their memory
+    gathered   replicas and gathered dense parameters, while anybody holds their memory
     gradients  of slots, before they have reached the owners (and are in .grad, which counts as a state)
 
 Activations are not counted. For experts the base is static expert parallelism (``policy="static"``), for dense
@@ -88,7 +88,8 @@ def _kind(func: Any) -> str | None:
     collective = wait_of(func)
     if collective is not None and collective.role == "gather":
         return "gathered"
-    return "gradients" if func is torch.ops.hecate.grouped_mm_weight_grad.default else None
+    weight_grads = (torch.ops.hecate.grouped_mm_weight_grad, torch.ops.hecate.grouped_mm_pair_weight_grad)
+    return "gradients" if any(func is packet.default for packet in weight_grads) else None
 
 
 def build_model(layers: int) -> torch.nn.Module:
@@ -134,7 +135,7 @@ def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
     found = {
         **states,
         **tracker.peak,
-        "expert_bytes": layer.expert_bytes,
+        "expert_bytes": layer.sizes.expert_bytes,
         "owned": layer.owners.counts[dist.get_rank()],
     }
     del model, optimizer
@@ -161,7 +162,7 @@ def report(found: dict[str, Any]) -> None:
     static, dense = found["static"], found["dense shard"]
     own = static["expert"]
     base = own + static["dense"]
-    slots = (static["owned"] + SLOTS) * static["expert_bytes"]
+    slots = SLOTS * static["expert_bytes"]
     print(f"{layers} layers, {ranks} ranks, AdamW, fp32")
     print(f"per rank and layer {static['owned']} experts and {SLOTS} replicas")
     print(f"{'':14} {'states':>10} {'gathered':>10} {'gradients':>10}   gathered over experts' states, formula, all")
@@ -169,7 +170,7 @@ def report(found: dict[str, Any]) -> None:
         one = found[name]
         line = f"{name:14} {one['expert'] + one['dense']:10} {one['gathered']:10} {one['gradients']:10}"
         if name in ("default", "rematerialize"):
-            # All layers' slots, or those of this layer and the next.
+            # All layers' replicas, or those of this layer and the next.
             formula = slots * (layers if name == "default" else 2) / own
             more = (one["together"] - static["together"]) / own
             line += f"   {one['gathered'] / own:+28.1%} {formula:+8.1%} {more:+6.1%}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hecate.passes.base import Chunks
 from hecate.runtime.placement.hecate_policy import Hecate, Objective
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
@@ -41,6 +42,8 @@ class Config:
         window: steps whose mean is the load that ``"hecate"`` expects.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
         calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
+        chunks: parts into which the rows of a layer are cut, so that one part travels while another is computed;
+            ``"auto"`` takes two where that is predicted to pay: with several nodes, or on GPUs.
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, twice
             the traffic of experts.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
@@ -65,6 +68,7 @@ class Config:
     window: int = 5
     reshard_every: int = 100
     calibrate: bool = False
+    chunks: Chunks = "auto"
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     topology: Topology | None = None
@@ -86,9 +90,10 @@ class Config:
             )
         if hasattr(self.policy, "own"):
             raise TypeError(f"hecate.Config: {type(self.policy).__name__}.own is now called choose_owners; rename it")
-        for name, least in (("replicas", 0), ("window", 1), ("reshard_every", 0), ("prefetch_bytes", 0)):
+        least_of = {"replicas": 0, "window": 1, "reshard_every": 0, "chunks": 1, "prefetch_bytes": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
-            if name == "prefetch_bytes" and value is None:
+            if (name, value) in (("prefetch_bytes", None), ("chunks", "auto")):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.fx import GraphModule
 
 from hecate.runtime.placement.planner import Rates
+
+Chunks = int | Literal["auto"]
 
 _UNKNOWN = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
 
@@ -23,6 +25,9 @@ class PassContext:
         calibrates: it may do so once more after the gate.
         part: "forward" or "backward", once autograd has parted them.
         layer_names: layer id -> name of the experts module, for messages.
+        chunks: parts into which the rows of a layer are cut, or "auto": two where that is predicted to pay.
+        tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where nothing travels
+            beside compute. For predictions that all ranks must make alike.
         rematerialize: gather experts again in the backward.
         prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice
             the largest transfer.
@@ -37,6 +42,8 @@ class PassContext:
     calibrates: bool = False
     part: str = "forward"
     layer_names: Mapping[int, str] = field(default_factory=dict)
+    chunks: Chunks = 1
+    tokens: int = 0
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     owned: int = 1
@@ -45,6 +52,11 @@ class PassContext:
     ranks_per_node: int = 1
     rates: Rates = _UNKNOWN
     guesses: dict[Any, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes per second of a rank's share of the slowest link."""
+        return self.rates.rank_bytes if self.nodes == 1 else self.rates.node_bytes / self.ranks_per_node
 
     def name(self, layer: int) -> str:
         return self.layer_names.get(layer, f"layer {layer}")

@@ -28,6 +28,7 @@ from hecate.passes.final.collective_notes import read_note
 from hecate.passes.fx import arg, calls, is_getitem, operands
 from hecate.runtime.comm.collective import collective_of, start_of, wait_of
 from hecate.runtime.ops.experts import own_experts
+from hecate.runtime.ops.ticket import TICKET_PARTS
 
 
 class InvalidGraphError(RuntimeError):
@@ -51,7 +52,7 @@ def verify(gm: GraphModule) -> None:
             route = _route_of(node, node.args[1:4])
             if collective.homeward:
                 backs.add(route)
-        elif calls(node, torch.ops.hecate.grouped_mm):
+        elif calls(node, torch.ops.hecate.grouped_mm, torch.ops.hecate.grouped_mm_pair):
             _check_offsets(node)
     for node in gm.graph.nodes:
         if calls(node, torch.ops.hecate.route) and node not in backs:
@@ -59,19 +60,25 @@ def verify(gm: GraphModule) -> None:
 
 
 def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
-    routes = []
+    routes, chunks = [], []
     for index, part in enumerate(ticket, start=1):
-        if not (is_getitem(part) and arg(part, 1) == index and calls(arg(part, 0), torch.ops.hecate.route)):
+        if not (is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route)):
+            raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
+        chunk, which = divmod(arg(part, 1), TICKET_PARTS)
+        if which != index:
             raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
         routes.append(arg(part, 0))
+        chunks.append(chunk)
     if len(set(routes)) != 1 or routes[0].args[-1] != node.args[-1]:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different routes or layers")
+    if len(set(chunks)) != 1:
+        raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different chunks")
     return routes[0]
 
 
 def _check_offsets(node: Node) -> None:
-    _, weight, offsets = operands(node)
-    own = _comes_from_slots(weight)
+    _, *weights, offsets = operands(node)
+    own = all(map(_comes_from_slots, weights))
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
         is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)
     )

@@ -185,11 +185,12 @@ class EngineSystem(System):
         }
 
     def _held(self, layer: Any) -> int:
-        """Bytes of a layer's slots on this rank, its own experts included, which are copied into them."""
+        """Bytes of a layer's replicas on this rank."""
         placement, _ = layer.placer.plan.recent[-1] if layer.placer.plan.recent else (None, None)
         if placement is None or not self.policy.replicates:
             return 0
-        return sum(layer.world.rank in ranks for ranks in placement.holders) * layer.sizes.expert_bytes
+        held = sum(layer.world.rank in ranks for ranks in placement.holders)
+        return (held - placement.owners.counts[layer.world.rank]) * layer.sizes.expert_bytes
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
-from hecate.runtime.state.overlap_window import predict_hidden
+from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 
@@ -63,6 +63,7 @@ class Backend:
     dense_parameters: int = 0
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
+    _tokens: int = 0
 
     def entry(self) -> Callable[..., Callable[..., Any]]:
         """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
@@ -92,11 +93,10 @@ class Backend:
         # Where nothing is communicated inside a graph, ranks may run different ones.
         communicates = self.config.policy != "replicate"
         comparing = communicates and self.step.mode is not None and self.step.mode.first
-        if number == 0 and comparing and self.config.rates is None and self.world.size > 1:
-            rates = predict_hidden(
-                _tokens(gm), self.dense_parameters, len(self.layers), self.placer.rates, self.world
-            )
-            if rates != self.placer.rates:
+        if number == 0 and comparing and self.world.size > 1:
+            self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
+            if self.config.rates is None and self._tokens:
+                rates = predict_hidden(self._tokens, self.dense_parameters, len(self.layers), self.placer.rates)
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         folder = self.dump_folder
         context = self._context()
@@ -132,6 +132,8 @@ class Backend:
             # What calibrate adds are replicas.
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
+            chunks=self.config.chunks,
+            tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,
             owned=-(-max((layer.num_experts for layer in self.layers), default=1) // size),

@@ -17,9 +17,9 @@ class Memory:
 
     Attributes:
         states: parameters, gradients and optimizer states.
-        slots: copies of its own experts and replicas, from a layer's forward to its backward, and the gradients of
-            one layer's. With re-materialization those of two layers, of which one is gathered while the other
-            computes. None for a policy that never replicates.
+        slots: replicas, from a layer's forward to its backward, and the gradients of one layer's replicas and own
+            experts on their way. With re-materialization replicas of two layers, of which one is gathered while the
+            other computes. None for a policy that never replicates.
     """
 
     states: float
@@ -37,14 +37,15 @@ def count_memory(
     """
     dense = sum(count * (2 * size + optimizer_bytes) for count, size in made.dense)
     owned = np.zeros(len(step[0].rows))
-    held = []
+    held, sent = [], []
     for layer, routed in zip(made.layers, step, strict=True):
         per_rank = np.asarray(routed.placement.owners.counts, dtype=np.float64)
         owned += per_rank * layer.sizes.expert_bytes * (2 + optimizer_bytes / layer.dtype.itemsize)
         _, ranks = routed.placement.pairs
-        held.append(np.bincount(ranks, minlength=len(per_rank)) * float(layer.sizes.expert_bytes))
+        sent.append(np.bincount(ranks, minlength=len(per_rank)) * float(layer.sizes.expert_bytes))
+        held.append(sent[-1] - per_rank * layer.sizes.expert_bytes)
     most = np.sort(held, axis=0)[::-1]
-    slots = (most[:2] if rematerialize else most).sum(0) + most[0]
+    slots = (most[:2] if rematerialize else most).sum(0) + np.max(sent, axis=0)
     if not made.graphs[0].context.replicates:
         slots = np.zeros_like(slots)
     worst = int(np.argmax(owned + slots))

@@ -1,7 +1,7 @@
 """A compiled graph as a list of what takes time: compute, and collectives that start and are waited for.
 
 Operations and bytes come from ``hecate.passes.final.node_cost``; sizes that depend on routing stay symbols, which
-stand for a layer's rows, slots and shards.
+stand for a layer's rows, replicas and shards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import sympy
@@ -22,11 +22,27 @@ from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of
 from hecate.passes.fx import calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
+from hecate.runtime.ops.ticket import TICKET_PARTS
 
 Floats = NDArray[np.float64]
-What = Literal["rows", "slots", "owned"]
+What = Literal["rows", "replicas", "owned"]
 # What a layer has on every rank: (layer id, what) -> [W].
 RankSizes = Mapping[tuple[int, What], Floats]
+
+
+class Meaning(NamedTuple):
+    """What an unbacked size stands for.
+
+    Attributes:
+        share: of a layer's rows, the part that one chunk has.
+    """
+
+    layer: int
+    what: What
+    share: float = 1.0
+
+
+Symbols = dict[sympy.Symbol, Meaning]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +91,7 @@ class Wait:
 Item = Compute | Start | Wait
 
 
-def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]) -> list[Item]:
+def program_of(captured: Captured, symbols: Symbols) -> list[Item]:
     """Translate one graph.
 
     Args:
@@ -99,7 +115,7 @@ def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]
         if start_of(node.target) is not None:
             flush()
             tokens[node] = len(tokens)
-            items.append(_start(node, tokens[node], clock))
+            items.append(_start(node, tokens[node], clock, symbols))
         elif wait_of(node.target) is not None:
             flush()
             items.append(Wait(tokens[node.args[0]]))
@@ -109,24 +125,26 @@ def program_of(captured: Captured, symbols: dict[sympy.Symbol, tuple[int, What]]
     return items
 
 
-def _learn(nodes: Any, symbols: dict[sympy.Symbol, tuple[int, What]]) -> None:
+def _learn(nodes: Any, symbols: Symbols) -> None:
     """Note which symbol is which size; the order of results is that of ``hecate.runtime.ops``."""
     hecate = torch.ops.hecate
     for node in nodes:
         value = node.meta.get("val")
         if calls(node, hecate.place, hecate.calibrate):
-            _note(symbols, value[1].shape[0], arguments_of(node)["layer"], "slots")
+            _note(symbols, value[1].shape[0], arguments_of(node)["layer"], "replicas")
         elif calls(node, hecate.route):
-            _note(symbols, value[0].shape[0], arguments_of(node)["layer"], "slots")
-            _note(symbols, value[3].shape[0], arguments_of(node)["layer"], "rows")
+            chunks = len(value) // TICKET_PARTS
+            for chunk in range(chunks):
+                arriving = value[TICKET_PARTS * chunk + 3].shape[0]
+                _note(symbols, arriving, arguments_of(node)["layer"], "rows", 1 / chunks)
 
 
-def _note(symbols: dict[sympy.Symbol, tuple[int, What]], size: Any, layer: int, what: What) -> None:
+def _note(symbols: Symbols, size: Any, layer: int, what: What, share: float = 1.0) -> None:
     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-        symbols.setdefault(size.node.expr, (layer, what))
+        symbols.setdefault(size.node.expr, Meaning(layer, what, share))
 
 
-def _compute(nodes: Sequence[Node], clock: Clock, symbols: Mapping[sympy.Symbol, tuple[int, What]]) -> Compute:
+def _compute(nodes: Sequence[Node], clock: Clock, symbols: Symbols) -> Compute:
     fixed, routed, operators = [], [], 0
     for node in nodes:
         operations, moved = sympy.sympify(flops(node)), sympy.sympify(memory_bytes(node))
@@ -146,17 +164,18 @@ def _function(
     moved: sympy.Expr,
     unknown: Sequence[sympy.Symbol],
     clock: Clock,
-    symbols: Mapping[sympy.Symbol, tuple[int, What]],
+    symbols: Symbols,
 ) -> Callable[[RankSizes], tuple[Floats, Floats]]:
     call = sympy.lambdify(list(unknown), [operations, moved], modules="numpy")
-    layers = [symbols[symbol][0] for symbol in unknown if symbol in symbols]
+    layers = [symbols[symbol].layer for symbol in unknown if symbol in symbols]
 
     def evaluate(sizes: RankSizes) -> tuple[Floats, Floats]:
         any_layer = layers[0] if layers else next(iter(sizes))[0]
         values: list[Any] = []
         for symbol in unknown:
             if symbol in symbols:
-                values.append(sizes[symbols[symbol]])
+                meaning = symbols[symbol]
+                values.append(sizes[meaning.layer, meaning.what] * meaning.share)
             elif symbol in clock.hints:
                 values.append(float(clock.hints[symbol]))
             else:
@@ -168,13 +187,17 @@ def _function(
     return evaluate
 
 
-def _start(node: Node, token: int, clock: Clock) -> Start:
+def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
     collective, arguments = start_of(node.target), arguments_of(node)
     assert collective is not None
     tensors = [part.meta["val"] for part in payload_of(node)]
     if depends_on_routing(collective):
         # One line of each tensor.
         unit = sum(clock.number(prod(t.shape[1:])) * t.element_size() for t in tensors)
+        if collective.carries == "rows":
+            # Of a chunk, its share of every row that travels.
+            arriving = arguments["receive_index"].meta["val"].shape[0]
+            unit *= symbols[arriving.node.expr].share
     else:
         unit = clock.number(bytes_of(tensors))
     return Start(token=token, operator=collective.name, layer=arguments.get("layer"), unit=float(unit))

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import sympy
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.placement import Placement
@@ -16,7 +15,17 @@ from hecate.runtime.placement.planner import stages_of
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.capture import Capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.program import Compute, Item, RankSizes, Start, Wait, What, depends_on_routing, program_of
+from hecate.simulator.program import (
+    Compute,
+    Item,
+    RankSizes,
+    Start,
+    Symbols,
+    Wait,
+    What,
+    depends_on_routing,
+    program_of,
+)
 from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
@@ -64,7 +73,7 @@ class Simulator:
     def __init__(self, capture: Capture, cluster: ClusterSpec) -> None:
         self.cluster = cluster
         self.layers = [layer.id for layer in capture.layers]
-        symbols: dict[sympy.Symbol, tuple[int, What]] = {}
+        symbols: Symbols = {}
         self.parts = [(c.context.part, program_of(c, symbols)) for c in capture.graphs]
 
     def step(self, layers: Sequence[LayerStep], *, update: Floats | float = 0.0) -> Prediction:
@@ -79,8 +88,8 @@ class Simulator:
         sizes: dict[tuple[int, What], Floats] = {}
         for id, layer in of.items():
             sizes[id, "rows"] = layer.rows.sum(0).astype(np.float64)
-            sizes[id, "slots"] = _per_rank(layer.placement)
             sizes[id, "owned"] = np.asarray(layer.placement.owners.counts, dtype=np.float64)
+            sizes[id, "replicas"] = _per_rank(layer.placement) - sizes[id, "owned"]
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
         for part, items in self.parts:
@@ -159,7 +168,10 @@ class _Links:
             return carried.rows.sum(0 if collective.homeward else 1) * start.unit
         if collective.carries == "replicas" and collective.role == "reduce":
             return _per_rank(carried.layer.placement) * start.unit
-        # A rank's own experts are copied into its slots.
+        if collective.carries == "replicas":
+            stages = carried.planned if collective.role == "gather" else carried.late
+            sent: Floats = sum((stage.sum(1) for stage in stages), start=np.zeros(self.cluster.ranks))
+            return sent * start.unit
         return np.asarray(carried.owned) * start.unit
 
     def _matrices(self, start: Start) -> list[Floats]:

@@ -1,13 +1,18 @@
 """exchange_rows: move tokens to the experts' holders instead of gathering the experts.
 
 Needs    hecate.grouped_mm on gathered experts, rows sorted by expert (see ``find_region``).
-Changes  w = gather(shard)                          placement, slots = place(...)
-         y = f(rows, w, offsets)         becomes    w' = sparse_all_gather(shards, placement, slots)
+Changes  w = gather(shard)                          placement, replicas = place(...)
+         y = f(rows, w, offsets)         becomes    own, w' = hold(shards, sparse_all_gather(shards, replicas))
                                                     offsets', ticket = route(gather_counts(offsets), placement)
-                                                    y' = f(exchange(rows, ticket), w', offsets')
+                                                    y' = f'(exchange(rows, ticket), own, w', offsets')
                                                     y = exchange_back(y', ticket)
-         where f, the model's own matmuls and activations, stays as it is. A policy without replicas reads its
-         slots with own_experts, which costs nothing; one that calibrates may add slots after the counts are known.
+         where f' is f, the model's own matmuls and activations, with two operands instead of one: a rank's own
+         experts, in place, and its replicas. What f does to a parameter is done to both. A policy without replicas
+         reads its slots with own_experts, and f stays as it is; one that calibrates may add replicas after the
+         counts are known.
+
+         With ``Config(chunks=n)`` the rows of a layer are cut into n parts that travel and are computed one after the
+         other, so that one part travels while another is computed; counts, placement and route are made once.
 Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
 
 At one rank there is nobody to exchange with: the experts are read in place and the rows are only counted.
@@ -16,16 +21,19 @@ Every other region falls back to the gather, with the reason.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
-from hecate.passes.fx import Builder, arg
-from hecate.runtime.ops.experts import own_experts
+from hecate.passes.fx import Builder, arg, calls, computed_from
+from hecate.runtime.ops.experts import hold, own_experts
+from hecate.runtime.ops.ticket import TICKET_PARTS
 
 
 def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
@@ -57,14 +65,36 @@ def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) ->
 def _rewrite(region: Region, context: PassContext) -> None:
     """Put the body onto this rank's slots and onto the rows that are exchanged for them."""
     new: dict[Node, Node] = {}
+    replicas: dict[Node, Node] = {}
     if context.world_size == 1:
         _read_in_place(region, new)
-        ticket = None
+        _copy_body(region, context, new, replicas)
+        _replace(region, new)
+        return
+    slots = _fill_slots(region, context)
+    chunks = chunks_of(region, context)
+    tickets = _route(region, context, slots, chunks)
+    new.update(zip(region.gathers, slots.own, strict=True))
+    replicas.update(zip(region.gathers, slots.replicas, strict=False))
+    if chunks == 1:
+        _exchange(region, tickets[0], new)
+        _copy_body(region, context, new, replicas)
+        _replace(region, {exit: _send_back(region, new[exit], exit, tickets[0]) for exit in region.exits})
     else:
-        slots = _fill_slots(region, context, new)
-        ticket = _exchange(region, context, slots, new)
-    _copy_body(region, context, new)
-    _return_rows(region, ticket, new)
+        _replace(region, _compute_chunks(region, tickets, new, replicas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ticket:
+    """The nodes of one chunk's ticket.
+
+    Attributes:
+        offsets: ends of the slots' rows.
+        rest: splits, send index and receive index.
+    """
+
+    offsets: Node
+    rest: tuple[Node, Node, Node]
 
 
 def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
@@ -75,24 +105,26 @@ def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
     new[region.offsets] = counted.call(torch.ops.hecate.count_rows.default, region.offsets, region.layer)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Slots:
     """What a rank holds of a layer, as nodes.
 
     Attributes:
         placement: who holds what.
-        held: the experts in this rank's slots.
+        held: the experts of this rank's replicas.
         shards: the parameters' own shards.
-        contents: the parameters' slots, one for each gather of the region.
+        own: the same to compute with, one for each gather of the region.
+        replicas: the parameters' replicas, as many; none for a policy without replicas.
     """
 
     placement: Node
     held: Node
     shards: list[Node]
-    contents: list[Node]
+    own: list[Node]
+    replicas: list[Node]
 
 
-def _fill_slots(region: Region, context: PassContext, new: dict[Node, Node]) -> _Slots:
+def _fill_slots(region: Region, context: PassContext) -> _Slots:
     """The parameters become this rank's slots; the placement is taken where the first of them is read."""
     hecate, graph = torch.ops.hecate, region.offsets.graph
     first = min(region.gathers)
@@ -103,85 +135,171 @@ def _fill_slots(region: Region, context: PassContext, new: dict[Node, Node]) -> 
         # One that comes later is a cast of a parameter, which is there from the start.
         shards.append(here.copy(shard, {}) if shard > first else shard)
     placement, held = here.parts(here.call(hecate.place.default, shards[0], region.layer), 2)
-    if context.replicates:
-        gathered = here.call(hecate.sparse_all_gather.default, shards, placement, held, region.layer)
-        contents = here.parts(gathered, len(shards))
-    else:
+    if not context.replicates:
         # Owners alone hold experts: each parameter's slots are its shard, read where the parameter was.
-        contents = [
+        own = [
             Builder(graph, before=gather).call(own_experts, arg(gather, 0), context.world_size)
             for gather in region.gathers
         ]
-    new.update(zip(region.gathers, contents, strict=True))
-    return _Slots(placement=placement, held=held, shards=shards, contents=contents)
+        return _Slots(placement=placement, held=held, shards=shards, own=own, replicas=[])
+    gathered = here.call(hecate.sparse_all_gather.default, shards, placement, held, region.layer)
+    slots = _Slots(
+        placement=placement, held=held, shards=shards, own=shards, replicas=here.parts(gathered, len(shards))
+    )
+    if not context.calibrates:
+        _hold(slots, here, region.layer)
+    return slots
 
 
-def _exchange(region: Region, context: PassContext, slots: _Slots, new: dict[Node, Node]) -> list[Node]:
-    """Rows and offsets become those of the slots; returns the ticket: splits, send and receive index."""
+def _hold(slots: _Slots, here: Builder, layer: int) -> None:
+    """From here on gradients of own experts and replicas go to the owners."""
+    held = here.call(hold, layer, slots.placement, *slots.shards, *slots.replicas)
+    parts = here.parts(held, 2 * len(slots.shards))
+    slots.own, slots.replicas = parts[: len(slots.shards)], parts[len(slots.shards) :]
+
+
+def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> list[_Ticket]:
+    """Where each row goes, for every chunk."""
     hecate, graph = torch.ops.hecate, region.offsets.graph
     # Step 1: who has how many rows. The route needs the number of slots, which is known before their contents have
     # come. Own experts that are read later than the first matmul do not delay it.
-    needed = slots.contents if context.calibrates else [slots.held] if context.replicates else slots.contents[:1]
+    needed = slots.replicas if context.calibrates else [slots.held] if context.replicates else slots.own[:1]
     here = Builder(graph, after=max(region.offsets, *needed))
     counts = here.call(hecate.gather_counts.default, region.offsets, slots.placement, region.layer)
 
-    # Step 2: perhaps more slots, now that the rows are known.
-    placement, held = slots.placement, slots.held
+    # Step 2: perhaps more replicas, now that the rows are known.
     if context.calibrates:
-        calibrated = here.call(hecate.calibrate.default, counts, placement, region.layer)
-        placement, held = here.parts(calibrated, 2)
+        before = slots.placement
+        calibrated = here.call(hecate.calibrate.default, counts, before, region.layer)
+        slots.placement, slots.held = here.parts(calibrated, 2)
         beside = Builder(graph, after=here.last)
         more = beside.call(
-            hecate.top_up.default, slots.shards, slots.contents, slots.placement, placement, held, region.layer
+            hecate.top_up.default, slots.shards, slots.replicas, before, slots.placement, slots.held, region.layer
         )
-        new.update(zip(region.gathers, beside.parts(more, len(slots.contents)), strict=True))
+        slots.replicas = beside.parts(more, len(slots.shards))
+        _hold(slots, beside, region.layer)
 
     # Step 3: where each row goes.
-    size = here.length(held if context.replicates else new[region.gathers[0]])
-    route = here.call(hecate.route.default, counts, placement, region.offsets, size, region.layer)
-    new[region.offsets], *ticket = here.parts(route, 4)
+    size = here.length(slots.shards[0])
+    if context.replicates:
+        size = here.call(operator.add, size, here.length(slots.held))
+    route = here.call(hecate.route.default, counts, slots.placement, region.offsets, size, chunks, region.layer)
+    parts = here.parts(route, TICKET_PARTS * chunks)
+    tickets = []
+    for chunk in range(chunks):
+        offsets, splits, send_index, receive_index = parts[TICKET_PARTS * chunk :][:TICKET_PARTS]
+        tickets.append(_Ticket(offsets=offsets, rest=(splits, send_index, receive_index)))
+    return tickets
 
-    # Step 4: the rows go there, and so does what is looked up by expert.
-    body = set(region.body)
+
+def _exchange(region: Region, ticket: _Ticket, new: dict[Node, Node], here: Builder | None = None) -> None:
+    """The rows travel, and so does what is looked up by expert.
+
+    Args:
+        here: where the exchanges are written; by default where the rows are first used: in that grad mode, and after
+            whatever happened to them before.
+    """
+    hecate, graph, body = torch.ops.hecate, region.offsets.graph, set(region.body)
     for entry in region.entries:
-        # Where the rows are first used: in its grad mode, and after whatever happened to them before.
         user = min(user for user in entry.users if user in body)
-        new[entry] = Builder(graph, before=user).call(hecate.exchange.default, entry, *ticket, region.layer)
+        at = here if here is not None else Builder(graph, before=user)
+        new[entry] = at.call(hecate.exchange.default, entry, *ticket.rest, region.layer)
+    new[region.offsets] = ticket.offsets
     if region.ids is not None:
-        rows = here.length(ticket[2])
-        new[region.ids] = here.call(hecate.row_slots.default, new[region.offsets], rows)
-    return ticket
+        at = here if here is not None else Builder(graph, after=max(ticket.offsets, *ticket.rest))
+        new[region.ids] = at.call(hecate.row_slots.default, ticket.offsets, at.length(ticket.rest[-1]))
 
 
-def _copy_body(region: Region, context: PassContext, new: dict[Node, Node]) -> None:
-    """The body, unchanged, on the new values.
+def _compute_chunks(
+    region: Region, tickets: list[_Ticket], new: dict[Node, Node], replicas: dict[Node, Node]
+) -> dict[Node, Node]:
+    """The body, chunk by chunk, behind the old one; the sums of the chunks' results."""
+    here = Builder(region.offsets.graph, after=region.body[-1])
+    # What is done to parameters is done once.
+    made = computed_from(region.gathers)
+    for node in region.body:
+        if node in made:
+            _mark(_copy(node, region, here, new, replicas), region)
+    chunks = []
+    for ticket in tickets:
+        chunks.append(dict(new))
+        _exchange(region, ticket, chunks[-1], here)
+    results: dict[Node, Node] = {}
+    for ticket, of_chunk in zip(tickets, chunks, strict=True):
+        for node in region.body:
+            if node not in made:
+                _mark(_copy(node, region, here, of_chunk, replicas), region)
+        for exit in region.exits:
+            back = _send_back(region, of_chunk[exit], exit, ticket)
+            here.last = max(here.last, back)
+            # Each row is in one chunk; in the others it is zero.
+            results[exit] = here.call(operator.add, results[exit], back) if exit in results else back
+    return results
+
+
+def _copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
+    """The body on the new values.
 
     A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
     original rows.
+
+    Args:
+        replicas: of what is computed from parameters alone, the same for the replicas. ``new`` has the own experts'.
     """
     for node in region.body:
         spot = min(node.users) if node in region.lookups else node
         # What is calibrated has its slots later than the parameters were read.
-        known = max((new[source] for source in node.all_input_nodes if source in new), default=spot)
-        here = Builder(node.graph, before=spot) if known <= spot else Builder(node.graph, after=known)
-        copy = new[node] = here.copy(node, new)
-        if context.world_size > 1:
+        sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
+        last = max(sources, default=spot)
+        here = Builder(node.graph, before=spot) if last <= spot else Builder(node.graph, after=last)
+        copies = _copy(node, region, here, new, replicas)
+        _mark(copies, region, keep_values=context.world_size == 1)
+
+
+def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> None:
+    """Note the layer on copies of the body. With other ranks' rows, values have other shapes than were captured."""
+    for copy in copies:
+        if not keep_values:
             copy.meta.pop("example_value", None)
         copy.meta["hecate_layer"] = region.layer
 
 
-def _return_rows(region: Region, ticket: list[Node] | None, new: dict[Node, Node]) -> None:
-    """Results go home, and what nobody uses any more is removed."""
+def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node]) -> list[Node]:
+    """One node of the body, on own experts and replicas; the nodes that this takes."""
+    twofold = [source for source in node.all_input_nodes if source in replicas]
+    if not twofold:
+        new[node] = here.copy(node, new)
+        return [new[node]]
+    if calls(node, torch.ops.hecate.grouped_mm):
+        x, w, offsets = (arg(node, index) for index in range(3))
+        operands = (new.get(x, x), new[w], replicas[w], new[offsets])
+        new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
+        return [new[node]]
+    if node in region.lookups:
+        # Something small, a bias.
+        joined = [here.call(torch.cat, [new[source], replicas[source]]) for source in twofold]
+        new[node] = here.copy(node, new | dict(zip(twofold, joined, strict=True)))
+        return [*joined, new[node]]
+    replicas[node] = here.copy(node, new | replicas)
+    new[node] = here.copy(node, new)
+    return [replicas[node], new[node]]
+
+
+def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:
+    """A result goes home."""
+    here = Builder(result.graph, after=result)
+    rows = here.length(region.entries[0])
+    home = here.call(torch.ops.hecate.exchange_back.default, result, *ticket.rest, rows, region.layer)
+    if "example_value" in exit.meta:
+        home.meta["example_value"] = exit.meta["example_value"]
+    return home
+
+
+def _replace(region: Region, results: dict[Node, Node]) -> None:
+    """Results take the place of the exits, and what nobody uses any more is removed."""
     body, graph = set(region.body), region.offsets.graph
     for exit in region.exits:
-        result = new[exit]
-        if ticket is not None:
-            here = Builder(graph, after=result)
-            rows = here.length(region.entries[0])
-            result = here.call(torch.ops.hecate.exchange_back.default, result, *ticket, rows, region.layer)
-            if "example_value" in exit.meta:
-                result.meta["example_value"] = exit.meta["example_value"]
-        exit.replace_all_uses_with(result, delete_user_cb=lambda user: user not in body)
+        exit.replace_all_uses_with(results[exit], delete_user_cb=lambda user: user not in body)
     for node in reversed((*region.gathers, *region.body)):
         if not node.users:
             graph.erase_node(node)

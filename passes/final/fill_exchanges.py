@@ -1,4 +1,4 @@
-"""Compute for the time in which rows travel: rules 4 and 5 of ``schedule``."""
+"""Compute for the time in which rows travel: rules 5 and 6 of ``schedule``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hecate.runtime.comm.collective import start_of, wait_of
 
 
 def defer(plan: Plan, clock: Clock) -> None:
-    """Rule 4: matmuls that the start of an exchange does not need come behind it.
+    """Rule 5: matmuls that the start of an exchange does not need come behind it.
 
     The order of starts stays: a matmul does not move behind an exchange if a start before or at it needs the result.
     Where one exchange of a layer is filled, the next of the same layer takes the rest, and the last takes all that is
@@ -80,7 +80,7 @@ def _bring_along(order: Sequence[Node], plan: Plan) -> None:
 
 
 def fill(order: list[Node], clock: Clock) -> list[Node]:
-    """Rule 5: matmuls that come soon after a wait, and do not need it, come before it."""
+    """Rule 6: matmuls that come soon after a wait, and do not need it, come before it."""
     position = {node: index for index, node in enumerate(order)}
     for one in in_flight(order):
         if one.role != "exchange":

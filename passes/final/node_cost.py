@@ -26,7 +26,7 @@ from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import Collective, start_of, wait_of, whole_of
-from hecate.runtime.state.layer import get_layer
+from hecate.runtime.ops.ticket import TICKET_PARTS
 
 aten = torch.ops.aten
 
@@ -100,9 +100,7 @@ class Clock:
         hecate = torch.ops.hecate
         for node in nodes:
             if calls(node, hecate.place, hecate.calibrate) and isinstance(_value(node), (tuple, list)):
-                layer = get_layer(arguments_of(node)["layer"])
-                owned = -(-layer.num_experts // self.context.world_size)
-                self._guess(_value(node)[1].shape[0], owned + self.context.slots)
+                self._guess(_value(node)[1].shape[0], self.context.slots)
             elif calls(node, hecate.route) and isinstance(_value(node), (tuple, list)):
                 rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
                 sent = [
@@ -111,9 +109,11 @@ class Clock:
                     and not one.homeward
                 ]  # fmt: skip
                 if sent:
-                    count = self.number(_value(sent[0]).shape[0])
-                    for part in _value(node)[2:]:
-                        self._guess(part.shape[0], count)
+                    chunks = len(_value(node)) // TICKET_PARTS
+                    count = -(-self.number(_value(sent[0]).shape[0]) // chunks)
+                    for index, part in enumerate(_value(node)):
+                        if index % TICKET_PARTS >= 2:
+                            self._guess(part.shape[0], count)
 
     def _guess(self, size: Any, number: int) -> None:
         expression = _expression(size)
@@ -144,13 +144,12 @@ class Clock:
 
     def link_seconds(self, start: Node, wait: Node) -> float:
         """How long a collective takes with nothing else on the link."""
-        rates, context, collective = self.context.rates, self.context, _started_by(start)
-        link = rates.rank_bytes if context.nodes == 1 else rates.node_bytes / context.ranks_per_node
+        context, collective = self.context, _started_by(start)
+        link = context.link_bytes
         payload = self.number(bytes_of([_value(n) for n in payload_of(start)]))
         if collective.carries == "replicas":
-            # Of the experts in the payload, which are the rank's own or the gradients of all its slots.
-            experts = context.owned + context.slots if collective.role == "reduce" else max(1, context.owned)
-            return payload * context.slots / experts / link
+            # The payload is the rank's own experts or their gradients.
+            return payload * context.slots / max(1, context.owned) / link
         if collective.role == "gather":
             payload = self.number(bytes_of(_value(wait)))
         others = (context.world_size - 1) / context.world_size
@@ -159,10 +158,15 @@ class Clock:
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
         """Memory that parameters or gradients on their way hold: what is sent, and what arrives.
 
-        The same on every rank: sizes that depend on data, slots and shards, count as all slots of a rank.
+        The same on every rank: sizes that depend on data, replicas and shards, count as the most a rank may have.
         """
-        size = bytes_of([_value(n) for n in payload_of(start)]) + bytes_of(_value(wait))
-        most = self.context.owned + self.context.slots
+        arrives = bytes_of(_value(wait))
+        if _started_by(start).carries == "replicas" and _started_by(start).role == "gather":
+            # Of its own experts a rank sends about as many as it gets replicas.
+            size = 2 * arrives
+        else:
+            size = arrives + bytes_of([_value(n) for n in tensors_of(start)])
+        most = max(self.context.owned, self.context.slots)
         return int(size.subs(dict.fromkeys(size.free_symbols, most)))
 
 
@@ -177,6 +181,13 @@ def payload_of(start: Node) -> list[Node]:
     """What travels: the rows, or the list of parameters or gradients that comes first."""
     first = next(iter(arguments_of(start).values()))
     return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def tensors_of(start: Node) -> list[Node]:
+    """The payload, and what else a start copies: gradients of replicas beside those of own experts."""
+    given = arguments_of(start).items()
+    lists = [value for name, value in given if name != "after" and isinstance(value, (list, tuple))]
+    return list(dict.fromkeys([*payload_of(start), *(node for part in lists for node in part)]))
 
 
 def _value(node: Any) -> Any:

@@ -1,29 +1,32 @@
 """schedule: start collectives early, wait for them late, and compute in between.
 
 Needs    collectives split into start and wait.
-Changes  the order of nodes, by four rules:
+Changes  the order of nodes, by these rules:
          1. Parameters are gathered ahead. A gap is where the link is free: between the last exchange of one MoE layer
             and the first of the next (attention, norms, gate). Experts come with the gap before their layer, sharded
             dense parameters a gap before the one that they are used in.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
-         4. Matmuls that an exchange needs not for its start move behind it: the weight gradients of experts, which
+         4. The chunks of a layer's rows start as soon as they are there.
+         5. Matmuls that an exchange needs not for its start move behind it: the weight gradients of experts, which
             autograd puts in front of it, and dense ones.
-         5. Matmuls that do not need an exchange (shared experts) move before its wait, as many as fit into its
+         6. Matmuls that do not need an exchange (shared experts) move before its wait, as many as fit into its
             predicted time.
 Never    changes values; changes the order of starts by sizes that may differ between ranks.
 
-Rules 1 to 3 see the structure of the graph and the sizes of parameters only, so ranks with other batches have the
-same order; rules 4 and 5 move compute, which no other rank sees.
+Rules 1 to 4 see the structure of the graph and the sizes of parameters only, so ranks with other batches have the
+same order; rules 5 and 6 move compute, which no other rank sees.
 
-Source: paper, section 4 (overlap); for rule 4 Lancet (MLSys 2024).
+Source: paper, section 4 (overlap); for rule 5 Lancet (MLSys 2024).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import GraphModule, Node
 
@@ -54,6 +57,8 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     for one in collectives:
         if one.role != "reduce" or one.wait not in tails:
             plan.sink(one)
+
+    _start_chunks(collectives, plan)
 
     # Step 2: gathers and gradients go into gaps.
     gaps = _gaps(collectives, plan)
@@ -86,6 +91,25 @@ def _tails(collectives: Sequence[InFlight]) -> dict[Node, set[Node]]:
     return tails
 
 
+def _exchanges(collectives: Sequence[InFlight], plan: Plan) -> list[InFlight]:
+    """In the order of their starts."""
+    return sorted((one for one in collectives if one.role == "exchange"), key=lambda one: plan.key[one.start])
+
+
+def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
+    """Rule 4: with rows in chunks, all exchanges behind a layer's first start as soon as their rows are there.
+
+    Autograd puts a chunk's exchange behind the compute of the chunk before it.
+    """
+    rows = [one for one in _exchanges(collectives, plan) if one.collective.carries == "rows"]
+    many = Counter((one.layer, one.collective.name) for one in rows)
+    for turn, (before, one) in enumerate(pairwise(rows)):
+        if before.layer == one.layer and many[one.layer, one.collective.name] > 1:
+            there = [plan.key[node].node for node in one.start.all_input_nodes if node in plan.key]
+            ready = Key(max(*there, plan.key[before.start].node), Phase.START_READY, turn)
+            plan.key[one.start] = min(plan.key[one.start], ready)
+
+
 @dataclass(frozen=True)
 class _Gap:
     """The link is free from ``begin`` on, until ``end``."""
@@ -96,7 +120,7 @@ class _Gap:
 
 def _gaps(collectives: Sequence[InFlight], plan: Plan) -> list[_Gap]:
     """Between the exchanges of one layer and those of the next; before the first, and after the last."""
-    exchanges = [one for one in collectives if one.role == "exchange"]
+    exchanges = _exchanges(collectives, plan)
     gaps, begin = [], Key(-1, Phase.GAP)
     for before, after in zip([None, *exchanges], [*exchanges, None], strict=True):
         if before is not None:

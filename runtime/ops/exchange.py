@@ -4,7 +4,7 @@
 |---|---|---|
 | ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
 | ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
-| ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']``, ends of the slots, and the ticket of an exchange | none |
+| ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']``, ends of the slots, and an exchange's ticket; n times | none |
 | ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
 | ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
@@ -64,28 +64,35 @@ def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tens
     return placement_fake(counts, layer)
 
 
-def _route(
-    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, chunks: int, layer: int) -> list[Tensor]:
     record = get_layer(layer)
     used = record.placer.find(placement)
     quotas = record.placer.assign(used, counts.numpy())
-    ticket = make_ticket(quotas, used, record.world.rank, offsets.device)
-    record.rows = int(ticket.splits[1].sum())
-    return ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index
+    tickets = [
+        make_ticket(quotas, used, record.world.rank, offsets.device, chunk=chunk, chunks=chunks)
+        for chunk in range(chunks)
+    ]
+    record.rows = sum(int(ticket.splits[1].sum()) for ticket in tickets)
+    return [
+        part for ticket in tickets
+        for part in (ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index)
+    ]  # fmt: skip
 
 
 def _route_fake(
-    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, layer: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, chunks: int, layer: int
+) -> list[Tensor]:
     ctx = torch.library.get_ctx()
     world_size = get_layer(layer).world.size
-    return (
-        offsets.new_empty((slots,), dtype=torch.int32),
-        torch.empty((2, world_size), dtype=torch.int64, device="cpu"),
-        offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
-        offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
-    )
+    found = []
+    for _ in range(chunks):
+        found += [
+            offsets.new_empty((slots,), dtype=torch.int32),
+            torch.empty((2, world_size), dtype=torch.int64, device="cpu"),
+            offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+            offsets.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        ]
+    return found
 
 
 def _count_rows(offsets: Tensor, layer: int) -> Tensor:
@@ -164,8 +171,7 @@ define(
     plans=True,
 )
 define(
-    "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int layer) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int chunks, int layer) -> Tensor[]",
     _route,
     _route_fake,
     plans=True,

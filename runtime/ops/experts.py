@@ -4,10 +4,13 @@
 |---|---|---|
 | ``gather_experts`` | ``[E_r,...] -> [E,...]``: the specification, and the fallback | ``reduce_scatter_experts`` |
 | ``reduce_scatter_experts`` | ``[E,...] -> [E_r,...]``, the mean over ranks | none |
-| ``place`` | ``-> [E,W], [S]``, this step's placement, and the experts in this rank's slots | none, integers only |
-| ``sparse_all_gather`` | ``[E_r,...], [E,W], [S] -> [S,...]``, all tensors of a layer | ``sparse_reduce_scatter`` |
-| ``sparse_reduce_scatter`` | ``[S,...], [E,W] -> [E_r,...]``, sum over holders, divided by W | none |
-| ``top_up`` | ``[E_r,...], [S,...], [S'] -> [S',...]``, what ``calibrate`` added | ``sparse_reduce_scatter`` |
+| ``place`` | ``-> [E,W], [K]``, this step's placement, and which experts this rank has replicas of | integers only |
+| ``sparse_all_gather`` | ``[E_r,...], [E,W], [K] -> [K,...]``, all tensors of a layer | none, see ``hold`` |
+| ``sparse_reduce_scatter`` | ``[E_r,...], [K,...], [E,W] -> [E_r,...]``, sum over holders, divided by W | none |
+| ``top_up`` | ``[E_r,...], [K,...], [K'] -> [K',...]``, what ``calibrate`` added | none, see ``hold`` |
+| ``hold`` | ``[E_r,...], [K,...] -> [E_r,...], [K,...]``, views | ``sparse_reduce_scatter`` |
+
+A rank's own experts are never copied: what computes takes them and the replicas as two operands.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.ops.registration import define, define_collective, differentiate
-from hecate.runtime.ops.ticket import slots_of
+from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer, get_layer
 
@@ -101,38 +104,42 @@ def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
-    """A placement as graphs carry it: int8 ``[E,W]``, and the experts in this rank's slots, int64 ``[S]``."""
-    slots = slots_of(placement, record.world.rank)
-    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(slots)
+    """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
+    replicas = replicas_of(placement, record.world.rank)
+    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas)
 
 
 def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The same for tracing; the number of slots is an unbacked size."""
-    record, slots = get_layer(layer), torch.library.get_ctx().new_dynamic_size()
+    """The same for tracing; the number of replicas is an unbacked size."""
+    record, replicas = get_layer(layer), torch.library.get_ctx().new_dynamic_size()
     return (
         torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu"),
-        torch.empty((slots,), dtype=torch.int64, device="cpu"),
+        torch.empty((replicas,), dtype=torch.int64, device="cpu"),
     )
 
 
-def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> Job:
+def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, replicas: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     used = record.placer.find(placement)
     stages = record.placer.stages(used)
-    slots_of_rank = sparse_collectives.own_slots(shards, used, record)
+    coming = sparse_collectives.new_replicas(shards, used, stages, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.gather(slots_of_rank, stages, record),
+        lambda: sparse_collectives.gather(coming, stages, record),
         label=record.placer.label("sparse_all_gather"),
     )
 
 
-def _sparse_all_gather_fake(shards: Sequence[Tensor], placement: Tensor, slots: Tensor, layer: int) -> list[Tensor]:
-    return [shard.new_empty((slots.shape[0], *shard.shape[1:])) for shard in shards]
+def _sparse_all_gather_fake(
+    shards: Sequence[Tensor], placement: Tensor, replicas: Tensor, layer: int
+) -> list[Tensor]:
+    return [shard.new_empty((replicas.shape[0], *shard.shape[1:])) for shard in shards]
 
 
-def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> Job:
+def _sparse_reduce_scatter(
+    own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Tensor, owned: int, layer: int
+) -> Job:
     record = get_layer(layer)
     used = record.placer.find(placement)
     if used.owners != record.owners:
@@ -141,9 +148,9 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
     stages = record.placer.stages(used)
-    totals = sparse_collectives.totals_of(grads, used)
-    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, grads, record.world.rank, homeward=True)
-    dtypes = [grad.dtype for grad in grads]
+    totals = sparse_collectives.totals_of(own, replicas, used)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, own, record.world.rank, homeward=True)
+    dtypes = [grad.dtype for grad in own]
     return Job(
         record.world.queue,
         lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record),
@@ -151,35 +158,37 @@ def _sparse_reduce_scatter(grads: Sequence[Tensor], placement: Tensor, owned: in
     )
 
 
-def _sparse_reduce_scatter_fake(grads: Sequence[Tensor], placement: Tensor, owned: int, layer: int) -> list[Tensor]:
-    return [grad.new_empty((owned, *grad.shape[1:])) for grad in grads]
+def _sparse_reduce_scatter_fake(
+    own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Tensor, owned: int, layer: int
+) -> list[Tensor]:
+    return [grad.new_empty((owned, *grad.shape[1:])) for grad in own]
 
 
 def _top_up(
-    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, replicas: Tensor, layer: int
 ) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
     stages = sparse_collectives.missing_stages(record.placer.stages(new), old)
-    slots_of_rank = sparse_collectives.own_slots(shards, new, record)
-    sparse_collectives.take_over(slots_of_rank, have, old, record)
+    coming = sparse_collectives.new_replicas(shards, new, stages, record)
+    sparse_collectives.take_over(coming, have, old, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.gather(slots_of_rank, stages, record),
+        lambda: sparse_collectives.gather(coming, stages, record),
         label=record.placer.label("top_up"),
     )
 
 
 def _top_up_fake(
-    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, slots: Tensor, layer: int
+    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, replicas: Tensor, layer: int
 ) -> list[Tensor]:
-    return _sparse_all_gather_fake(shards, after, slots, layer)
+    return _sparse_all_gather_fake(shards, after, replicas, layer)
 
 
 define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, placement_fake, plans=True)
 define_collective(
-    "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor slots, int layer) -> Tensor[]",
+    "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor replicas, int layer) -> Tensor[]",
     _sparse_all_gather,
     _sparse_all_gather_fake,
     role="gather",
@@ -188,14 +197,14 @@ define_collective(
     gathered_again="if rematerialized",
 )
 define_collective(
-    "sparse_reduce_scatter(Tensor[] grads, Tensor placement, SymInt owned, int layer) -> Tensor[]",
+    "sparse_reduce_scatter(Tensor[] own, Tensor[] replicas, Tensor placement, SymInt owned, int layer) -> Tensor[]",
     _sparse_reduce_scatter,
     _sparse_reduce_scatter_fake,
     role="reduce",
     carries="replicas",
 )
 define_collective(
-    "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor slots, int layer) -> Tensor[]",
+    "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor replicas, int layer) -> Tensor[]",
     _top_up,
     _top_up_fake,
     role="exchange",
@@ -204,32 +213,49 @@ define_collective(
 )
 
 
-def _sparse_all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, placement, _, ctx.layer = inputs
-    ctx.owned = shards[0].shape[0]
-    ctx.save_for_backward(placement)
+def _no_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.lists = [len(value) if isinstance(value, (list, tuple)) else None for value in inputs]
 
 
-def _sparse_all_gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    (placement,) = ctx.saved_tensors
-    return torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer), None, None, None
+def _no_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    # Gradients of replicas leave from where they are computed with: see hold.
+    return tuple(None if length is None else [None] * length for length in ctx.lists)
 
 
-def _top_up_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, have, _, placement, _, ctx.layer = inputs
-    ctx.owned, ctx.ready = shards[0].shape[0], len(have)
-    ctx.save_for_backward(placement)
+differentiate("sparse_all_gather", _no_backward, _no_setup)
+differentiate("top_up", _no_backward, _no_setup)
 
 
-def _top_up_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    # All gradients go to the owners from here; the slots that were ready are copies of the same experts.
-    (placement,) = ctx.saved_tensors
-    owned = torch.ops.hecate.sparse_reduce_scatter(grads, placement, ctx.owned, ctx.layer)
-    return owned, [None] * ctx.ready, None, None, None, None
+class _Hold(torch.autograd.Function):
+    """A layer's own experts and replicas; the gradients of both go to the owners together."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: int, placement: Tensor, *experts: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.owned = layer, experts[0].shape[0]
+        ctx.save_for_backward(placement)
+        return tuple(tensor.view_as(tensor) for tensor in experts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (placement,) = ctx.saved_tensors
+        half = len(grads) // 2
+        own, replicas = list(grads[:half]), list(grads[half:])
+        reduced = torch.ops.hecate.sparse_reduce_scatter(own, replicas, placement, ctx.owned, ctx.layer)
+        return None, None, *reduced, *[None] * half
 
 
-differentiate("sparse_all_gather", _sparse_all_gather_backward, _sparse_all_gather_setup)
-differentiate("top_up", _top_up_backward, _top_up_setup)
+@torch.compiler.allow_in_graph
+def hold(layer: int, placement: Tensor, *experts: Tensor) -> tuple[Tensor, ...]:
+    """What a rank computes with, as views whose gradients are summed over all holders and divided by W.
+
+    Args:
+        layer: its number.
+        placement: who holds what, int8 ``[E, W]``.
+        experts: the shards ``[E_r, ...]``, and then, of each, the replicas ``[K, ...]``.
+
+    Source: paper, section 2 (SparseReduceScatter).
+    """
+    return _Hold.apply(layer, placement, *experts)
 
 
 # --- reading a rank's own experts, free of charge ---

@@ -4,12 +4,16 @@
 |---|---|---|
 | ``grouped_mm`` | ``[R,K], [S,K,N], [S] -> [R,N]`` | ``grouped_mm`` and ``grouped_mm_weight_grad`` |
 | ``grouped_mm_weight_grad`` | ``[R,K], [R,N], [S] -> [S,K,N]`` | none |
+| ``grouped_mm_pair`` | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]``, own experts and replicas | the pair below |
+| ``grouped_mm_pair_weight_grad`` | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` | none |
 | ``row_slots`` | ``[S] -> [R]``, the slot of each row | none |
 | ``sizes_to_offsets`` | ``S`` sizes to ``[S]``, where each slot's rows end | none |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,11 +39,25 @@ def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         out = torch._grouped_mm(x.contiguous(), w, offs=offs.to(torch.int32))
         # The kernel leaves rows beyond the last offset unwritten.
         return out.masked_fill_(_padding(offs, x.shape[0]), 0)
-    out = x.new_empty((x.shape[0], w.shape[2]))
+    return _loop(x, [w], offs)
+
+
+def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+    if replicas.shape[0] == 0:
+        return _grouped_mm(x, own, offs)
+    if _native_grouped_mm(x, own, offs):
+        # The kernel takes one operand. The copy of the own experts lives as long as this product.
+        return _grouped_mm(x, torch.cat([own, replicas]), offs)
+    return _loop(x, [own, replicas], offs)
+
+
+def _loop(x: Tensor, operands: Sequence[Tensor], offs: Tensor) -> Tensor:
+    """A product for each slot of the operands that has rows; rows beyond the last offset are zero."""
+    out = x.new_empty((x.shape[0], operands[0].shape[2]))
     start = 0
-    for slot, end in enumerate(offs.tolist()):
+    for w, end in zip(chain.from_iterable(operands), offs.tolist(), strict=True):
         if start < end:
-            torch.mm(x[start:end], w[slot], out=out[start:end])
+            torch.mm(x[start:end], w, out=out[start:end])
         start = end
     out[start:].zero_()
     return out
@@ -55,25 +73,51 @@ def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
+def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+    torch._check(own.shape[1:] == replicas.shape[1:], lambda: f"grouped_mm_pair: {own.shape}, {replicas.shape}")
+    return _grouped_mm_fake(x, own, offs)
+
+
 def _grouped_mm_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    if transposed:
-        return _grouped_mm_weight_grad(grad, x, offs, False).transpose(1, 2)
-    slots, k, n = offs.shape[0], x.shape[1], grad.shape[1]
-    out = x.new_empty((slots, k, n))
-    start = 0
-    for slot, end in enumerate(offs.tolist()):
-        if start < end:
-            torch.mm(x[start:end].t(), grad[start:end], out=out[slot])
-        else:
-            out[slot].zero_()
-        start = end
+    out = _grouped_mm_weight_grad_fake(x, grad, offs, transposed)
+    _fill_weight_grads(x, grad, offs, [out.transpose(1, 2) if transposed else out], transposed)
     return out
 
 
+def _grouped_mm_pair_weight_grad(
+    x: Tensor, grad: Tensor, offs: Tensor, owned: int, replicas: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    out = _grouped_mm_pair_weight_grad_fake(x, grad, offs, owned, replicas, transposed)
+    _fill_weight_grads(x, grad, offs, [part.transpose(1, 2) if transposed else part for part in out], transposed)
+    return out
+
+
+def _fill_weight_grads(x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool) -> None:
+    """Write each slot's product into ``outs``, which lie in memory row by row."""
+    left, right = (grad, x) if transposed else (x, grad)
+    start = 0
+    for out, end in zip(chain.from_iterable(outs), offs.tolist(), strict=True):
+        if start < end:
+            torch.mm(left[start:end].t(), right[start:end], out=out)
+        else:
+            out.zero_()
+        start = end
+
+
 def _grouped_mm_weight_grad_fake(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+    return _weight_grad_like(x, grad, offs.shape[0], transposed)
+
+
+def _grouped_mm_pair_weight_grad_fake(
+    x: Tensor, grad: Tensor, offs: Tensor, owned: int, replicas: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return _weight_grad_like(x, grad, owned, transposed), _weight_grad_like(x, grad, replicas, transposed)
+
+
+def _weight_grad_like(x: Tensor, grad: Tensor, slots: int, transposed: bool) -> Tensor:
     if transposed:
-        return x.new_empty((offs.shape[0], grad.shape[1], x.shape[1])).transpose(1, 2)
-    return x.new_empty((offs.shape[0], x.shape[1], grad.shape[1]))
+        return x.new_empty((slots, grad.shape[1], x.shape[1])).transpose(1, 2)
+    return x.new_empty((slots, x.shape[1], grad.shape[1]))
 
 
 def _row_slots(offs: Tensor, num_rows: int) -> Tensor:
@@ -102,6 +146,17 @@ define(
     _grouped_mm_weight_grad,
     _grouped_mm_weight_grad_fake,
 )
+define(
+    "grouped_mm_pair(Tensor x, Tensor own, Tensor replicas, Tensor offs) -> Tensor",
+    _grouped_mm_pair,
+    _grouped_mm_pair_fake,
+)
+define(
+    "grouped_mm_pair_weight_grad(Tensor x, Tensor grad, Tensor offs, SymInt owned, SymInt replicas, bool transposed) "
+    "-> (Tensor, Tensor)",
+    _grouped_mm_pair_weight_grad,
+    _grouped_mm_pair_weight_grad_fake,
+)
 define("row_slots(Tensor offs, SymInt num_rows) -> Tensor", _row_slots, _row_slots_fake)
 define("sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor", _sizes_to_offsets, _sizes_to_offsets_fake)
 
@@ -123,7 +178,26 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, None
 
 
+def _grouped_mm_pair_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, own, replicas, offs = inputs
+    ctx.transposed = own.stride(1) == 1 and own.stride(2) != 1
+    ctx.save_for_backward(x, own, replicas, offs)
+
+
+def _grouped_mm_pair_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, own, replicas, offs = ctx.saved_tensors
+    grad_x = grad_own = grad_replicas = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.hecate.grouped_mm_pair(grad, own.transpose(1, 2), replicas.transpose(1, 2), offs)
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        grad_own, grad_replicas = torch.ops.hecate.grouped_mm_pair_weight_grad(
+            x, grad, offs, own.shape[0], replicas.shape[0], ctx.transposed
+        )
+    return grad_x, grad_own, grad_replicas, None
+
+
 differentiate("grouped_mm", _grouped_mm_backward, _grouped_mm_setup)
+differentiate("grouped_mm_pair", _grouped_mm_pair_backward, _grouped_mm_pair_setup)
 
 
 @register_flop_formula(torch.ops.hecate.grouped_mm)
@@ -132,6 +206,11 @@ def _grouped_mm_flops(x_shape: Any, w_shape: Any, offs_shape: Any, out_shape: An
     return 2 * x_shape[0] * w_shape[1] * w_shape[2]
 
 
-@register_flop_formula(torch.ops.hecate.grouped_mm_weight_grad)
+@register_flop_formula(torch.ops.hecate.grouped_mm_pair)
+def _grouped_mm_pair_flops(x_shape: Any, own_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * x_shape[0] * own_shape[1] * own_shape[2]
+
+
+@register_flop_formula([torch.ops.hecate.grouped_mm_weight_grad, torch.ops.hecate.grouped_mm_pair_weight_grad])
 def _grouped_mm_weight_grad_flops(x_shape: Any, grad_shape: Any, offs_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * x_shape[0] * x_shape[1] * grad_shape[1]

@@ -32,20 +32,29 @@ def reduce_scatter_experts(grads: list[Tensor], owners: Owners) -> list[Tensor]:
 
 
 def slots_of(placement: Placement, rank: int) -> list[int]:
-    """The experts that a rank holds, by owner and then by number."""
+    """The experts that a rank holds: its own by number, then replicas by owner and number."""
     owners = placement.owners.ranks
     held = [expert for expert, ranks in enumerate(placement.holders) if rank in ranks]
-    return sorted(held, key=lambda expert: (owners[expert], expert))
+    return sorted(held, key=lambda expert: (owners[expert] != rank, owners[expert], expert))
+
+
+def replicas_of(placement: Placement, rank: int) -> list[int]:
+    """The experts that a rank holds and does not own."""
+    return [expert for expert in slots_of(placement, rank) if placement.owners.ranks[expert] != rank]
 
 
 def sparse_all_gather(shards: list[Tensor], placement: Placement) -> list[Tensor]:
-    """Each rank's slots ``[S, ...]`` from the shards ``[E_r, ...]``: every holder has the expert."""
+    """Each rank's replicas ``[K, ...]`` from the shards ``[E_r, ...]``: every holder has the expert."""
     full = gather_experts(shards, placement.owners)
-    return [full[slots_of(placement, rank)] for rank in range(len(shards))]
+    return [full[replicas_of(placement, rank)] for rank in range(len(shards))]
 
 
 def sparse_reduce_scatter(grads: list[Tensor], placement: Placement) -> list[Tensor]:
-    """Each rank's ``[E_r, ...]``: the sum over an expert's holders of its gradient, divided by W."""
+    """Each rank's ``[E_r, ...]``: the sum over an expert's holders of its gradient, divided by W.
+
+    Args:
+        grads: of each rank's slots, ``[S, ...]``.
+    """
     out = []
     for rank, grad in enumerate(grads):
         total = grad.new_zeros((placement.owners.counts[rank], *grad.shape[1:]))
@@ -57,7 +66,7 @@ def sparse_reduce_scatter(grads: list[Tensor], placement: Placement) -> list[Ten
 
 
 def top_up(shards: list[Tensor], after: Placement) -> list[Tensor]:
-    """Each rank's slots once more replicas have come: those of the later placement."""
+    """Each rank's replicas once more have come: those of the later placement."""
     return sparse_all_gather(shards, after)
 
 
@@ -130,6 +139,11 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     slots = row_slots(offs, len(x))
     rows = [x[row] @ w[slots[row]] if row < int(offs[-1]) else x.new_zeros(w.shape[2]) for row in range(len(x))]
     return torch.stack(rows) if rows else x.new_zeros((0, w.shape[2]))
+
+
+def grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+    """:func:`grouped_mm` with own experts in the first slots, and replicas in those behind."""
+    return grouped_mm(x, torch.cat([own, replicas]), offs)
 
 
 def row_slots(offs: Tensor, num_rows: int) -> Tensor:

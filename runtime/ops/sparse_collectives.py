@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.ops.ticket import on_device, slots_of
+from hecate.runtime.ops.ticket import on_device, replicas_of, slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Stage
@@ -25,43 +25,49 @@ Stages = tuple[Stage, Stage]
 
 
 @dataclass(frozen=True)
-class Slots:
-    """This rank's slots while they are being filled.
+class Replicas:
+    """This rank's replicas while they come, and what it sends to others meanwhile.
 
     Attributes:
-        experts: which expert is in each slot, int64 ``[S]``.
-        tensors: ``[S, ...]``, one for each tensor of the layer.
+        experts: the replicas, int64 ``[K]``.
+        tensors: ``[K, ...]``, one for each tensor of the layer.
+        leaving: own experts that others want, int64 ``[L]``.
+        copies: of those, ``[L, ...]``.
     """
 
     experts: Ints
     tensors: list[Tensor]
+    leaving: Ints
+    copies: list[Tensor]
 
 
-def own_slots(shards: Sequence[Tensor], placement: Placement, layer: Layer) -> Slots:
-    """New slots ``[S, ...]`` with copies of the rank's own experts ``[E_r, ...]``; the rest is not written yet."""
-    rank = layer.world.rank
-    experts = slots_of(placement, rank)
-    start = int(np.searchsorted(placement.owner_array[experts], rank))
-    outs = []
-    for shard in shards:
-        out = shard.new_empty((len(experts), *shard.shape[1:]))
-        out[start : start + len(shard)] = shard
-        outs.append(out)
-    return Slots(experts, outs)
+def new_replicas(shards: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> Replicas:
+    """Room for a rank's replicas, and copies of those of its own experts ``[E_r, ...]`` that leave."""
+    rank, owners = layer.world.rank, placement.owner_array
+    experts = replicas_of(placement, rank)
+    sent = np.concatenate([stage.experts[stage.sources == rank] for stage in stages])
+    leaving = np.unique(sent[owners[sent] == rank])
+    index = on_device(_places(leaving, np.flatnonzero(owners == rank), len(owners)), shards[0].device)
+    return Replicas(
+        experts=experts,
+        tensors=[shard.new_empty((len(experts), *shard.shape[1:])) for shard in shards],
+        leaving=leaving,
+        copies=[shard.index_select(0, index) for shard in shards],
+    )
 
 
-def gather(slots: Slots, stages: Stages, layer: Layer) -> list[Tensor]:
-    """Fill the slots of replicas: SparseAllGather."""
+def gather(replicas: Replicas, stages: Stages, layer: Layer) -> list[Tensor]:
+    """Fill the replicas: SparseAllGather."""
     for stage in stages:
-        _forward(slots, stage, layer)
-    return slots.tensors
+        _forward(replicas, stage, layer)
+    return replicas.tensors
 
 
-def take_over(slots: Slots, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
-    """Copy what an earlier, smaller placement had in its slots ``have``."""
-    where = _slots_holding(slots.experts, slots_of(before, layer.world.rank), before.owners.num_experts)
-    there = on_device(where, slots.tensors[0].device)
-    for out, tensor in zip(slots.tensors, have, strict=True):
+def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
+    """Copy what an earlier, smaller placement had in its replicas ``have``."""
+    where = _places(replicas_of(before, layer.world.rank), replicas.experts, before.owners.num_experts)
+    there = on_device(where, replicas.tensors[0].device)
+    for out, tensor in zip(replicas.tensors, have, strict=True):
         out.index_copy_(0, there, tensor)
 
 
@@ -91,13 +97,20 @@ def bytes_leaving(stages: Stages, tensors: Sequence[Tensor], rank: int, *, homew
     return expert * sum(int((ranks == rank).sum()) for ranks in senders)
 
 
-def totals_of(grads: Sequence[Tensor], placement: Placement) -> list[Tensor]:
-    """Copies of the slots' gradients ``[S, ...]`` to add up in: float32 for narrower dtypes, if there is to add."""
-    wide = placement.num_replicas > 0
-    return [
-        grad.to(_sum_dtype(grad.dtype) if wide else grad.dtype, copy=True, memory_format=torch.contiguous_format)
-        for grad in grads
-    ]
+def totals_of(own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement) -> list[Tensor]:
+    """Copies of the slots' gradients ``[S, ...]`` to add up in: float32 for narrower dtypes, if there is to add.
+
+    Args:
+        own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
+    """
+    totals = []
+    for first, second in zip(own, replicas, strict=True):
+        dtype = _sum_dtype(first.dtype) if placement.num_replicas > 0 else first.dtype
+        total = torch.empty((len(first) + len(second), *first.shape[1:]), dtype=dtype, device=first.device)
+        total[: len(first)] = first
+        total[len(first) :] = second
+        totals.append(total)
+    return totals
 
 
 def scatter(
@@ -113,18 +126,16 @@ def scatter(
         dtypes: of the gradients.
     """
     rank, world_size = layer.world.rank, layer.world.size
-    slots = slots_of(placement, rank)
-    start = int(np.searchsorted(placement.owner_array[slots], rank))
-    end = start + placement.owners.counts[rank]
+    slots, owned = slots_of(placement, rank), placement.owners.counts[rank]
     for stage in reversed(stages):
         _backward(totals, list(dtypes), slots, stage, layer)
-    return [(total[start:end] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+    return [(total[:owned] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 
 
-def _slots_holding(slots: Ints, experts: Ints, num_experts: int) -> Ints:
-    """The slot of each of ``experts``."""
+def _places(experts: Ints, among: Ints, num_experts: int) -> Ints:
+    """Where each of ``experts`` is in ``among``."""
     where = np.zeros(num_experts, dtype=np.int64)
-    where[slots] = np.arange(len(slots))
+    where[among] = np.arange(len(among))
     return where[experts]
 
 
@@ -133,7 +144,7 @@ class _StageOfRank:
     """One stage seen from one rank.
 
     Attributes:
-        leave, arrive: slots that go out and come in, ordered by the other rank, int64.
+        leave, arrive: which of the experts at hand go out and come in, ordered by the other rank, int64.
         send, receive: how many go to and come from each rank, length W.
     """
 
@@ -143,26 +154,28 @@ class _StageOfRank:
     receive: list[int]
 
 
-def _stage_of_rank(slots: Ints, stage: Stage, layer: Layer) -> _StageOfRank:
+def _stage_of_rank(at_hand: Ints, stage: Stage, layer: Layer) -> _StageOfRank:
     rank, world_size = layer.world.rank, layer.world.size
     out, come = stage.sources == rank, stage.destinations == rank
     return _StageOfRank(
-        leave=_slots_holding(slots, stage.experts[out], layer.num_experts),
-        arrive=_slots_holding(slots, stage.experts[come], layer.num_experts),
+        leave=_places(stage.experts[out], at_hand, layer.num_experts),
+        arrive=_places(stage.experts[come], at_hand, layer.num_experts),
         send=np.bincount(stage.destinations[out], minlength=world_size).tolist(),
         receive=np.bincount(stage.sources[come], minlength=world_size).tolist(),
     )
 
 
-def _forward(slots: Slots, stage: Stage, layer: Layer) -> None:
-    """Send experts on: from slots of this rank into slots of others."""
+def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
+    """Send experts on: this rank's own ones, and replicas that have come, into replicas of others."""
     if len(stage.experts) == 0:
         return
-    mine = _stage_of_rank(slots.experts, stage, layer)
-    for group in _by_dtype([tensor.dtype for tensor in slots.tensors]):
-        tensors = [slots.tensors[index] for index in group]
-        received = _exchange(tensors, mine.leave, mine.send, mine.receive, layer)
-        arrive = on_device(mine.arrive, received.device)
+    own = len(replicas.leaving)
+    mine = _stage_of_rank(np.concatenate([replicas.leaving, replicas.experts]), stage, layer)
+    for group in _by_dtype([tensor.dtype for tensor in replicas.tensors]):
+        tensors = [replicas.tensors[index] for index in group]
+        leave = [_select(replicas.copies[index], replicas.tensors[index], mine.leave) for index in group]
+        received = _exchange(leave, mine.send, mine.receive, layer)
+        arrive = on_device(mine.arrive - own, received.device)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             tensor.index_copy_(0, arrive, part)
 
@@ -179,8 +192,7 @@ def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stag
         tensors = [totals[index] for index in group]
         sent = [tensor.index_select(0, on_device(mine.arrive, tensor.device)) for tensor in tensors]
         wire = [part.to(dtypes[group[0]]) for part in sent]
-        everything = np.arange(len(mine.arrive))
-        received = _exchange(wire, everything, mine.receive, mine.send, layer)
+        received = _exchange(wire, mine.receive, mine.send, layer)
         for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
             for index in rounds:
                 where = on_device(index, tensor.device)
@@ -198,10 +210,19 @@ def _rounds(slots: Ints) -> list[Ints]:
     return [np.flatnonzero(turn == round) for round in range(int(turn.max(initial=-1)) + 1)]
 
 
-def _exchange(tensors: list[Tensor], leave: Ints, send: list[int], receive: list[int], layer: Layer) -> Tensor:
-    """Move slots ``leave`` of all tensors, packed: ``[sum(receive), width]``."""
-    index = on_device(leave, tensors[0].device)
-    packed = torch.cat([tensor.index_select(0, index).flatten(1) for tensor in tensors], dim=1)
+def _select(first: Tensor, second: Tensor, index: Ints) -> Tensor:
+    """The rows ``index`` of ``first`` and ``second``, one behind the other."""
+    out = second.new_empty((len(index), *second.shape[1:]))
+    for tensor, begin in ((first, 0), (second, len(first))):
+        chosen = np.flatnonzero((index >= begin) & (index < begin + len(tensor)))
+        rows = tensor.index_select(0, on_device(index[chosen] - begin, tensor.device))
+        out.index_copy_(0, on_device(chosen, tensor.device), rows)
+    return out
+
+
+def _exchange(tensors: list[Tensor], send: list[int], receive: list[int], layer: Layer) -> Tensor:
+    """Move the experts in all tensors, packed: ``[sum(receive), width]``."""
+    packed = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
     return collectives.all_to_all(packed, send, receive, layer.world)
 
 

@@ -3,8 +3,11 @@
 Pure functions on integers, no communication. Rows arrive sorted by expert; they leave ordered by
 (destination, slot), and at the destination they are brought into the order (slot, source).
 
-A rank's slots are its own experts and its replicas, ordered by (owner, expert): the order in which experts
-come from their owners.
+The rows of a layer may travel in several chunks, each with a ticket of its own. What one rank sends to one slot is
+cut into parts of equal length, so each chunk has its share of every slot's rows and of every link's.
+
+A rank's slots are its own experts, by number, and behind them its replicas by (owner, expert): the order in which
+they come from their owners.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import torch
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
+
+# Of an exchange: the ends of the slots' rows, splits, send index, receive index.
+TICKET_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,13 @@ def slots_of(placement: Placement, rank: int) -> Ints:
     """The experts that ``rank`` holds, in slot order: int64 ``[S]``."""
     experts, ranks = placement.pairs
     held = experts[ranks == rank]
-    return held[np.argsort(placement.owner_array[held], kind="stable")]
+    owners = placement.owner_array[held]
+    return held[np.lexsort((held, owners, owners != rank))]
+
+
+def replicas_of(placement: Placement, rank: int) -> Ints:
+    """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
+    return slots_of(placement, rank)[placement.owners.counts[rank] :]
 
 
 def on_device(index: Ints, device: torch.device) -> torch.Tensor:
@@ -55,22 +67,37 @@ def join_segments(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def make_ticket(quotas: Quotas, placement: Placement, rank: int, device: torch.device) -> Ticket:
+def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
+    """Begin and length of one chunk's part of each segment; sender and receiver cut alike.
+
+    What does not divide goes to another chunk for each expert, so that chunks stay even where segments are short.
+    """
+    begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
+    return begin, end - begin
+
+
+def make_ticket(
+    quotas: Quotas, placement: Placement, rank: int, device: torch.device, *, chunk: int = 0, chunks: int = 1
+) -> Ticket:
     """What one rank sends and receives.
 
     Args:
         quotas: this rank's part: which of its rows go where, and which arrive.
+        chunk: which of ``chunks`` parts of these rows.
     """
     # Step 1: what this rank sends. A segment is the rows of one expert that go to one rank; the first rows of an
     # expert go to the lowest rank. Together the segments are all rows, in order.
     experts, destinations = np.nonzero(quotas.sends)
-    lengths = quotas.sends[experts, destinations]
-    order = np.lexsort((experts, placement.owner_array[experts], destinations))
-    send_index = join_segments((np.cumsum(lengths) - lengths)[order], lengths[order])
+    whole = quotas.sends[experts, destinations]
+    begin, lengths = _cut(whole, experts, chunk, chunks)
+    owners = placement.owner_array[experts]
+    order = np.lexsort((experts, owners, owners != destinations, destinations))
+    send_index = join_segments((np.cumsum(whole) - whole + begin)[order], lengths[order])
     sent = np.bincount(destinations, lengths, minlength=len(quotas.receives)).astype(np.int64)
 
     # Step 2: what it receives, [W, S] rows of each source for each slot.
-    arriving = quotas.receives[:, slots_of(placement, rank)]
+    slots = slots_of(placement, rank)
+    _, arriving = _cut(quotas.receives[:, slots], slots, chunk, chunks)
     flat = arriving.reshape(-1)
     arrival = (np.cumsum(flat) - flat).reshape(arriving.shape)
 

@@ -29,21 +29,32 @@ from hecate.runtime.state.step_mode import StepMode
 _FIRST, _LAST, _ENOUGH = 3, 20, 3
 
 
-def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates, world: World) -> Rates:
-    """Add what the schedule can hide to measured rates: the dense compute between two MoE layers, both directions.
+def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
+    """The fewest tokens that a rank has in a step; all ranks call this together.
 
-    On one machine without a GPU it stays 0: gloo copies with the cores that compute, so nothing is for free.
+    On one machine without a GPU it is 0: gloo copies with the cores that compute, so nothing travels for free.
 
     Args:
-        tokens: in a step of this rank; the smallest of all ranks counts. All ranks call this together.
+        tokens: of this rank.
+    """
+    if world.device.type == "cpu" and rates.node_bytes >= NO_LINK:
+        return 0
+    fewest = torch.tensor(tokens, device=world.control_device)
+    collectives.all_reduce(fewest, world, dist.ReduceOp.MIN)
+    return int(fewest)
+
+
+def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates) -> Rates:
+    """Add what the schedule can hide to measured rates: the dense compute between two MoE layers, both directions.
+
+    Args:
+        tokens: from :func:`fewest_tokens`.
         dense_parameters: elements of the matrices outside the experts, in all layers.
         layers: MoE layers.
     """
-    if world.device.type == "cpu" and rates.node_bytes >= NO_LINK:
+    if not tokens:
         return rates
-    fewest = torch.tensor(tokens, device=world.control_device)
-    collectives.all_reduce(fewest, world, dist.ReduceOp.MIN)
-    return replace(rates, hidden_seconds=dense_seconds(int(fewest), dense_parameters, layers, rates.flops))
+    return replace(rates, hidden_seconds=dense_seconds(tokens, dense_parameters, layers, rates.flops))
 
 
 def dense_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:

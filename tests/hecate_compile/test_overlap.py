@@ -56,23 +56,29 @@ def train(
     }
 
 
-def _combination(rematerialize: bool, checkpointed: bool, dense: str, policy: str = "anything") -> dict[str, Any]:
-    return {"rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": policy}
+def _combination(
+    rematerialize: bool, checkpointed: bool, dense: str, policy: str = "anything", chunks: int = 1
+) -> dict[str, Any]:
+    return {
+        "rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": policy,
+        "chunks": chunks,
+    }  # fmt: skip
 
 
 # Each option with both of its values; every pair of options; everything.
-OPPOSITES = [_combination(True, False, "shard"), _combination(False, True, "replicate")]
+OPPOSITES = [_combination(True, False, "shard", chunks=2), _combination(False, True, "replicate")]
 PAIRWISE = [
     *OPPOSITES,
     _combination(True, True, "replicate"),
-    _combination(False, True, "shard", "static"),
+    _combination(False, True, "shard", "static", chunks=3),
     _combination(False, False, "replicate", "static"),
 ]
 EVERYTHING = [
-    _combination(rematerialize, checkpointed, dense, policy)
+    _combination(rematerialize, checkpointed, dense, policy, chunks)
     for rematerialize, checkpointed, dense in product((False, True), (False, True), ("replicate", "shard"))
     for policy in ("anything", "static")
     if policy == "anything" or not rematerialize
+    for chunks in (1, 2, 3)
 ]
 
 
@@ -88,7 +94,7 @@ def check(result: dict[str, Any], combination: dict[str, Any]) -> None:
     assert result["poisoned"] > result["late"]
     # Two layers: rows travel twice in the forward and twice in the backward, also if layers are checkpointed.
     operators = [operator for operator, _ in result["notes"]]
-    assert operators.count("exchange") == operators.count("exchange_back") == 4
+    assert operators.count("exchange") == operators.count("exchange_back") == 4 * combination["chunks"]
     assert operators.count("gather_counts") == 2
     gathers = 0 if combination["policy"] == "static" else 4 if combination["rematerialize"] else 2
     assert operators.count("sparse_all_gather") == gathers

@@ -31,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": REPLICAS,
     "static": {"policy": "static"},
     "gather": {"policy": "gather"},
+    "2 chunks": {**REPLICAS, "chunks": 2},
+    "3 chunks": {**REPLICAS, "chunks": 3},
     **{f"without {name}": {**REPLICAS, "disable_passes": [name]} for name in PASS_NAMES},
 }
 # Families differ in the captured graph, variants in what passes do to it, world sizes in what runs: each family meets
@@ -42,6 +44,8 @@ PLAN: dict[int, dict[str, Sequence[str]]] = {
         "default": FAMILIES,
         "static": ("qwen3_moe", "gpt_oss", "plain"),
         "gather": ("olmoe", "deepseek_v3", "split"),
+        "2 chunks": ("qwen3_moe", "gpt_oss", "plain"),
+        "3 chunks": ("split",),
         # Each on families where it rewrites something. What bucket_gathers rewrites is in test_dense_shard.
         "without share_gathers": ("plain", "split"),
         "without group_expert_loops": ("plain", "split"),
@@ -50,8 +54,8 @@ PLAN: dict[int, dict[str, Sequence[str]]] = {
         "without exchange_rows": ("mixtral", "plain"),
         "without bucket_gradients": ("qwen3_moe", "split"),
     },
-    3: {"default": ("mixtral", "gpt_oss", "plain"), "gather": ("qwen3_moe",)},
-    4: {"default": ("qwen3_moe", "gpt_oss")},
+    3: {"default": ("mixtral", "gpt_oss", "plain"), "gather": ("qwen3_moe",), "2 chunks": ("mixtral",)},
+    4: {"default": ("qwen3_moe", "gpt_oss"), "3 chunks": ("deepseek_v3",)},
 }
 if ALL:
     PLAN = {

@@ -98,10 +98,17 @@ def targets(gm: GraphModule) -> list[str]:
     ]
 
 
-def apply(function: Pass, under_test: GraphUnderTest, gm: GraphModule, *, world_size: int = 1) -> Outcome:
-    """Run one pass, verify the result, and check that it computes the same values and gradients."""
+def apply(
+    function: Pass, under_test: GraphUnderTest, gm: GraphModule, *, world_size: int = 1, **known: Any
+) -> Outcome:
+    """Run one pass, verify the result, and check that it computes the same values and gradients.
+
+    Args:
+        known: what else the pass knows, of :class:`PassContext`.
+    """
     before = _run(gm, under_test.inputs)
-    outcome = function(gm, PassContext(world_size=world_size, layer_names={under_test.layer: "model.experts"}))
+    names = {under_test.layer: "model.experts"}
+    outcome = function(gm, PassContext(world_size=world_size, layer_names=names, **known))
     verify(gm)
     gm.recompile()
     after = _run(gm, under_test.inputs)
@@ -149,8 +156,8 @@ def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
             ops.gather_counts(chosen, placement, layer).sum()
             (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
             rows = ops.exchange(attended, *ticket, layer)
-            y = ops.grouped_mm(rows, experts.transpose(1, 2), offsets)
-            (gradient,) = ops.sparse_reduce_scatter([experts * 2], placement, E, layer)
+            y = ops.grouped_mm_pair(rows, shard.transpose(1, 2), experts.transpose(1, 2), offsets)
+            (gradient,) = ops.sparse_reduce_scatter([shard], [experts * 2], placement, E, layer)
             x = ops.exchange_back(y, *ticket, ROWS, layer) + attended @ weight
             outs.append(gradient)
         return [x, *outs]

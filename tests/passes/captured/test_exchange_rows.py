@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.invariants import InvalidGraphError, verify
+from hecate.runtime.placement.planner import Rates
 from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
 
 Body = Callable[[GraphUnderTest, Node], Node]
@@ -45,6 +46,56 @@ def test_rewrites_at_several_ranks(bias: bool) -> None:
     ]  # fmt: skip
     assert names.count("row_slots.default") == bias
     assert names[-1] == "mul", "the weighting by row stays outside"
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_rows_in_chunks(chunks: int, bias: bool, replicates: bool) -> None:
+    g = GraphUnderTest()
+    gm = region(g, bias=bias)
+    assert apply(exchange_rows, g, gm, world_size=2, chunks=chunks, replicates=replicates).rewritten == 1
+    names = targets(gm)
+    product = "grouped_mm_pair.default" if replicates else "grouped_mm.default"
+    moves = [n for n in names if n.startswith("exchange") or n == product]
+    # All leave before the first is computed; each returns when it is done.
+    of_chunk = [product, product, "exchange_back.default"]
+    assert moves == ["exchange.default"] * chunks + of_chunk * chunks
+    assert names.count("gather_counts.default") == names.count("route.default") == 1
+    assert names.count("transpose") == (2 if replicates else 1), "what is done to parameters is done once"
+    assert names.count("row_slots.default") == bias * chunks
+
+
+def test_results_that_are_used_inside_the_body_are_not_cut() -> None:
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    x = mm(g, rows, g.experts(H, I), offsets)
+    early = g.method("mean", x)
+    y = mm(g, silu(g, x), g.experts(I, H), offsets)
+    gm = g.finish(g.call(operator.mul, y, early))
+    assert apply(exchange_rows, g, gm, world_size=2, chunks=2).rewritten == 1
+    assert targets(gm).count("exchange.default") == 1
+
+
+LINK = Rates(flops=1e9, rank_bytes=1e6, node_bytes=1e6)
+
+
+@pytest.mark.parametrize(
+    ("known", "chunks"),
+    [
+        ({"tokens": 10**6, "rates": LINK}, 2),
+        ({"tokens": 0, "rates": LINK}, 1),
+        ({"tokens": 10, "rates": LINK}, 1),
+        ({"tokens": 10**6, "rates": Rates(flops=1e9, rank_bytes=1e15, node_bytes=1e15)}, 1),
+        ({"tokens": 10**6, "rates": Rates(flops=1e15, rank_bytes=1e6, node_bytes=1e6)}, 1),
+    ],
+    ids=["slow link", "one machine", "few tokens", "fast link", "fast compute"],
+)
+def test_two_chunks_where_they_pay(known: dict[str, Any], chunks: int) -> None:
+    g = GraphUnderTest()
+    gm = region(g)
+    assert apply(exchange_rows, g, gm, world_size=2, chunks="auto", **known).rewritten == 1
+    assert targets(gm).count("exchange.default") == chunks
 
 
 def test_at_one_rank_rows_are_only_counted() -> None:

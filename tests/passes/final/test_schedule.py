@@ -46,7 +46,7 @@ def names(gm: GraphModule) -> list[str]:
             found.append(f"{name} {node.args[-3] - first}")
         elif name.endswith("_wait"):
             found.append(f"{name} {node.args[-1] - first}")
-        elif name in ("mm", "grouped_mm"):
+        elif name in ("mm", "grouped_mm_pair"):
             found.append(name)
     return found
 
@@ -87,12 +87,12 @@ def test_schedule_starts_early_and_waits_late() -> None:
         # Layer 0's experts come while its attention computes.
         "sparse_all_gather_start 0", "mm", "mm",
         "gather_counts_start 0", "gather_counts_wait 0",
-        "exchange_start 0", "exchange_wait 0", "sparse_all_gather_wait 0", "grouped_mm",
+        "exchange_start 0", "exchange_wait 0", "sparse_all_gather_wait 0", "grouped_mm_pair",
         "exchange_back_start 0", "mm", "exchange_back_wait 0",
         # The next layer's, and then the gradients, in the gap behind the exchange.
         "sparse_all_gather_start 1", "sparse_reduce_scatter_start 0", "mm", "mm",
         "gather_counts_start 1", "gather_counts_wait 1",
-        "exchange_start 1", "exchange_wait 1", "sparse_all_gather_wait 1", "grouped_mm",
+        "exchange_start 1", "exchange_wait 1", "sparse_all_gather_wait 1", "grouped_mm_pair",
         "exchange_back_start 1", "mm", "exchange_back_wait 1",
         "sparse_reduce_scatter_start 1",
         # Nobody but the optimizer needs these.
@@ -132,6 +132,7 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
         grad: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor, placement: torch.Tensor,
         offsets: torch.Tensor, ticket: list[torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
+        none = experts[:0]
         dense = kept.t() @ grad
         back = grad @ weight
         rows = ops.exchange(back, *ticket, layer)
@@ -140,7 +141,7 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
         second = ops.grouped_mm_weight_grad(kept.cos(), inner, offsets, False)
         outer = ops.grouped_mm(inner, experts, offsets)
         home = ops.exchange_back(outer, *ticket, R, layer)
-        reduced = ops.sparse_reduce_scatter([first, second], placement, E, layer)
+        reduced = ops.sparse_reduce_scatter([first, second], [none, none], placement, E, layer)
         return [home @ weight, dense, *reduced]
 
     torch.manual_seed(0)
@@ -273,22 +274,23 @@ def test_costs_are_expressions_in_the_symbols_of_the_graph() -> None:
 
 
 def test_data_dependent_sizes_are_guessed() -> None:
-    """Slots: owned experts and replicas. Rows that arrive: as many as leave."""
+    """Replicas: as many as there is room for. Rows that arrive: as many as leave."""
     layer = number_of(add_layer(name="guessed", owners=Owners.contiguous(E, 1), world=SINGLE))
     ops = torch.ops.hecate
 
     def function(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        placement, slots = ops.place(shard, layer)
-        (experts,) = ops.sparse_all_gather([shard], placement, slots, layer)
+        placement, held = ops.place(shard, layer)
+        (replicas,) = ops.sparse_all_gather([shard], placement, held, layer)
         counts = ops.gather_counts(offsets, placement, layer)
-        ends, *ticket = ops.route(counts, placement, offsets, slots.shape[0], layer)
-        return ops.grouped_mm(ops.exchange(rows, *ticket, layer), experts, ends)
+        ends, *ticket = ops.route(counts, placement, offsets, E + held.shape[0], 1, layer)
+        return ops.grouped_mm_pair(ops.exchange(rows, *ticket, layer), shard, replicas, ends)
 
     inputs = torch.randn(E, H, H), torch.randn(R, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
     gm = make_fx(function, tracing_mode="symbolic")(*inputs)
-    product = next(node for node in gm.graph.nodes if _packet(node) == "grouped_mm")
+    product = next(node for node in gm.graph.nodes if _packet(node) == "grouped_mm_pair")
     clock = Clock(gm, context(slots=3, world_size=1))
-    assert clock.number(product.args[1].meta["val"].shape[0]) == E + 3
+    assert clock.number(product.args[2].meta["val"].shape[0]) == 3
+    assert clock.number(product.args[3].meta["val"].shape[0]) == E + 3
     assert clock.number(flops(product)) == 2 * R * H * H
     # The backward has the same symbols and no route; what was learned is kept.
     assert Clock(GraphModule({}, torch.fx.Graph()), clock.context).guesses == clock.guesses

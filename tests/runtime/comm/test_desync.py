@@ -197,13 +197,15 @@ class Steps:
         offsets = torch.randint(1, 9, (_EXPERTS,), generator=draw).cumsum(0).to(torch.int32)
         rows = torch.randn(int(offsets[-1]), _WIDTH, generator=draw)
         shard = torch.zeros(layer.owners.counts[self.world.rank], 3)
-        placement, slots = ops.place(shard, layer.id)
-        ops.sparse_all_gather([shard], placement, slots, layer.id)
+        placement, replicas = ops.place(shard, layer.id)
+        ops.sparse_all_gather([shard], placement, replicas, layer.id)
         if self.is_here("skip", index, step, "gather_counts"):
             counts = torch.diff(offsets.long(), prepend=torch.zeros(1)).long().expand(self.world.size, -1).clone()
         else:
             counts = ops.gather_counts(offsets, placement, layer.id)
-        _, splits, send_index, receive_index = ops.route(counts, placement, offsets, len(slots), layer.id)
+        _, splits, send_index, receive_index = ops.route(
+            counts, placement, offsets, len(shard) + len(replicas), 1, layer.id
+        )
         if self.is_here("splits", index, step, self.fault.operator):
             splits = self.wrong(splits)
             receive_index = receive_index.clamp(max=int(splits[1].sum()) - 1)
@@ -213,7 +215,7 @@ class Steps:
             arrived = ops.exchange(rows, splits, send_index, receive_index, layer.id)
         if not self.is_here("skip", index, step, "exchange_back"):
             ops.exchange_back(arrived, splits, send_index, receive_index, len(rows), layer.id)
-        return rows, placement, splits, send_index, receive_index, len(slots)
+        return rows, placement, splits, send_index, receive_index, len(replicas)
 
     def wrong(self, splits: torch.Tensor) -> torch.Tensor:
         wrong, peer = splits.clone(), (self.world.rank + 1) % self.world.size
@@ -225,7 +227,7 @@ class Steps:
         return wrong
 
     def backward(
-        self, index: int, step: int, rows: Any, placement: Any, splits: Any, send: Any, receive: Any, slots: int
+        self, index: int, step: int, rows: Any, placement: Any, splits: Any, send: Any, receive: Any, replicas: int
     ) -> None:
         layer, ops = self.layers[index], torch.ops.hecate
         if self.is_here("skip", index, step, "backward"):
@@ -234,7 +236,7 @@ class Steps:
             arrived = ops.exchange(rows, splits, send, receive, layer.id)
         ops.exchange_back(arrived, splits, send, receive, len(rows), layer.id)
         owned = layer.owners.counts[self.world.rank]
-        ops.sparse_reduce_scatter([torch.ones(slots, 3)], placement, owned, layer.id)
+        ops.sparse_reduce_scatter([torch.ones(owned, 3)], [torch.ones(replicas, 3)], placement, owned, layer.id)
 
 
 def plant(kind: str, number: int, quick: bool = True) -> list[tuple[str, float]]:

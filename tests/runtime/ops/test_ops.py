@@ -10,6 +10,7 @@ from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.collective import collective_named, collectives
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import reference
+from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -100,7 +101,7 @@ def test_exchange_and_back(name: str, replicas: str, padding: int) -> None:
         placed, _ = hecate.place(rows, layer.id)
         gathered = hecate.gather_counts(offsets, placed, layer.id)
         assert torch.equal(gathered, counts)
-        ends, *ticket = hecate.route(gathered, placed, offsets, len(slot_offsets[rank]), layer.id)
+        ends, *ticket = hecate.route(gathered, placed, offsets, len(slot_offsets[rank]), 1, layer.id)
         assert torch.equal(ends, slot_offsets[rank])
         out = hecate.exchange(rows, *ticket, layer.id)
         assert torch.equal(out, arrived[rank])
@@ -120,6 +121,37 @@ def test_exchange_and_back(name: str, replicas: str, padding: int) -> None:
         # float32 rows of width 4, both ways, forward and backward.
         assert layer.bytes_sent == 2 * 16 * (leaving + arriving)
         assert (layer.rows, layer.replicas) == (len(arrived[rank]), placement.num_replicas)
+
+    on_threads(check)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_rows_in_chunks(replicas: str, chunks: int) -> None:
+    """Each row travels in one chunk; what comes back adds up to what comes back in one exchange, bit for bit."""
+    placement, topology = Placement.with_replicas(OWNERS["shuffled"], REPLICAS[replicas]), TOPOLOGIES["two nodes"]
+
+    def check(world: World) -> None:
+        layer, hecate = replicating_layer(world, placement, topology), torch.ops.hecate
+        rows, offsets = routed(world.rank, padding=2)
+        rows.requires_grad_()
+        placed, held = hecate.place(rows, layer.id)
+        counts = hecate.gather_counts(offsets, placed, layer.id)
+        slots = placement.owners.counts[world.rank] + len(held)
+        found, grads = [], []
+        for parts in (1, chunks):
+            tickets = hecate.route(counts, placed, offsets, slots, parts, layer.id)
+            total: torch.Tensor | int = 0
+            for part in range(parts):
+                ends, *ticket = tickets[4 * part :][:4]
+                out = hecate.exchange(rows, *ticket, layer.id)
+                scale = 1 + hecate.row_slots(ends, len(out))
+                total = total + hecate.exchange_back(out * scale.unsqueeze(1), *ticket, len(rows), layer.id)
+            assert isinstance(total, torch.Tensor)
+            found.append(total)
+            grads += torch.autograd.grad(total.square().sum(), rows)
+        assert torch.equal(*found)
+        assert torch.equal(*grads)
 
     on_threads(check)
 
@@ -149,11 +181,17 @@ def test_sparse_all_gather(name: str, replicas: str, topology: str, dtype: torch
     def check(world: World) -> None:
         rank, layer = world.rank, replicating_layer(world, placement, TOPOLOGIES[topology])
         shards = [of[rank].clone().requires_grad_() for of in shards_of]
-        outs = torch.ops.hecate.sparse_all_gather(shards, *torch.ops.hecate.place(shards[0], layer.id), layer.id)
+        placed, slots = torch.ops.hecate.place(shards[0], layer.id)
+        outs = torch.ops.hecate.sparse_all_gather(shards, placed, slots, layer.id)
         for out, of in zip(outs, shards_of, strict=True):
             assert torch.equal(out, reference.sparse_all_gather(of, placement)[rank])
         gathered = layer.expert_bytes_sent
-        torch.autograd.backward(outs, [of[rank] for of in grads_of])
+        held = hold(layer.id, placed, *shards, *outs)
+        for part, tensor in zip(held, [*shards, *outs], strict=True):
+            assert part.data_ptr() == tensor.data_ptr(), "nothing is copied"
+        owned = len(shards[0])
+        grads = [of[rank] for of in grads_of]
+        torch.autograd.backward(held, [*(grad[:owned] for grad in grads), *(grad[owned:] for grad in grads)])
         for shard, of in zip(shards, grads_of, strict=True):
             wide = [g.double() for g in of]
             expected = reference.sparse_reduce_scatter(wide, placement)[rank]
@@ -189,9 +227,10 @@ def test_top_up(replicas: str, topology: str) -> None:
         gathered = layer.expert_bytes_sent
         calibrated = torch.ops.hecate.calibrate(torch.zeros(3, 5, dtype=torch.int64), placed, layer.id)
         (out,) = torch.ops.hecate.top_up([shard], first, placed, *calibrated, layer.id)
-        assert torch.equal(out, full[reference.slots_of(after, rank)])
+        assert torch.equal(out, full[reference.replicas_of(after, rank)])
         sent.append(layer.expert_bytes_sent - gathered)
-        out.backward(grads[rank])
+        own, more = hold(layer.id, calibrated[0], shard, out)
+        torch.autograd.backward([own, more], [grads[rank][: len(own)], grads[rank][len(own) :]])
         torch.testing.assert_close(shard.grad, reference.sparse_reduce_scatter(grads, after)[rank])
 
     on_threads(check)
@@ -207,7 +246,9 @@ def test_sums_do_not_depend_on_when_they_are_made() -> None:
     def check(world: World) -> None:
         layer = replicating_layer(world, placement, TOPOLOGIES["two nodes"])
         matrix, _ = torch.ops.hecate.place(grads[world.rank], layer.id)
-        (total,) = torch.ops.hecate.sparse_reduce_scatter([grads[world.rank]], matrix, 0, layer.id)
+        owned = placement.owners.counts[world.rank]
+        own, replicas = grads[world.rank][:owned], grads[world.rank][owned:]
+        (total,) = torch.ops.hecate.sparse_reduce_scatter([own], [replicas], matrix, owned, layer.id)
         found[world.rank].append(total)
 
     for _ in range(3):
@@ -221,7 +262,7 @@ def test_owners_that_changed_before_the_backward_are_named() -> None:
     stale = torch.tensor([[2], [2]], dtype=torch.int8)
     layer.placer.change_owners(Owners((0, 0, 0), 1))
     with pytest.raises(RuntimeError, match=r"blocks\.3\.experts changed owners"):
-        torch.ops.hecate.sparse_reduce_scatter([torch.zeros(2, 3)], stale, 2, layer.id)
+        torch.ops.hecate.sparse_reduce_scatter([torch.zeros(2, 3)], [torch.zeros(0, 3)], stale, 2, layer.id)
 
 
 def test_ranks_that_plan_differently_are_told_layer_and_step() -> None:
@@ -267,6 +308,31 @@ def test_grouped_mm(dtype: torch.dtype, transposed: bool) -> None:
     assert ours[1].stride() == w.stride(), "the gradient lies in memory like the weight"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("owned", "replicas"), [(3, 0), (2, 1), (1, 2), (0, 3)])
+def test_grouped_mm_of_own_experts_and_replicas(
+    owned: int, replicas: int, dtype: torch.dtype, transposed: bool
+) -> None:
+    """Bit for bit one grouped matmul over both, and close to the reference."""
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32)
+    x = torch.randn(9, 4).to(dtype).requires_grad_()
+    stored = torch.randn(3, 5, 4) if transposed else torch.randn(3, 4, 5)
+    both = stored.to(dtype).requires_grad_()
+    own, more = (part.detach().clone().requires_grad_() for part in both.split([owned, replicas]))
+    used, first, second = (w.transpose(1, 2) if transposed else w for w in (both, own, more))
+    out = torch.ops.hecate.grouped_mm_pair(x, first, second, offs)
+    torch.testing.assert_close(out, reference.grouped_mm_pair(x, first, second, offs))
+    expected = torch.ops.hecate.grouped_mm(x, used, offs)
+    assert torch.equal(out, expected)
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (x, own, more), grad)
+    theirs = torch.autograd.grad(expected, (x, both), grad)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(torch.cat(ours[1:]), theirs[1])
+    assert ours[1].stride() == own.stride() and ours[2].stride() == more.stride()
+
+
 def test_grouped_mm_without_rows_or_slots() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     assert torch.ops.hecate.grouped_mm(torch.zeros(0, 4), torch.zeros(0, 4, 5), none).shape == (0, 5)
@@ -281,12 +347,20 @@ def test_grouped_mm_gradcheck() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: torch.ops.hecate.grouped_mm(x, w, offs), (x, w))
+    own, replicas = (part.detach().requires_grad_() for part in w.split([2, 1]))
+    assert torch.autograd.gradcheck(
+        lambda x, own, replicas: torch.ops.hecate.grouped_mm_pair(x, own, replicas, offs), (x, own, replicas)
+    )
 
 
 def test_flops_count_all_rows() -> None:
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(2, 4, 5, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         torch.ops.hecate.grouped_mm(x, w, torch.tensor([2, 6])).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 5
+    own, replicas = (part.detach().requires_grad_() for part in w.split([1, 1]))
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.hecate.grouped_mm_pair(x, own, replicas, torch.tensor([2, 6])).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 5
 
 
@@ -297,17 +371,20 @@ def test_row_slots_and_offsets() -> None:
 
 
 OWNED = torch.full((4, 1), 2, dtype=torch.int8)
-SLOTS = torch.arange(4)
+# At one rank there are no replicas.
+NONE = torch.arange(0)
 OPCHECKS: dict[str, tuple[object, ...]] = {
     "gather_experts": (torch.randn(4, 2, 3, requires_grad=True), 4),
     "reduce_scatter_experts": (torch.randn(4, 2, 3), 4),
     "place": (torch.zeros(1),),
-    "sparse_all_gather": ([torch.randn(4, 2, 3, requires_grad=True), torch.randn(4, 2)], OWNED, SLOTS),
-    "sparse_reduce_scatter": ([torch.randn(4, 2, 3), torch.randn(4, 2)], OWNED, 4),
+    "sparse_all_gather": ([torch.randn(4, 2, 3), torch.randn(4, 2)], OWNED, NONE),
+    "sparse_reduce_scatter": (
+        [torch.randn(4, 2, 3), torch.randn(4, 2)], [torch.randn(0, 2, 3), torch.randn(0, 2)], OWNED, 4,
+    ),
     "gather_counts": (torch.tensor([1, 1, 4, 6], dtype=torch.int32), OWNED),
     "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
-    "top_up": ([torch.randn(4, 2, 3, requires_grad=True)], [torch.randn(4, 2, 3)], OWNED, OWNED, SLOTS),
-    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4),
+    "top_up": ([torch.randn(4, 2, 3)], [torch.randn(0, 2, 3)], OWNED, OWNED, NONE),
+    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 2),
     "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
     "exchange": (
         torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6),
@@ -319,10 +396,18 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
         torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True), torch.tensor([2, 6]),
     ),
     "grouped_mm_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 6]), True),
+    "grouped_mm_pair": (
+        torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True),
+        torch.randn(1, 3, 5, requires_grad=True), torch.tensor([2, 5, 6]),
+    ),
+    "grouped_mm_pair_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 5, 6]), 2, 1, True),
     "row_slots": (torch.tensor([2, 6]), 6),
     "sizes_to_offsets": ([2, 4], torch.zeros(1)),
 }  # fmt: skip
-_WITHOUT_LAYER = ("grouped_mm", "grouped_mm_weight_grad", "row_slots", "sizes_to_offsets")
+_WITHOUT_LAYER = (
+    "grouped_mm", "grouped_mm_weight_grad", "grouped_mm_pair", "grouped_mm_pair_weight_grad", "row_slots",
+    "sizes_to_offsets",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

@@ -48,6 +48,39 @@ def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, P
             assert ticket.splits[0, other] == tickets[other].splits[1, rank]
 
 
+@FAST
+@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.integers(2, 4))
+def test_chunks_are_even_parts_of_one_exchange(drawn: tuple[Case, Placement], chunks: int) -> None:
+    case, placement = drawn
+    ranks = range(case.topology.world_size)
+    rows = [torch.tensor([[rank, i] for i in range(int(c.sum()))]).view(-1, 2) for rank, c in enumerate(case.counts)]
+    quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
+    whole = [make_ticket(quotas[rank], placement, rank, torch.device("cpu")) for rank in ranks]
+    parts = [
+        [
+            make_ticket(quotas[rank], placement, rank, torch.device("cpu"), chunk=chunk, chunks=chunks)
+            for rank in ranks
+        ]
+        for chunk in range(chunks)
+    ]
+    moved = [move(rows, tickets) for tickets in parts]
+    for rank, arrived in enumerate(move(rows, whole)):
+        sizes = torch.stack([tickets[rank].slot_offsets.diff(prepend=torch.zeros(1)) for tickets in parts])
+        for slot, length in enumerate(whole[rank].slot_offsets.diff(prepend=torch.zeros(1)).long()):
+            end = int(whole[rank].slot_offsets[slot])
+            wanted = arrived[end - int(length) : end]
+            ends = [int(tickets[rank].slot_offsets[slot]) for tickets in parts]
+            got = torch.cat(
+                [m[rank][end - int(size) : end] for m, end, size in zip(moved, ends, sizes[:, slot], strict=True)]
+            )
+            assert sorted(got.tolist()) == sorted(wanted.tolist()), "every row is in one chunk, and in its slot"
+        # Of what one rank sends to one slot, chunks differ by a row at most.
+        assert (sizes.max(0).values - sizes.min(0).values <= len(ranks)).all()
+        for tickets in parts:
+            for other in ranks:
+                assert tickets[rank].splits[0, other] == tickets[other].splits[1, rank]
+
+
 def test_join_segments() -> None:
     assert join_segments(np.array([7, 0, 3]), np.array([2, 0, 3])).tolist() == [7, 8, 3, 4, 5]
     assert join_segments(np.array([5]), np.array([0])).tolist() == []

@@ -14,7 +14,7 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.overlap_window import measure_hidden, predict_hidden
+from hecate.runtime.state.overlap_window import fewest_tokens, measure_hidden, predict_hidden
 from tests.support.models import batch, build
 from tests.support.ranks import run_ranks
 from tests.support.threads import on_threads
@@ -26,7 +26,7 @@ def test_the_rank_with_fewest_tokens_counts() -> None:
     rates = Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e8)
 
     def check(world: World) -> None:
-        found = predict_hidden(100 + world.rank, 5000, 2, rates, world)
+        found = predict_hidden(fewest_tokens(100 + world.rank, rates, world), 5000, 2, rates)
         # 100 tokens, 2,500 elements between two layers, an operation each for multiply and add, three times.
         assert found.hidden_seconds == 3 * 2 * 100 * 2500 / 1e9
         assert (found.flops, found.node_bytes) == (rates.flops, rates.node_bytes)
@@ -38,7 +38,8 @@ def test_nothing_is_free_on_one_machine_without_a_gpu() -> None:
     rates = Rates(flops=1e9, rank_bytes=1e9, node_bytes=NO_LINK)
 
     def check(world: World) -> None:
-        assert predict_hidden(100, 5000, 2, rates, world) == rates
+        assert fewest_tokens(100, rates, world) == 0
+        assert predict_hidden(0, 5000, 2, rates) == rates
 
     on_threads(check)
 

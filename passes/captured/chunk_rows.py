@@ -1,0 +1,63 @@
+"""Into how many parts the rows of a layer are cut, so that one part travels while another is computed.
+
+With two parts an exchange and the matmuls behind it run side by side, as far as both last; each further exchange
+costs a start. More than two parts gain next to nothing (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.base import PassContext
+from hecate.passes.captured.find_region import Region
+from hecate.passes.captured.torch_values import value_of
+
+# Of a collective with nothing to carry.
+_START_SECONDS = {"cpu": 1e-3, "cuda": 5e-5}
+# In forward and backward, two exchanges more each.
+_MORE_EXCHANGES = 4
+
+
+def chunks_of(region: Region, context: PassContext) -> int:
+    """How many chunks a region's rows travel in: as the user says, or as many as pay.
+
+    Equal on all ranks: it sees shapes that all ranks have alike, and the number of tokens that they agreed on.
+    """
+    if not _may_be_cut(region):
+        return 1
+    if context.chunks != "auto":
+        return context.chunks
+    return 2 if _two_pay(region, context) else 1
+
+
+def _may_be_cut(region: Region) -> bool:
+    """Whether all that uses the results comes behind the whole body, so that the body may be computed in turns."""
+    body = set(region.body)
+    return all(user > region.body[-1] for exit in region.exits for user in exit.users if user not in body)
+
+
+def _two_pay(region: Region, context: PassContext) -> bool:
+    """Whether what runs side by side is longer than what starting more exchanges takes.
+
+    Counted is one row for each token, the least that a layer can have.
+    """
+    weights = [value for gather in region.gathers if (value := value_of(gather)) is not None and value.ndim == 3]
+    if not context.tokens or not weights:
+        return False
+    row_flops = sum(2 * int(weight.shape[1]) * int(weight.shape[2]) for weight in weights)
+    row_bytes = sum(_row_bytes(entry, weights) for entry in region.entries)
+    exchange = context.tokens * row_bytes * (context.world_size - 1) / context.world_size / context.link_bytes
+    compute = context.tokens * row_flops / context.rates.flops
+    start = _START_SECONDS["cuda" if weights[0].is_cuda else "cpu"]
+    return 2 * min(exchange, compute) > _MORE_EXCHANGES * start
+
+
+def _row_bytes(entry: Node, weights: list[torch.Tensor]) -> int:
+    """Bytes of a row; the least that a matmul may take, of rows that a pass has put together."""
+    value = value_of(entry)
+    if value is None:
+        return min(min(weight.shape[1:]) * weight.element_size() for weight in weights)
+    return prod(map(int, value.shape[1:])) * value.element_size()
