@@ -100,7 +100,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
-    reduce_dtype = (precision.reduce_dtype or param_dtype) if precision else None
+    reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
     sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate")
     shard_dense = config.dense == "shard" and world.size > 1
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
@@ -109,6 +109,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype)
+    for layer in layers:
+        layer.wire_dtype = config.wire_dtype
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
     elif world.size > 1:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from hecate.passes.base import Chunks
 from hecate.runtime.placement.hecate_policy import Hecate, Objective
 from hecate.runtime.placement.planner import Rates
@@ -55,6 +57,8 @@ class Config:
         dump: folder for the graphs before and after every pass; ``HECATE_DUMP`` sets it too.
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
             of parameters outside the experts; an expert's gradient is a sum that its owner computes.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send rows, and gradients of parameters outside the
+            experts, in that dtype; computed is in their own. Half the bytes, and no longer the same numbers.
         experts: patterns (``fnmatch``, as in ``named_modules()``) of modules that hold expert parameters,
             where the finder has to be told. They alone decide, and each must match one.
     """
@@ -75,6 +79,7 @@ class Config:
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
     mixed_precision: Any = None
+    wire_dtype: torch.dtype | None = None
     experts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +102,10 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
+        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
+            )
         for name in ("calibrate", "rematerialize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from hecate.graph.lowering import Captured
 from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of
+from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of, wire_itemsize
 from hecate.passes.fx import calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -193,7 +193,7 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
     tensors = [part.meta["val"] for part in payload_of(node)]
     if depends_on_routing(collective):
         # One line of each tensor.
-        unit = sum(clock.number(prod(t.shape[1:])) * t.element_size() for t in tensors)
+        unit = float(sum(clock.number(prod(t.shape[1:])) * wire_itemsize(node, t) for t in tensors))
         if collective.carries == "rows":
             # Of a chunk, its share of every row that travels.
             arriving = arguments["receive_index"].meta["val"].shape[0]

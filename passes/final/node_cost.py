@@ -27,6 +27,7 @@ from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import Collective, start_of, wait_of, whole_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
+from hecate.runtime.state.layer import get_layer
 
 aten = torch.ops.aten
 
@@ -146,7 +147,7 @@ class Clock:
         """How long a collective takes with nothing else on the link."""
         context, collective = self.context, _started_by(start)
         link = context.link_bytes
-        payload = self.number(bytes_of([_value(n) for n in payload_of(start)]))
+        payload = sum(self.number(_value(n).numel()) * wire_itemsize(start, _value(n)) for n in payload_of(start))
         if collective.carries == "replicas":
             # The payload is the rank's own experts or their gradients.
             return payload * context.slots / max(1, context.owned) / link
@@ -181,6 +182,13 @@ def payload_of(start: Node) -> list[Node]:
     """What travels: the rows, or the list of parameters or gradients that comes first."""
     first = next(iter(arguments_of(start).values()))
     return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def wire_itemsize(start: Node, tensor: Tensor) -> int:
+    """Bytes of one element of what a collective carries, as it travels."""
+    if _started_by(start).carries == "rows":
+        return get_layer(arguments_of(start)["layer"]).travels_as(tensor.dtype).itemsize
+    return tensor.element_size()
 
 
 def tensors_of(start: Node) -> list[Node]:

@@ -109,12 +109,13 @@ def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
 def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     send, receive = splits.tolist()
-    record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
-    record.set_row_bytes(rows.shape[1:].numel() * rows.element_size())
-    leaving, order = rows.index_select(0, send_index), receive_index.clone()
+    dtype, wire = rows.dtype, record.travels_as(rows.dtype)
+    record.set_row_bytes(rows.shape[1:].numel() * wire.itemsize)
+    leaving, order = rows.index_select(0, send_index).to(wire), receive_index.clone()
+    record.bytes_sent += _bytes_to_others(leaving, send, record.world.rank)
 
     def run() -> Tensor:
-        return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order)
+        return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order).to(dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange"))
 
@@ -128,12 +129,14 @@ def _exchange_back(
 ) -> Job:
     record = get_layer(layer)
     receive, send = splits.tolist()
-    record.bytes_sent += _bytes_to_others(rows, send, record.world.rank)
-    by_source = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, receive_index, rows)
+    dtype, wire = rows.dtype, record.travels_as(rows.dtype)
+    by_source = torch.empty_like(rows, dtype=wire, memory_format=torch.contiguous_format)
+    by_source.index_copy_(0, receive_index, rows.to(wire))
+    record.bytes_sent += _bytes_to_others(by_source, send, record.world.rank)
     order = send_index.clone()
 
     def run() -> Tensor:
-        returned = collectives.all_to_all(by_source, send, receive, record.world)
+        returned = collectives.all_to_all(by_source, send, receive, record.world).to(dtype)
         # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
         complete = returned.shape[0] == num_rows
         out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))

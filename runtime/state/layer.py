@@ -28,6 +28,7 @@ class Layer:
         name: qualified name of the experts module.
         placer: decides who holds what.
         dtype: what its experts compute in.
+        wire_dtype: what wider rows travel in; None for their own.
         counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
             (at one rank it may still be on the device); None before the first step.
         rows: rows that this rank computed in the last step.
@@ -41,6 +42,7 @@ class Layer:
     world: World
     placer: LayerPlacer
     dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype | None = None
     counts: torch.Tensor | None = field(default=None, repr=False)
     rows: int = 0
     replicas: int = 0
@@ -60,6 +62,12 @@ class Layer:
     def sizes(self) -> LayerSizes:
         """What one of its experts weighs on the wire, and what a row weighs and computes."""
         return self.placer.sizes
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """What rows of ``dtype`` travel in."""
+        wire = self.wire_dtype
+        narrower = wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
+        return wire if wire is not None and narrower else dtype
 
     def set_row_bytes(self, row_bytes: int) -> None:
         """One row, as it travels; known from the first exchange on."""

@@ -124,6 +124,9 @@ def test_unknown_pass_name_lists_the_passes() -> None:
         ({"dense": "split"}, "dense='split'"),
         ({"disable_passes": "exchange_rows"}, "is a string, expected a tuple"),
         ({"mixed_precision": torch.bfloat16}, "expected a torch.distributed.fsdp.MixedPrecisionPolicy"),
+        ({"wire_dtype": torch.float32}, "expected torch.bfloat16, torch.float16 or None"),
+        ({"chunks": 0}, "expected a whole number of at least 1"),
+        ({"chunks": "two"}, "expected a whole number of at least 1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -154,7 +154,8 @@ def test_equals_one_process(size: int, family: str, variant: str) -> None:
 
 def measure_bf16() -> dict[str, Any]:
     families = FAMILIES if ALL else ("qwen3_moe", "deepseek_v3", "gpt_oss", "split")
-    return {family: measure(family, dtype="bfloat16", steps=2, layers=1, **REPLICAS) for family in families}
+    found = {family: measure(family, dtype="bfloat16", steps=2, layers=1, **REPLICAS) for family in families}
+    return found | {"wire": measure("qwen3_moe", steps=2, layers=1, wire_dtype=torch.bfloat16, chunks=2, **REPLICAS)}
 
 
 @pytest.mark.distributed
@@ -166,6 +167,7 @@ def test_bf16_is_within_bf16_rounding() -> None:
         for family, result in ranks.items():
             assert result["loss"] < 1e-2, family
             assert result["gradient"] < 5e-2, (family, result["worst"])
+            assert result["gradient"] > 1e-5, "it is bf16"
             assert result["rewritten"]["exchange_rows"] == 1, result["skipped"]
 
 

@@ -156,6 +156,35 @@ def test_rows_in_chunks(replicas: str, chunks: int) -> None:
     on_threads(check)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_fewer_bytes(dtype: torch.dtype) -> None:
+    """A row is rounded each time it travels, and is of its own dtype again when it has come."""
+    placement = Placement.with_replicas(OWNERS["shuffled"], REPLICAS["some replicas"])
+
+    def check(world: World) -> None:
+        found = []
+        for wire in (None, torch.bfloat16):
+            layer, hecate = replicating_layer(world, placement, TOPOLOGIES["one node"]), torch.ops.hecate
+            layer.wire_dtype = wire
+            rows, offsets = routed(world.rank)
+            rows = rows.to(dtype).requires_grad_()
+            placed, held = hecate.place(rows, layer.id)
+            counts = hecate.gather_counts(offsets, placed, layer.id)
+            slots = placement.owners.counts[world.rank] + len(held)
+            _, *ticket = hecate.route(counts, placed, offsets, slots, 1, layer.id)
+            out = hecate.exchange(rows, *ticket, layer.id)
+            back = hecate.exchange_back(out * 3, *ticket, len(rows), layer.id)
+            (grad,) = torch.autograd.grad(back.square().sum(), rows)
+            assert out.dtype == back.dtype == grad.dtype == dtype
+            found.append((out, back, grad, layer.bytes_sent))
+        (exact, *_, bytes_exact), (rounded, back, _, bytes_rounded) = found
+        assert torch.equal(rounded, exact.to(torch.bfloat16).to(dtype))
+        torch.testing.assert_close(back, found[0][1], rtol=2e-2, atol=1e-3)
+        assert bytes_exact == bytes_rounded * (1 if dtype is torch.bfloat16 else 2)
+
+    on_threads(check)
+
+
 def slot_grads(placement: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     """For every rank a gradient ``[S, *shape]`` of its slots."""
     return [
