@@ -26,7 +26,7 @@ from hecate.passes.final.split_collectives import split_collectives
 from hecate.passes.joint.rematerialize import rematerialize
 
 PASSES: tuple[Pass, ...] = (
-    drop_causal_masks,    # a mask that says "causal" -> is_causal=True
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     share_gathers,        # read every expert parameter once
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
@@ -39,12 +39,12 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 
 JOINT_PASSES: tuple[Pass, ...] = (
-    drop_causal_masks,    # a mask that says "causal" -> is_causal=True
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     rematerialize,        # gather parameters again in the backward instead of keeping them
 )  # fmt: skip
 
 FINAL_PASSES: tuple[Pass, ...] = (
-    drop_causal_masks,    # a mask that says "causal" -> is_causal=True
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     split_collectives,    # a collective -> its start and its wait
     schedule,             # start early, wait late, compute in between
     order_collectives,    # one order of starts, as data flow

@@ -1,4 +1,4 @@
-"""drop_causal_masks: attention with a mask that is causal becomes causal attention without a mask.
+"""drop_causal_masks: attention gets is_causal=True instead of a mask that says the same.
 
 Needs    torch.nn.functional.scaled_dot_product_attention with a boolean mask that is computed from sizes and
          constants alone, and causal at every size that the graph allows (mask_cone); as many queries as keys.
@@ -60,6 +60,8 @@ def _attends_with_mask(node: Node) -> bool:
 
 
 def _rewrite(node: Node) -> None:
+    """Change two arguments and no node: a rank with longer sequences may have to keep what another one drops, and the
+    operators of their graphs are compared."""
     changed = {"attn_mask": None, "is_causal": True}
     given = dict(node.kwargs)
     args = [changed.get(name, value) for name, value in zip(_NAMES, node.args, strict=False)]

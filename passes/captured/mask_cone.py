@@ -204,7 +204,7 @@ class MaskCone:
         def replace(leaf: Any) -> Any:
             if isinstance(leaf, Node):
                 return values[self._alias.get(leaf, leaf)]
-            named = isinstance(leaf, str) and leaf.partition(":")[0] in ("cuda", "xpu", "mps")
+            named = isinstance(leaf, str) and leaf.partition(":")[0] in ("cuda", "xpu", "mps", "meta")
             return torch.device("cpu") if named or isinstance(leaf, torch.device) else leaf
 
         args, kwargs = node.args, dict(node.kwargs)
@@ -291,14 +291,14 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Refused("random numbers")
         if "empty" in name:
-            raise Refused("memory that nothing was written to")
+            raise Refused("empty memory")
         out = func(*args, **(kwargs or {}))
         results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
         linear = name in _LINEAR or (name == "cumsum" and args[0].dtype is torch.bool)
         if not linear and any(value.is_floating_point() for value in results):
             raise Refused(f"fractions by {name}, which another device may round differently")
         if self.by_rows and not self._keeps_rows(func, name, args, results):
-            raise Refused(f"{name}, for which it is too large")
+            raise Refused(f"{name}, but is too large for that")
         self.sums += name in _SUMS and all(isinstance(operand, torch.Tensor) for operand in args[:2])
         if self.beyond is None and not linear:
             self.beyond = name
