@@ -124,10 +124,14 @@ class MaskCone:
         """
         if self._watch.beyond is not None:
             raise Refused(f"the mask is computed with {self._watch.beyond}, and may differ at lengths never tried")
+        for node in self._order:
+            for size in _sizes_of(value_of(node)):
+                _coefficients(size)
         # Of a fixed length the pattern is seen whole.
         fixed = {size for size in (self.queries, self.keys) if not _symbols(size)}
-        constants = [c for node in self._order for c in _constants(node) if c not in fixed]
-        return 2 * math.ceil(sum(map(abs, constants))) * 2**self._watch.sums + 8
+        shapes = {c for node in self._order if _only_shapes(node) for c in _constants(node)} - fixed
+        others = [c for node in self._order if not _only_shapes(node) for c in _constants(node) if c not in fixed]
+        return 2 * math.ceil(sum(max(1, abs(c)) for c in (*shapes, *others))) * 2**self._watch.sums + 8
 
     def evaluate(self, batch: int, queries: int, keys: int) -> torch.Tensor:
         """The mask at these sizes, on the CPU.
@@ -254,14 +258,14 @@ class MaskCone:
             raise Refused(f"the mask cannot be computed beforehand: {describe(node)}: {first}") from error
 
 
-# Sums, comparisons, selections and moves of positions. cumsum is one of them where it counts.
+# Sums, comparisons, selections and moves of positions; some only as _is_linear says.
 _LINEAR = frozenset((
     "arange", "full", "ones", "zeros", "new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like",
     "scalar_tensor", "lift_fresh", "lift_fresh_copy", "add", "sub", "rsub", "neg", "abs", "eq", "ne", "lt", "le",
     "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor",
     "logical_not", "minimum", "maximum", "clamp", "where", "masked_fill", "tril", "triu", "expand", "view", "reshape",
     "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "permute", "transpose", "t", "alias", "detach",
-    "clone", "_to_copy", "cat", "stack", "index", "index_select", "gather",
+    "clone", "_to_copy", "cat", "stack", "index", "index_select", "gather", "cumsum",
 ))  # fmt: skip
 _SUMS = ("add", "sub", "rsub")
 # Whose results hold every whole number that a position or a count can be.
@@ -292,9 +296,10 @@ class _Watch(TorchDispatchMode):
             raise Refused("random numbers")
         if "empty" in name:
             raise Refused("empty memory")
-        out = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        out = func(*args, **options)
         results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
-        linear = name in _LINEAR or (name == "cumsum" and args[0].dtype is torch.bool)
+        linear = name in _LINEAR and _is_linear(name, args, options, results)
         if not linear and any(value.is_floating_point() for value in results):
             raise Refused(f"fractions by {name}, which another device may round differently")
         if self.by_rows and not self._keeps_rows(func, name, args, results):
@@ -310,6 +315,20 @@ class _Watch(TorchDispatchMode):
         if name == "slice":
             return bool(results[0].shape == args[0].shape)
         return torch.Tag.pointwise in func.tags or name in _KEEP_ROWS
+
+
+def _is_linear(name: str, args: Any, options: Mapping[str, Any], results: list[torch.Tensor]) -> bool:
+    """What else is asked of operators in ``_LINEAR``: no product, no quotient and no remainder in disguise."""
+    if name == "cumsum":
+        return bool(args[0].dtype is torch.bool)
+    if name in _SUMS:
+        return bool(options.get("alpha", 1) == 1)
+    if name.startswith("bitwise"):
+        return results[0].dtype is torch.bool
+    if name in ("view", "reshape", "_unsafe_view"):
+        # Joined dimensions count in steps of the second one.
+        return [n for n in args[0].shape if n != 1] == [n for n in results[0].shape if n != 1]
+    return True
 
 
 def _rows_of(value: Any, queries: int, first: int, count: int) -> Any:
@@ -401,25 +420,31 @@ def _symbols(size: Any) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
+def _only_shapes(node: Node) -> bool:
+    """Whether the numbers in a call only say what shape it makes."""
+    return node.op == "call_method" and node.target in ("expand", "view", "reshape", "unsqueeze")
+
+
 def _constants(node: Node) -> list[float]:
-    """The numbers in a call that can shift what it computes: not those that are a shape."""
+    """The numbers in a call, or in the size that it is; a truth is 1."""
     value = value_of(node)
     if _is_size(value):
-        return [c for size in _sizes_of(value) if _symbols(size) for c in _coefficients(size)]
-    if node.op == "call_method" and node.target in ("expand", "view", "reshape", "unsqueeze"):
-        return []
+        return [c for size in _sizes_of(value) for c in _coefficients(size)]
     found: list[float] = []
 
     def keep(leaf: Any) -> Any:
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and math.isfinite(leaf):
-            found.append(leaf)
+        if isinstance(leaf, (int, float)) and math.isfinite(leaf):
+            found.append(float(leaf))
         return leaf
 
     map_aggregate(tuple(operands(node)), keep)
     return found
 
 
-def _coefficients(size: torch.SymInt) -> list[float]:
+def _coefficients(size: Any) -> list[float]:
+    """The numbers in a size, of which open ones must be linear in what is open."""
+    if not _symbols(size):
+        return []
     expr = size.node.expr
     try:
         terms = sympy.Poly(expr, *expr.free_symbols)

@@ -92,6 +92,11 @@ def causal(q: Tensor, k: Tensor) -> Tensor:
     return k <= q
 
 
+def _eighths(q: Tensor) -> Tensor:
+    """``positions // 8``, without a division."""
+    return q.expand(-1, 8).reshape(-1)[: q.shape[0]]
+
+
 CAUSAL: dict[str, Mask] = {
     "le": causal,
     "not gt": lambda q, k: ~(k > q),
@@ -131,7 +136,12 @@ CAUSAL_AT_FIRST: dict[str, Mask] = {
     "window of blocks": lambda q, k: (k <= q) & (q // 8 - k // 8 < 8),
     "chunks": lambda q, k: (k <= q) & (k // 64 == q // 64),
     "a cell far out": lambda q, k: (k <= q) | ((q == 300) & (k == 305)),
-    "added up": lambda q, k: (k <= q) & (q - k < (q * 0 + 60) + (q * 0 + 60)),
+    "added up": lambda q, k: (k <= q) & (q - k < (q - q + 60) + (q - q + 60)),
+    "window of blocks, by a reshape": lambda q, k: (k <= q) & (_eighths(q)[:, None] - _eighths(q)[None] < 8),
+    "window of blocks, by bits": lambda q, k: (k <= q) & ((q & -8) - (k & -8) < 64),
+    "a product": lambda q, k: (k <= q) & (q - k < torch.add(q - q, torch.full_like(q, 5), alpha=20)),
+    "a product of sizes": lambda q, k: (k <= q) & (q - k < torch.ones(30, dtype=torch.bool).expand(30, 30).sum()),
+    "counted": lambda q, k: (k <= q) & (q - k < (q[:1] >= 0).expand(100, 1).cumsum(0)[-1:]),
     "rounded positions": lambda q, k: k.bfloat16() <= q.bfloat16(),
     "small integers": lambda q, k: k.to(torch.int8) <= q.to(torch.int8),
     "strides": lambda q, k: (k <= q) & ((q - k) % 50 < 49),
