@@ -13,6 +13,7 @@ from hecate.passes.base import Outcome, Pass, PassContext, Skip
 from hecate.passes.captured.accumulate_rows import accumulate_rows
 from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.bucket_gradients import bucket_gradients
+from hecate.passes.captured.drop_causal_masks import drop_causal_masks
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
@@ -25,6 +26,7 @@ from hecate.passes.final.split_collectives import split_collectives
 from hecate.passes.joint.rematerialize import rematerialize
 
 PASSES: tuple[Pass, ...] = (
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     share_gathers,        # read every expert parameter once
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
@@ -37,10 +39,12 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 
 JOINT_PASSES: tuple[Pass, ...] = (
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     rematerialize,        # gather parameters again in the backward instead of keeping them
 )  # fmt: skip
 
 FINAL_PASSES: tuple[Pass, ...] = (
+    drop_causal_masks,    # a mask that is causal -> is_causal=True
     split_collectives,    # a collective -> its start and its wait
     schedule,             # start early, wait late, compute in between
     order_collectives,    # one order of starts, as data flow

@@ -41,7 +41,11 @@ def mutates(node: Node) -> Node | None:
         return first if name.endswith("_") and not name.endswith("__") else None
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
-        if node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        # operator.and_ and or_ have the underscore of a keyword.
+        by_name = (
+            name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
+        )
+        if node.target in _INPLACE_OPERATORS or by_name:
             return first
     return None
 

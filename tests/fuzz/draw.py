@@ -21,9 +21,9 @@ _BLOCKS = (
     "Capacity",
 )  # fmt: skip
 _PASSES = (
-    "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops", "flatten_batches",
-    "normalize_matmuls", "functionalize_rows", "exchange_rows", "bucket_gradients", "rematerialize",
-    "split_collectives", "schedule", "order_collectives",
+    "drop_causal_masks", "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops",
+    "flatten_batches", "normalize_matmuls", "functionalize_rows", "exchange_rows", "bucket_gradients",
+    "rematerialize", "split_collectives", "schedule", "order_collectives",
 )  # fmt: skip
 
 

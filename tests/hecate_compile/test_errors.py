@@ -103,7 +103,7 @@ def test_meta_tensors_that_nothing_initializes_are_named() -> None:
 
 
 def test_unknown_pass_name_lists_the_passes() -> None:
-    with pytest.raises(ValueError, match=r"\['exchange_row'\]; the passes are \['share_gathers'"):
+    with pytest.raises(ValueError, match=r"\['exchange_row'\]; the passes are \['drop_causal_masks'"):
         hecate.compile(build("plain"), hecate.Config(disable_passes=("exchange_row",)))
 
 

@@ -39,7 +39,7 @@ def test_dump_has_before_after_and_diff_in_run_order(tmp_path: Path) -> None:
     run_passes(region(GraphUnderTest()), CONTEXT, dump=GraphDump(tmp_path, 3))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert len(names) == 3 * len(PASSES)
-    assert names[0] == "graph003.01.share_gathers.1.before.py"
+    assert names[0] == "graph003.01.drop_causal_masks.1.before.py"
     before, after, diff = sorted(tmp_path.glob("graph003.*.exchange_rows.*"))
     assert "+" in diff.read_text()
     assert "exchange_back" in after.read_text()

@@ -72,4 +72,4 @@ def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     model(input_ids=batch(0), labels=batch(0))
     files = sorted(path.name for path in (tmp_path / "rank0").iterdir())
     assert len(files) == 3 * len(PASSES)
-    assert files[0].startswith("graph000.01.share_gathers")
+    assert files[0].startswith("graph000.01.drop_causal_masks")
