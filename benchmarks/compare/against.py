@@ -1,0 +1,143 @@
+"""Is Hecate faster than it was? This checkout beside a former commit, launch by launch, on the emulated cluster.
+
+    python -m benchmarks.compare.against COMMIT                       three launches of gpt-moe-s.a each
+    python -m benchmarks.compare.against COMMIT --cell modern.a --workloads zipf,balanced --launches 5
+
+The former commit runs its own code, engine and benchmark, in a checkout of its own, on the same links. Launches take
+turns, and every second pair in the other order. A line is the median over pairs of launches, with their range; what
+one launch says is the median over its steps. Results go to build/benchmarks/against.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.__main__ import calibrate
+from benchmarks.compare.cells import full
+from benchmarks.results_folder import results_folder
+
+ROOT = Path(__file__).parents[2]
+SYSTEMS = ("static EP", "hecate", "bound: free links")
+_LAUNCH = """
+import json, sys
+from benchmarks.compare.__main__ import run_cell
+from benchmarks.compare.cells import full
+name, systems, workloads, rounds, attention, timeout, out = json.loads(sys.argv[1])
+(cell,) = [cell for cell in full() if cell.name == name]
+found = run_cell(cell.change(systems, workloads, rounds), attention, timeout)
+with open(out, "w") as file:
+    json.dump(found, file)
+"""
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """A folder with the files of ``commit``, while the block runs.
+
+    Raises:
+        SystemExit: git knows no such commit.
+    """
+    with tempfile.TemporaryDirectory(prefix="hecate-against-") as folder:
+        tree = Path(folder) / "tree"
+        made = subprocess.run(
+            ["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, capture_output=True, text=True
+        )
+        if made.returncode != 0:
+            raise SystemExit(f"against: no checkout of {commit}: {made.stderr.strip()}")
+        try:
+            # Where the package is found before the installed one.
+            (Path(folder) / "path").mkdir()
+            (Path(folder) / "path" / "hecate").symlink_to(tree / "hecate_compile")
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def launch(tree: Path, given: Sequence[Any]) -> dict[str, Any]:
+    """One launch of a cell with the code in ``tree``.
+
+    Args:
+        given: cell, systems, workloads, rounds, seconds of attention, seconds that it may take.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        paths = [str(tree.parent / "path"), str(tree)] if tree != ROOT else [str(tree)]
+        subprocess.run(
+            [sys.executable, "-c", _LAUNCH, json.dumps([*given, str(out)])],
+            cwd=tree, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def medians(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds of a step: workload -> system -> median."""
+    return {
+        workload: {name: statistics.median(s["seconds"] for s in samples) for name, samples in systems.items()}
+        for workload, systems in found["samples"].items()
+    }
+
+
+def lines_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """A table: how many times as fast it is now, and what share of the time would remain on links of no time.
+
+    Args:
+        pairs: of every pair of launches the former medians and those of today.
+    """
+    lines = ["| workload | system | now, s | times as fast as before, median (range) | free links / now |"]
+    lines.append("|---|---|---|---|---|")
+    ours = []
+    for workload in pairs[0][1]:
+        for system in SYSTEMS[:2]:
+            ratios = [before[workload][system] / now[workload][system] for before, now in pairs]
+            seconds = statistics.median(now[workload][system] for _, now in pairs)
+            share = statistics.median(now[workload][SYSTEMS[2]] / now[workload][system] for _, now in pairs)
+            middle = statistics.median(ratios)
+            if system == SYSTEMS[1]:
+                ours.append(middle)
+            shown = f"{share:.0%}" if system == SYSTEMS[1] else ""
+            spread = f"{middle:.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+            lines.append(f"| {workload} | {system} | {seconds:.3f} | {spread} | {shown} |")
+    lines.append(f"\nhecate, geometric mean of these medians: {statistics.geometric_mean(ours):.3f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare.against",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("commit", help="what to compare with")
+    parser.add_argument("--cell", default="gpt-moe-s.a", choices=[cell.name for cell in full()], metavar="CELL")
+    parser.add_argument("--workloads", default="natural,zipf,balanced")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each launch")
+    args = parser.parse_args()
+    pairs = []
+    with checkout(args.commit) as former:
+        attention = calibrate()
+        given = (args.cell, ",".join(SYSTEMS), args.workloads, args.rounds, attention, args.timeout)
+        for number in range(args.launches):
+            order = (former, ROOT) if number % 2 == 0 else (ROOT, former)
+            found = {tree: medians(launch(tree, given)) for tree in order}
+            pairs.append((found[former], found[ROOT]))
+            print(f"pair {number + 1} of {args.launches}", *lines_of(pairs[-1:]), sep="\n", flush=True)
+    told = {"commit": args.commit, "cell": args.cell, "attention": attention, "pairs": pairs}
+    (results_folder() / "against.json").write_text(json.dumps(told) + "\n")
+    print(f"\n{args.cell} against {args.commit}, {args.launches} pairs of launches", *lines_of(pairs), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
