@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,6 @@ from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
-from hecate.runtime.ops import gradients
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
@@ -265,8 +263,13 @@ def free_links() -> Iterator[None]:
     def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: Any) -> torch.Tensor:
         return rows.new_zeros((sum(receive), *rows.shape[1:]))
 
-    nothing = SimpleNamespace(all_reduce=lambda *args, **options: None)
-    with mock.patch.object(collectives, "all_to_all", all_to_all), mock.patch.object(gradients, "dist", nothing):
+    def all_reduce(tensor: torch.Tensor, world: Any, op: Any = None) -> None:
+        """What is there stays."""
+
+    with (
+        mock.patch.object(collectives, "all_to_all", all_to_all),
+        mock.patch.object(collectives, "all_reduce", all_reduce),
+    ):
         yield
 
 

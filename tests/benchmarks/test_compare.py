@@ -13,6 +13,8 @@ import torch
 
 from benchmarks.compare import cells, report, routing, shapes, systems
 from benchmarks.compare.workloads import WORKLOADS, counts_of
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.topology import Topology
@@ -176,3 +178,13 @@ def test_a_table_of_made_up_samples(tmp_path: Path) -> None:
     # Slots of all layers, and the gradients of those of the largest.
     assert best["bytes"] == 160 and best["sent"] == 4
     assert base["imbalance"] == 1.5 and base["speed-up"][1] == 1.0
+
+
+def test_free_links_bring_nothing() -> None:
+    rows, gradient = torch.ones(3, 2), torch.ones(4)
+    with systems.free_links():
+        arrived = collectives.all_to_all(rows, [1, 2], [2, 3], SINGLE)
+        collectives.all_reduce(gradient, SINGLE)
+    assert arrived.shape == (5, 2) and not arrived.any()
+    assert gradient.all()
+    assert torch.equal(collectives.all_to_all(rows, [3], [3], SINGLE), rows), "only inside the block"
