@@ -22,7 +22,7 @@ from hecate.passes import PASSES, PassContext
 from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
-from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.agreement import agree, agree_where_known
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
@@ -119,10 +119,22 @@ class Backend:
                 "HECATE_DUMP=<folder> writes each rank's graph.",
                 self.world,
             )
-        return lower(
+        starts: dict[str, list[str]] = {}
+        compiled = lower(
             gm, example_inputs,
             backend=self.config.backend, context=context, disabled=self.disabled, folder=folder, number=number,
+            starts=starts,
         )  # fmt: skip
+        if comparing:
+            for part in ("forward", "backward"):
+                agree_where_known(
+                    starts.get(part),
+                    f"the order of collectives in the {part} of graph {number}",
+                    "Report this with the dumps that HECATE_DUMP=<folder> writes; "
+                    'Config(disable_passes=["schedule"]) is a way out.',
+                    self.world,
+                )
+        return compiled
 
     def _context(self) -> PassContext:
         size, topology = self.world.size, self.placer.topology

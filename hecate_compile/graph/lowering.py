@@ -15,14 +15,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
 import hecate.runtime
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import GraphDump, run_passes
+from hecate.runtime.comm.collective import start_of
 
 Compiled = Callable[..., Any]
 
@@ -67,6 +69,7 @@ def lower(
     disabled: Sequence[str],
     folder: Path | None,
     number: int,
+    starts: dict[str, list[str]],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
 
@@ -74,6 +77,8 @@ def lower(
         backend: "inductor", or "aot_eager".
         disabled: names of passes to leave out.
         folder: for dumps, or None.
+        starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
+            a cache, or is compiled later, is not in it.
     """
 
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
@@ -82,6 +87,8 @@ def lower(
             here = replace(context, part=part)
             check = _lint if part == "joint" else verify_final
             run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check)
+            if part != "joint":
+                starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
             if dump and part != "joint":
                 dump.write_text("schedule", schedule_lines(notes_in(gm.graph.nodes), measured=False))
 
@@ -91,6 +98,12 @@ def lower(
     if backend == "aot_eager":
         return _aot_eager(gm, inputs, run)
     return _inductor(gm, inputs, run, context, disabled, dumping=folder is not None)
+
+
+def _describe(start: Node) -> str:
+    collective, given = start_of(start.target), arguments_of(start)
+    assert collective is not None
+    return f"{collective.name} of layer {given['layer']}" if "layer" in given else collective.name
 
 
 Run = Callable[[GraphModule, Sequence[Pass], str], None]
@@ -157,8 +170,8 @@ def _inductor(
     if context.world_size == 1:
         alone: Any = compile_fx(gm, inputs)
         return cast(Compiled, alone)
-    # Rates are left out: they are measured anew in every run, and no rank's order depends on them.
-    identity = repr(replace(context, rates=_NO_RATES, guesses={})) + repr(disabled)
+    # Rates and tokens are left out: they are another in every run, and no rank's order depends on them here.
+    identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
     patches: dict[str, Any] = {
         # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
         "reorder_for_peak_memory": False,

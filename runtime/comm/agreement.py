@@ -39,6 +39,25 @@ def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
         _compare(lines, what, advice, world)
 
 
+def agree_where_known(lines: Sequence[str] | None, what: str, advice: str, world: World) -> None:
+    """:func:`agree` among the ranks that know; None for one that does not. A collective.
+
+    Raises:
+        DisagreementError: names the ranks and the first line that differs.
+    """
+    if world.group is None:
+        return
+    world.queue.drain()
+    with doing(f"the comparison of {what}"):
+        text = "\n".join(lines if lines is not None else ["(not known)"]).encode()
+        mine = hashlib.sha256(text).digest() if lines is not None else bytes(32)
+        digests = set(_gather(mine, 32, world)) - {bytes(32)}
+        if len(digests) <= 1:
+            return
+        everyone = [text.decode().split("\n") for text in _gather_texts(text, world)]
+    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
+
+
 def _compare(lines: Sequence[str], what: str, advice: str, world: World) -> None:
     text = "\n".join(lines).encode()
     digests = _gather(hashlib.sha256(text).digest(), 32, world)

@@ -7,6 +7,7 @@ import json
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,13 +143,31 @@ def show(folder: str) -> dict[str, Any]:
             "dump": (place / f"rank{rank}" / "graph000.b-forward.schedule.txt").read_text(),
             "events": json.loads((place / "deeper" / f"{rank}.json").read_text())["traceEvents"],
         }
+    found["disagreement"] = _in_another_order_on_rank_1()
     return found
+
+
+def _in_another_order_on_rank_1() -> str:
+    import hecate
+    from hecate.graph import lowering
+
+    torch._dynamo.reset()
+    without = tuple(p for p in lowering.FINAL_PASSES if p.__name__ != "schedule")
+    passes = without if torch.distributed.get_rank() == 1 else lowering.FINAL_PASSES
+    model = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager", policy=Anything()))
+    with mock.patch.object(lowering, "FINAL_PASSES", passes):
+        try:
+            run_step(model, batch(0))
+        except Exception as error:
+            return str(error)
+    return "nothing was said"
 
 
 @pytest.mark.distributed
 def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
     for result in run_ranks(f"{_HERE}:show", 2, folder=str(tmp_path)):
         assert "run a forward first" in result["early"]
+        assert "ranks disagree on the order of collectives in the forward of graph 0" in result["disagreement"]
         on, off = result["on"], result["off"]
         assert "split_collectives, schedule, order_collectives" in on["explain"]
         assert "schedule (off)" in off["explain"]
