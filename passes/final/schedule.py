@@ -106,7 +106,7 @@ def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
     for turn, (before, one) in enumerate(pairwise(rows)):
         if before.layer == one.layer and many[one.layer, one.collective.name] > 1:
             there = [plan.key[node].node for node in one.start.all_input_nodes if node in plan.key]
-            ready = Key(max(*there, plan.key[before.start].node), Phase.START_READY, turn)
+            ready = Key(max([*there, plan.key[before.start].node]), Phase.START_READY, turn)
             plan.key[one.start] = min(plan.key[one.start], ready)
 
 

@@ -173,6 +173,47 @@ def test_weight_gradients_come_behind_the_exchange() -> None:
     same(gm, inputs, expected)
 
 
+def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
+    """Rows in two chunks: as the pass writes a forward, or as autograd writes its backward."""
+    layer = number_of(add_layer(name="layer", owners=Owners.contiguous(E, 1), world=SINGLE))
+    ops = torch.ops.hecate
+
+    def forward(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor, ticket: Any) -> Any:
+        chunks = [ops.exchange(rows, *ticket, layer) for _ in range(2)]
+        home = [ops.exchange_back(ops.grouped_mm(x, experts, offsets), *ticket, R, layer) for x in chunks]
+        return home[0] + home[1]
+
+    def reverse(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor, ticket: Any) -> Any:
+        done = []
+        for _ in range(2):
+            x = ops.exchange(rows, *ticket, layer)
+            weight = ops.grouped_mm_weight_grad(x, x, offsets, False)
+            done.append((ops.grouped_mm(x, experts, offsets), weight))
+        home = [ops.exchange_back(x, *ticket, R, layer) for x, _ in done]
+        return home[0] + home[1], done[0][1] + done[1][1]
+
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(R, H), torch.randn(E, H, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+    ]  # fmt: skip
+    return make_fx(reverse if backward else forward, tracing_mode="fake")(*inputs), inputs
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_chunk_travels_while_another_is_computed(backward: bool) -> None:
+    gm, inputs = chunks_of_a_layer(backward)
+    expected = gm(*inputs)
+    order = steps(run(FINAL_PASSES, gm))
+    # Of equal matmuls, those of the weight are last, when nothing waits for them.
+    weights = ["grouped_mm_weight_grad"] * 2 if backward else []
+    assert order == [
+        "exchange_start", "exchange_start", "exchange_wait", "grouped_mm", "exchange_back_start",
+        "exchange_wait", "grouped_mm", "exchange_back_start", *weights, "exchange_back_wait", "exchange_back_wait",
+    ]  # fmt: skip
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+
+
 def test_the_first_exchange_is_filled_first() -> None:
     gm, inputs = backward_of_a_layer()
     expected = gm(*inputs)
