@@ -33,6 +33,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gather": {"policy": "gather"},
     "2 chunks": {**REPLICAS, "chunks": 2},
     "3 chunks": {**REPLICAS, "chunks": 3},
+    # Every token goes to the same experts, so most ranks and slots get no rows.
+    "one-hot": {"policy": "static", "chunks": 2, "one_hot": True},
+    "one-hot, replicas": {**REPLICAS, "chunks": 3, "one_hot": True},
     **{f"without {name}": {**REPLICAS, "disable_passes": [name]} for name in PASS_NAMES},
 }
 # Families differ in the captured graph, variants in what passes do to it, world sizes in what runs: each family meets
@@ -55,9 +58,19 @@ PLAN: dict[int, dict[str, Sequence[str]]] = {
         "without bucket_gradients": ("qwen3_moe", "split"),
     },
     3: {"default": ("mixtral", "gpt_oss", "plain"), "gather": ("qwen3_moe",), "2 chunks": ("mixtral",)},
-    4: {"default": ("qwen3_moe", "gpt_oss"), "3 chunks": ("deepseek_v3",)},
+    4: {
+        "default": ("qwen3_moe", "gpt_oss"),
+        "3 chunks": ("deepseek_v3",),
+        "one-hot": ("qwen3_moe",),
+        "one-hot, replicas": ("qwen3_moe",),
+    },
 }
 if ALL:
+    VARIANTS |= {
+        f"{chunks} chunks, {name}": {**REPLICAS, "chunks": chunks, **options}
+        for chunks in (2, 3)
+        for name, options in {"again": {"rematerialize": True}, "sharded": {"dense": "shard"}}.items()
+    }
     PLAN = {
         1: dict.fromkeys(("default", "gather"), FAMILIES),
         2: dict.fromkeys(VARIANTS, FAMILIES),
@@ -85,7 +98,13 @@ def measure(family: str, steps: int = 3, device: str = "cpu", layers: int = 2, *
     dtype = options.pop("dtype", "float32")
     if options.get("policy") == "anything":
         options["policy"] = Anything()
+    one_hot = options.pop("one_hot", False)
     reference, model = (build(family, layers=layers, dtype=getattr(torch, dtype)).to(device) for _ in range(2))
+    for each in (reference, model) if one_hot else ():
+        with torch.no_grad():
+            for name, parameter in each.named_parameters():
+                if name.endswith("gate.weight"):
+                    parameter.zero_()
     hecate.compile(model, hecate.Config(**({"backend": "aot_eager"} | options)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -47,7 +47,10 @@ def thirty_steps(
 
     policy = Anything(reshard_every=10, calibrates=calibrates)
     topology = Topology(tuple(nodes)) if nodes else None
-    model = _compiled(build("gpt_oss", layers=layers), policy=policy, topology=topology, backend=backend)
+    chunks = 2 if calibrates else 1
+    model = _compiled(
+        build("gpt_oss", layers=layers), policy=policy, topology=topology, backend=backend, chunks=chunks
+    )
     reference = build("gpt_oss", layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     worst, replicas, owned = 0.0, set(), set()
