@@ -46,9 +46,16 @@ def load_recorded(path: Path) -> Recorded:
         ) from None
     names = ("flops", "rank_bytes", "node_bytes", "memory_bytes", "hidden_seconds")
     return Recorded(
-        sizes=tuple(LayerSizes(row_flops=f, row_bytes=r, expert_bytes=e) for f, r, e in sizes.tolist()),
+        sizes=tuple(_sizes(*line) for line in sizes.tolist()),
         rates=Rates(**dict(zip(names, rates.tolist(), strict=True))), topology=Topology(tuple(nodes.tolist())),
     )  # fmt: skip
+
+
+def _sizes(row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2) -> LayerSizes:
+    """A line of a file; older ones do not say how often replicas cross the link."""
+    return LayerSizes(
+        row_flops=row_flops, row_bytes=row_bytes, expert_bytes=expert_bytes, expert_transfers=int(expert_transfers)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
@@ -25,13 +26,16 @@ from hecate.runtime.placement.planner import (
     near_recipes,
     shard_owners,
     split_fastest,
+    steady_steps,
+    swap_owners,
 )
 from hecate.runtime.placement.policy import LayerView, Policy
 
+Floats = NDArray[np.float64]
 Objective = Literal["time", "paper"]
 
-# Steps between comparisons of a few placements by predicted time, and of all; the first divides the second.
-_COMPARE_EVERY, _SEARCH_EVERY = 4, 32
+# Steps between searches among all recipes, and while nothing is worth replicating.
+_SEARCH_EVERY, _SEARCH_EVERY_IDLE = 32, 4
 # New owners must be predicted to be this much faster.
 _WORTH_MOVING = 0.98
 
@@ -44,7 +48,7 @@ class Hecate(Policy):
         objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
         replicas: m, most replicas on a rank.
-        window: steps that the predicted load is the mean of.
+        window: steps that the predicted load is the mean of; with ``"time"`` at most so many, fewer while it moves.
         reshard_every: optimizer steps between re-shardings (Algorithm 2); 0 for never.
         calibrates: place again after the gate, if predicted to be faster net of the transfer.
     """
@@ -63,27 +67,26 @@ class Hecate(Policy):
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:
             return Placement.owned(layer.owners)
-        load = expected_load(layer.loads, self.window)
         if self.objective == "paper":
             budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
-            return materialize(load, layer.owners, layer.topology, budget)
-        return self._place_fast(layer, load)
+            return materialize(expected_load(layer.loads, self.window), layer.owners, layer.topology, budget)
+        return self._place_fast(layer)
 
-    def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
-        """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
+    def _place_fast(self, layer: LayerView) -> Placement:
+        """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
+        load = expected_load(layer.loads, steady_steps(layer.loads, self.window))
         turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
         if rates != layer.rates:
             # What was best on another machine, or before it was measured, is no guide.
             turn, recipe = 0, None
-        if turn % _COMPARE_EVERY == 0:
-            # Everything if nothing was best, and now and then; else the neighbours.
-            near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
-            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
+        if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
+            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas)
             placement, recipe = choice.placement, choice.recipe
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
-            placement = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipe=recipe)
+            near = near_recipes(recipe, layer.topology, turn)
+            placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
         self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement
 
@@ -123,19 +126,42 @@ class Hecate(Policy):
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         old = [layer.owners for layer in layers]
-        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
         # t: experts that will be replicated, so that it matters little who owns them.
+        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
         hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
-        new = shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)
-        before = sum(
-            self._time(layer, layer.long_load, plan).total for layer, plan in zip(layers, plans, strict=True)
-        )
-        after = sum(
-            self._time(layer, layer.long_load, self._planned(layer, layer.long_load, owners)).total
-            for layer, owners in zip(layers, new, strict=True)
-        )
+        proposals = [shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)]
+        before = [self._times_owned(layer, layer.owners) for layer in layers]
+        if self.objective == "time":
+            proposals.append([self._swapped(layer, was) for layer, was in zip(layers, before, strict=True)])
         # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
-        return new if after < _WORTH_MOVING * before else old
+        best, least = old, _WORTH_MOVING
+        for new in proposals:
+            after = [self._times_owned(layer, owners) for layer, owners in zip(layers, new, strict=True)]
+            part = _worst_part(np.sum(after, axis=0), np.sum(before, axis=0))
+            if part < least:
+                best, least = new, part
+        return best
+
+    def _swapped(self, layer: LayerView, before: Floats) -> Owners:
+        """The layer's owners after a few swaps, if that pays."""
+        load, slots = layer.long_load, self.replicas
+        recipe = materialize_fastest(load, layer.owners, layer.costs, slots=slots).recipe
+        new = swap_owners(load, layer.owners, layer.costs, slots=slots, recipe=recipe)
+        if new != layer.owners and _worst_part(self._times_owned(layer, new), before) < _WORTH_MOVING:
+            return new
+        return layer.owners
+
+    def _times_owned(self, layer: LayerView, owners: Owners) -> Floats:
+        """A step under other owners, with its share of what it takes to get there: they stay ``reshard_every``.
+
+        For the mean load since the last time, and for that of the last steps: where loads move, neither alone says
+        what comes.
+        """
+        loads = [layer.long_load]
+        if self.objective == "time" and layer.loads:
+            loads.append(expected_load(layer.loads, steady_steps(layer.loads, self.window)))
+        move = layer.costs.reshard_seconds(layer.owners, owners) / max(1, self.reshard_every)
+        return np.array([self._time(layer, load, self._planned(layer, load, owners)).total + move for load in loads])
 
     def state_dict(self) -> dict[int, Any]:
         return {
@@ -162,7 +188,13 @@ def overlap_degree(layer: LayerView) -> int:
     """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
     topology, rates = layer.topology, layer.rates
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
-    return int(rates.hidden_seconds * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
+    travels = layer.sizes.expert_transfers * layer.sizes.expert_bytes
+    return int(rates.hidden_seconds * link / travels) if travels else 0
+
+
+def _worst_part(after: Floats, before: Floats) -> float:
+    """The largest part of ``before`` that ``after`` takes; both at least 0."""
+    return float(np.max(after / np.maximum(before, 1e-30)))
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:

@@ -77,9 +77,9 @@ from hecate.runtime.placement.planner.fastest import (
     quota_matrix,
     split_fastest,
 )
-from hecate.runtime.placement.planner.forecast import expected_load
+from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
-from hecate.runtime.placement.planner.resharding import shard_owners
+from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
 from hecate.runtime.placement.planner.stages import Stage, stages_of
 
 __all__ = [
@@ -109,4 +109,6 @@ __all__ = [
     "shed_excess",
     "split_fastest",
     "stages_of",
+    "steady_steps",
+    "swap_owners",
 ]
