@@ -64,7 +64,7 @@ class Config:
     objective: Objective = "time"
     replicas: int = 2
     window: int = 5
-    reshard_every: int = 100
+    reshard_every: int = 50
     calibrate: bool = False
     rematerialize: bool = False
     prefetch_bytes: int | None = None

@@ -49,7 +49,7 @@ def policies(shape: shapes.Shape) -> dict[str, Policy]:
         "hecate": Hecate(objective="time", replicas=REPLICAS),
         "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
         "hecate (LAER's memory)": Hecate(objective="time", replicas=more),
-        "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS),
+        "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS, reshard_every=100),
         "FasterMoE": FasterMoE(),
         "SmartMoE": SmartMoE(),
         "FlexMoE": FlexMoE(replicas=REPLICAS),

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
@@ -24,6 +23,7 @@ from hecate.runtime.placement.planner import (
     materialize_again,
     materialize_fastest,
     near_recipes,
+    seconds_of,
     shard_owners,
     split_fastest,
     steady_steps,
@@ -31,7 +31,6 @@ from hecate.runtime.placement.planner import (
 )
 from hecate.runtime.placement.policy import LayerView, Policy
 
-Floats = NDArray[np.float64]
 Objective = Literal["time", "paper"]
 
 # Steps between searches among all recipes, and while nothing is worth replicating.
@@ -49,14 +48,15 @@ class Hecate(Policy):
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
         replicas: m, most replicas on a rank.
         window: steps that the predicted load is the mean of; with ``"time"`` at most so many, fewer while it moves.
-        reshard_every: optimizer steps between re-shardings (Algorithm 2); 0 for never.
+        reshard_every: optimizer steps between re-shardings; 0 for never. ``"time"`` lets pairs of experts change
+            places, ``"paper"`` is Algorithm 2.
         calibrates: place again after the gate, if predicted to be faster net of the transfer.
     """
 
     objective: Objective = "time"
     replicas: int = 2
     window: int = 5
-    reshard_every: int = 100
+    reshard_every: int = 50
     calibrates: bool = False
     _chosen: dict[int, tuple[int, Recipe | None, Rates]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -74,7 +74,7 @@ class Hecate(Policy):
 
     def _place_fast(self, layer: LayerView) -> Placement:
         """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
-        load = expected_load(layer.loads, steady_steps(layer.loads, self.window))
+        load = self._expected(layer)
         turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
         if rates != layer.rates:
             # What was best on another machine, or before it was measured, is no guide.
@@ -125,43 +125,43 @@ class Hecate(Policy):
         return assign_fastest(layer, placement, counts, rank)
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
-        old = [layer.owners for layer in layers]
-        # t: experts that will be replicated, so that it matters little who owns them.
-        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
-        hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
-        proposals = [shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)]
-        before = [self._times_owned(layer, layer.owners) for layer in layers]
-        if self.objective == "time":
-            proposals.append([self._swapped(layer, was) for layer, was in zip(layers, before, strict=True)])
-        # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
-        best, least = old, _WORTH_MOVING
-        for new in proposals:
-            after = [self._times_owned(layer, owners) for layer, owners in zip(layers, new, strict=True)]
-            part = _worst_part(np.sum(after, axis=0), np.sum(before, axis=0))
-            if part < least:
-                best, least = new, part
-        return best
+        return list(map(self._swapped, layers)) if self.objective == "time" else self._sharded(layers)
 
-    def _swapped(self, layer: LayerView, before: Floats) -> Owners:
-        """The layer's owners after a few swaps, if that pays."""
-        load, slots = layer.long_load, self.replicas
-        recipe = materialize_fastest(load, layer.owners, layer.costs, slots=slots).recipe
-        new = swap_owners(load, layer.owners, layer.costs, slots=slots, recipe=recipe)
-        if new != layer.owners and _worst_part(self._times_owned(layer, new), before) < _WORTH_MOVING:
-            return new
-        return layer.owners
+    def _swapped(self, layer: LayerView) -> Owners:
+        """The layer's owners after a few swaps, if those pay for their moves until the next time.
 
-    def _times_owned(self, layer: LayerView, owners: Owners) -> Floats:
-        """A step under other owners, with its share of what it takes to get there: they stay ``reshard_every``.
-
-        For the mean load since the last time, and for that of the last steps: where loads move, neither alone says
-        what comes.
+        They must, both for the mean load since the last time and for that of the last steps: where loads move,
+        neither alone says what comes.
         """
-        loads = [layer.long_load]
-        if self.objective == "time" and layer.loads:
-            loads.append(expected_load(layer.loads, steady_steps(layer.loads, self.window)))
-        move = layer.costs.reshard_seconds(layer.owners, owners) / max(1, self.reshard_every)
-        return np.array([self._time(layer, load, self._planned(layer, load, owners)).total + move for load in loads])
+        owners, costs, slots = layer.owners, layer.costs, self.replicas
+        _, recipe, _ = self._chosen.get(layer.id, (0, None, layer.rates))
+        new = swap_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
+        move = costs.reshard_seconds(owners, new) / max(1, self.reshard_every)
+        for load in (layer.long_load, self._expected(layer) if layer.loads else layer.long_load):
+            before, after = (seconds_of(load, o, costs, slots=slots, recipe=recipe) for o in (owners, new))
+            # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
+            if after + move >= _WORTH_MOVING * before:
+                return owners
+        return new
+
+    def _sharded(self, layers: Sequence[LayerView]) -> list[Owners]:
+        """The paper's Algorithm 2, if steps are predicted to be faster then."""
+        old = [layer.owners for layer in layers]
+        plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
+        # t: experts that will be replicated, so that it matters little who owns them.
+        hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
+        new = shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)
+        before = sum(
+            self._time(layer, layer.long_load, plan).total for layer, plan in zip(layers, plans, strict=True)
+        )
+        after = sum(
+            self._time(layer, layer.long_load, self._planned(layer, layer.long_load, owners)).total
+            for layer, owners in zip(layers, new, strict=True)
+        )
+        return new if after < _WORTH_MOVING * before else old
+
+    def _expected(self, layer: LayerView) -> Ints:
+        return expected_load(layer.loads, steady_steps(layer.loads, self.window))
 
     def state_dict(self) -> dict[int, Any]:
         return {
@@ -190,11 +190,6 @@ def overlap_degree(layer: LayerView) -> int:
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
     travels = layer.sizes.expert_transfers * layer.sizes.expert_bytes
     return int(rates.hidden_seconds * link / travels) if travels else 0
-
-
-def _worst_part(after: Floats, before: Floats) -> float:
-    """The largest part of ``before`` that ``after`` takes; both at least 0."""
-    return float(np.max(after / np.maximum(before, 1e-30)))
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:

@@ -4,7 +4,8 @@
     placement = materialize(load, owners, topology, budget)                who holds what next, as in the paper
     placement = materialize_fastest(load, owners, costs, ...)              the same by predicted time
     quotas = assign_tokens(counts, placement, topology, rank)              who computes which rows
-    owners = shard_owners(loads, owners, topology, overlap)                who owns what, every hundred steps
+    owners = swap_owners(load, owners, costs, ...)                         who owns what, every fifty steps
+    owners = shard_owners(loads, owners, topology, overlap)                the same as in the paper
 
 No process group, no clock, no device. The inputs are the counts that every exchange gathers anyway, so a plan costs
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
@@ -75,6 +76,7 @@ from hecate.runtime.placement.planner.fastest import (
     materialize_fastest,
     near_recipes,
     quota_matrix,
+    seconds_of,
     split_fastest,
 )
 from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
@@ -105,6 +107,7 @@ __all__ = [
     "owners_only",
     "quota_matrix",
     "rows_per_rank",
+    "seconds_of",
     "shard_owners",
     "shed_excess",
     "split_fastest",

@@ -17,7 +17,7 @@ from hecate.runtime.placement.topology import Topology
 
 # Swaps that are tried in a layer: the hottest experts, each with a few others. Plans take longer with more ranks and
 # experts, so fewer are tried there.
-_HOTTEST, _PARTNERS, _MOST, _EFFORT = 16, 8, 128, 2**15
+_HOTTEST, _PARTNERS, _MOST, _EFFORT = 16, 8, 64, 2**14
 # A swap must make a step this much faster.
 _WORTH_SWAPPING = 0.998
 
