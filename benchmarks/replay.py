@@ -7,7 +7,8 @@
     python -m benchmarks.replay --cell gpt-moe-s.a --cell bert-moe.a
 
 Every policy sees what it would have seen in training: the counts of earlier steps. Printed are, per policy, the rows
-of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step in the
+of the busiest rank over the mean, the replicas and the bytes that travel, and the predicted time of a step and of
+the moves before it (owners that change, and FlexMoE's new replicas, with optimizer states) in the
 paper's regime (docs/planner.md); ``hecate replay`` takes the sizes of the model that was recorded. ``--png`` draws
 expert load over time, and rank load before and after.
 
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1, help="nodes of equal size that the ranks are on")
     parser.add_argument("--replicas", type=int, default=2, help="most replicas on a rank")
     parser.add_argument("--window", type=int, default=5)
-    parser.add_argument("--reshard-every", type=int, default=50)
+    parser.add_argument("--reshard-every", type=int, help="by default 50 steps, and 100 for the paper's rule")
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--cluster", choices=sorted(CLUSTERS), default="a", help="speed of links and GPUs")
     parser.add_argument(
@@ -192,31 +193,36 @@ def main() -> None:
         parser.error(f"the trace has {ranks} ranks, which --nodes must divide, and {layers} layers")
     scale = max(1, round(2 * args.tokens * steps * layers * ranks / max(1, counts.sum())))
     topology = Topology.even(ranks, ranks // args.nodes)
-    options: dict[str, Any] = dict(replicas=args.replicas, window=args.window, reshard_every=args.reshard_every)
+    options: dict[str, Any] = dict(replicas=args.replicas, window=args.window)
+    every = args.reshard_every
     policies: dict[str, Policy] = {
         "static": Static(),
-        "hecate, paper": Hecate(objective="paper", **options),
-        "hecate, time": Hecate(objective="time", calibrates=args.calibrate, **options),
+        "hecate, paper": Hecate(objective="paper", reshard_every=100 if every is None else every, **options),
+        "hecate, time": Hecate(calibrates=args.calibrate, reshard_every=50 if every is None else every, **options),
     }
     if args.rivals:
         policies |= rivals(args.replicas)
     results = {
-        name: replay(counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster], sizes=[SIZES] * layers)
+        name: replay(
+            counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster], sizes=[SIZES] * layers,
+            keeps_states=isinstance(policy, FlexMoE),
+        )
         for name, policy in policies.items()
-    }
+    }  # fmt: skip
     table = Table(
         "policy", "max/mean rows", "99th percentile", "replicas", "GB of experts", "rows that leave their node",
-        "owners changed", "predicted ms", "static takes",
+        "owners changed", "predicted ms", "of it moves", "static takes",
         title=f"{args.workload or args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} "
         f"node(s), {experts} experts, rows x {scale}; per layer and step",
     )  # fmt: skip
-    static = results["static"].seconds.mean()
+    static = results["static"].mean_seconds()
     for name, result in results.items():
         table.add_row(
             name, f"{result.imbalance.mean():.3f}", f"{np.percentile(result.imbalance, 99):.3f}",
             f"{result.replicas.mean():.1f}", f"{2 * result.replicas.mean() * SIZES.expert_bytes / 1e9:.3f}",
             f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}", str(result.moved),
-            f"{result.seconds.mean() * 1e3:.2f}", f"{static / result.seconds.mean():.2f} times as long",
+            f"{result.mean_seconds() * 1e3:.2f}", f"{result.moves.mean() * 1e3:.2f}",
+            f"{static / result.mean_seconds():.2f} times as long",
         )  # fmt: skip
     Console(width=150).print(table)
     if args.png:

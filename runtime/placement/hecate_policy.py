@@ -35,6 +35,9 @@ Objective = Literal["time", "paper"]
 
 # Steps between searches among all recipes, and while nothing is worth replicating.
 _SEARCH_EVERY, _SEARCH_EVERY_IDLE = 32, 4
+# Neighbours of the last recipe that a step compares: while loads stay, and while they move. Plans take longer with
+# many ranks, and loads of many rows always move.
+_NEAR, _NEAR_MOVING, _FEW_RANKS = 1, 3, 16
 # New owners must be predicted to be this much faster.
 _WORTH_MOVING = 0.98
 
@@ -74,7 +77,8 @@ class Hecate(Policy):
 
     def _place_fast(self, layer: LayerView) -> Placement:
         """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
-        load = self._expected(layer)
+        steps = steady_steps(layer.loads, self.window)
+        load = expected_load(layer.loads, steps)
         turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
         if rates != layer.rates:
             # What was best on another machine, or before it was measured, is no guide.
@@ -85,7 +89,8 @@ class Hecate(Policy):
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
-            near = near_recipes(recipe, layer.topology, turn)
+            moves = steps < min(len(layer.loads), self.window) and layer.topology.world_size <= _FEW_RANKS
+            near = near_recipes(recipe, layer.topology, turn, _NEAR_MOVING if moves else _NEAR)
             placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
         self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement

@@ -110,6 +110,10 @@ class CostModel:
         exposed = max(0.0, travel - self.rates.hidden_seconds)
         return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
 
+    def exposed_seconds(self, placement: Placement) -> float:
+        """The part of :meth:`step` that depends on the replicas alone: ``exposed``."""
+        return max(0.0, self.replica_seconds(placement) - self.rates.hidden_seconds)
+
     def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
         """The part of :meth:`step` that depends on ``split``: ``compute`` and ``rows``."""
         topology, rates = self.topology, self.rates

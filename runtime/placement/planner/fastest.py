@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,12 +169,16 @@ def materialize_again(
         return Placement.owned(owners), recipes[0]
     rows, hottest = load.tolist(), _hottest(load, owners, costs.topology, slots)
     proposals = [_propose(rows, hottest, owners, costs.topology, slots, recipe) for recipe in recipes]
-    best = proposals[0]
-    if len(proposals) > 1:
-        times = [costs.step(rows, proposal.split, proposal.placement).total for proposal in proposals]
-        best = proposals[times.index(min(times))]
-        if min(times) >= sum(costs.owners_work(rows, owners)):
-            return Placement.owned(owners), best.recipe
+    best, least, alone = proposals[0], math.inf, sum(costs.owners_work(rows, owners))
+    for proposal in proposals if len(proposals) > 1 else ():
+        seconds = sum(costs.work(rows, proposal.split, proposal.placement))
+        # Most of the others need not be looked at any further.
+        if seconds < least:
+            seconds += costs.exposed_seconds(proposal.placement)
+        if seconds < least:
+            best, least = proposal, seconds
+    if len(proposals) > 1 and least >= alone:
+        return Placement.owned(owners), best.recipe
     return _fill(load, best, slots, costs) if best.recipe.fills else best.placement, best.recipe
 
 
@@ -222,14 +227,14 @@ def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> lis
     return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
 
 
-def near_recipes(recipe: Recipe, topology: Topology, turn: int) -> list[Recipe]:
-    """``recipe`` and one of its neighbours, another in every turn; both fill slots alike.
+def near_recipes(recipe: Recipe, topology: Topology, turn: int, count: int = 1) -> list[Recipe]:
+    """``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
 
     Neighbours have one or two hot experts more or fewer, or the other way to even out.
     """
     near = [recipe._replace(spread=recipe.spread + more) for more in (-1, 1, -2, 2) if recipe.spread + more >= 0]
     near += [recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes]
-    return [recipe, near[turn % len(near)]]
+    return [recipe, *(near[(count * turn + index) % len(near)] for index in range(min(count, len(near))))]
 
 
 def _ways(topology: Topology) -> tuple[bool, ...]:
@@ -294,10 +299,11 @@ class _Proposal:
     @cached_property
     def split(self) -> list[list[int]]:
         """The rows of each expert on each of its holders, in the order of ``placement.holders``."""
-        return [
-            [self.have[rank].get(expert, 0) for rank in ranks] if len(ranks) > 1 else [self.rows[expert]]
-            for expert, ranks in enumerate(self.placement.holders)
-        ]
+        holders, split = self.placement.holders, [[count] for count in self.rows]
+        for expert, more in enumerate(self.replicas):
+            if more:
+                split[expert] = [self.have[rank].get(expert, 0) for rank in holders[expert]]
+        return split
 
 
 def _propose(
