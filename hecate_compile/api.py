@@ -108,7 +108,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     # Step 3: loops over experts take every turn, and reading a parameter becomes a gather or an averaged identity.
     loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
-    size_up(experts, layers, param_dtype)
+    size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
         layer.wire_dtype = config.wire_dtype
     if config.rates is not None:

@@ -41,13 +41,14 @@ class Config:
         objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
             of the paper, with as many experts as ``rates.hidden_seconds`` seconds can hide.
         replicas: most replicas that a rank holds beside its own experts, per layer.
-        window: steps whose mean is the load that ``"hecate"`` expects.
+        window: most steps whose mean is the load that ``"hecate"`` expects; with ``objective="time"`` fewer while
+            routing moves by more than chance.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
         calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
         chunks: parts into which the rows of a layer are cut, so that one part travels while another is computed;
             ``"auto"`` takes two where that is predicted to pay: with several nodes, or on GPUs.
-        rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, twice
-            the traffic of experts.
+        rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, half
+            as much more traffic of experts and their gradients. The planner counts it.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
             twice the largest of a layer. 0 hides nothing.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
@@ -70,7 +71,7 @@ class Config:
     objective: Objective = "time"
     replicas: int = 2
     window: int = 5
-    reshard_every: int = 100
+    reshard_every: int = 50
     calibrate: bool = False
     chunks: Chunks = "auto"
     rematerialize: bool = False

@@ -14,6 +14,8 @@ ON_ENGINE = (
     "static EP", "hecate", "hecate (calibrate)", "hecate (LAER's memory)", "hecate (paper)", "FasterMoE", "SmartMoE",
     "FlexMoE", "LAER", "post-gate",
 )  # fmt: skip
+# Hecate with options of which it finds the best itself; in no table unless asked for.
+VARIANTS = ("hecate (one chunk)", "hecate (two chunks)")
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")
 # A bound is played by a system's model: with even routing, or with links on which nothing takes time.
 BOUNDS = {"bound: balanced routing": "static EP", "bound: free links": "hecate"}
@@ -53,7 +55,7 @@ class Cell:
         """
         cell = self if rounds is None else replace(self, rounds=rounds)
         if systems is not None:
-            cell = replace(cell, systems=_names(systems, (*ON_ENGINE, *EXTERNAL, *BOUNDS), "system"))
+            cell = replace(cell, systems=_names(systems, (*ON_ENGINE, *VARIANTS, *EXTERNAL, *BOUNDS), "system"))
             if ON_ENGINE[0] not in cell.systems:
                 raise SystemExit(f"compare: {ON_ENGINE[0]} must be among the systems")
         if workloads is not None:

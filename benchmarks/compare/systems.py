@@ -45,15 +45,20 @@ def policies(shape: shapes.Shape) -> dict[str, Policy]:
     return {
         "static EP": Static(),
         "hecate": Hecate(objective="time", replicas=REPLICAS),
+        **dict.fromkeys(CHUNKS, Hecate(objective="time", replicas=REPLICAS)),
         "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
         "hecate (LAER's memory)": Hecate(objective="time", replicas=more),
-        "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS),
+        "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS, reshard_every=100),
         "FasterMoE": FasterMoE(),
         "SmartMoE": SmartMoE(),
         "FlexMoE": FlexMoE(replicas=REPLICAS),
         "LAER": Laer(replicas=REPLICAS),
         "post-gate": PostGate(replicas=REPLICAS),
     }
+
+
+# Of systems that say how many chunks rows travel in, instead of leaving it to Hecate.
+CHUNKS = {"hecate (one chunk)": 1, "hecate (two chunks)": 2}
 
 
 class System:
@@ -103,9 +108,9 @@ class System:
 class Engine:
     """A model that Hecate compiled. Policies that keep owners as they are share one, if their graphs are the same."""
 
-    def __init__(self, shape: shapes.Shape, policy: Policy, rates: Rates) -> None:
+    def __init__(self, shape: shapes.Shape, policy: Policy, rates: Rates, chunks: Any = "auto") -> None:
         config = hecate.Config(
-            backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates
+            backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates, chunks=chunks
         )  # fmt: skip
         self.model = hecate.compile(shapes.build(shape), config)
         state = compiled_model_of(self.model, "the benchmark")
@@ -114,7 +119,7 @@ class Engine:
     @staticmethod
     def key(name: str, policy: Policy) -> tuple[Any, ...]:
         """Equal for policies that may share."""
-        return policy.replicates, policy.calibrates, name if policy.reshard_every else ""
+        return policy.replicates, policy.calibrates, name if policy.reshard_every else "", CHUNKS.get(name, "auto")
 
 
 class EngineSystem(System):
@@ -303,7 +308,7 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
         policy = policies(shape)[played]
         key = Engine.key(played, policy)
         if key not in engines:
-            engines[key] = Engine(shape, policy, rates)
+            engines[key] = Engine(shape, policy, rates, CHUNKS.get(played, "auto"))
         # Gradients that came over free links are wrong, so nothing is learned from them.
         system = EngineSystem(engines[key], shape, policy, learns=not free)
         entries[name] = Entry(system=system, balanced=name == "bound: balanced routing", free=free)

@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
@@ -46,9 +47,16 @@ def load_recorded(path: Path) -> Recorded:
         ) from None
     names = ("flops", "rank_bytes", "node_bytes", "memory_bytes", "hidden_seconds")
     return Recorded(
-        sizes=tuple(LayerSizes(row_flops=f, row_bytes=r, expert_bytes=e) for f, r, e in sizes.tolist()),
+        sizes=tuple(_sizes(*line) for line in sizes.tolist()),
         rates=Rates(**dict(zip(names, rates.tolist(), strict=True))), topology=Topology(tuple(nodes.tolist())),
     )  # fmt: skip
+
+
+def _sizes(row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2) -> LayerSizes:
+    """A line of a file; older ones do not say how often replicas cross the link."""
+    return LayerSizes(
+        row_flops=row_flops, row_bytes=row_bytes, expert_bytes=expert_bytes, expert_transfers=int(expert_transfers)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,8 @@ class Replay:
         moved: experts that changed owners, over all steps.
         seconds: predicted, ``[step, layer]``.
         transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
+        moves: beside them, predicted, in which experts move with optimizer states before the step, hidden behind
+            nothing: ``[step, layer]``.
     """
 
     rows: np.ndarray[Any, Any]
@@ -70,6 +80,11 @@ class Replay:
     moved: int
     seconds: np.ndarray[Any, Any]
     transfers: np.ndarray[Any, Any]
+    moves: np.ndarray[Any, Any]
+
+    def mean_seconds(self, first: int = 0) -> float:
+        """Of a layer and step from step ``first`` on, with its share of all moves, also of those before."""
+        return float(self.seconds[first:].mean() + self.moves.mean())
 
     @property
     def imbalance(self) -> np.ndarray[Any, Any]:
@@ -86,6 +101,7 @@ def replay(
     *,
     rates: Rates,
     sizes: Sequence[LayerSizes],
+    keeps_states: bool = False,
 ) -> Replay:
     """Run ``policy`` through a trace, step by step.
 
@@ -93,17 +109,22 @@ def replay(
         counts: rows, int64 ``[step, layer, rank, expert]``.
         owners: ``[layer, expert]``, to begin with.
         sizes: of each layer.
+        keeps_states: replicas stay from step to step, with optimizer states, which travel when one is made.
     """
     steps, layers, ranks, _ = counts.shape
     rows = np.zeros((steps, layers, ranks), dtype=np.int64)
     replicas, crossing = np.zeros((steps, layers), dtype=np.int64), np.zeros((steps, layers), dtype=np.int64)
-    seconds, exposed, moved = np.zeros((steps, layers)), np.zeros((steps, layers)), 0
+    seconds, exposed, moves = (np.zeros((steps, layers)) for _ in range(3))
+    moved = 0
     start = [Owners(tuple(line.tolist()), ranks) for line in owners]
     costs = [CostModel(topology=topology, sizes=one, rates=rates) for one in sizes]
+    last = [Placement.owned(one) for one in start]
     same_node = topology.nodes[:, None] == topology.nodes[None, :]
     for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=sizes):
         for layer, made in enumerate(routed):
             moved += made.moved
+            moves[step, layer] = _move_seconds(last[layer], made.planned, costs[layer], keeps_states)
+            last[layer] = made.planned
             # What is added after the gate hides behind nothing.
             planned, late = made.planned, 0.0
             if made.placement is not planned:
@@ -116,4 +137,18 @@ def replay(
             time = costs[layer].step(total, split, made.placement)
             exposed[step, layer] = max(0.0, time.experts - late - rates.hidden_seconds) + late
             seconds[step, layer] = time.compute + time.rows + exposed[step, layer]
-    return Replay(rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed)
+    return Replay(
+        rows=rows, replicas=replicas, crossing=crossing, moved=moved, seconds=seconds, transfers=exposed, moves=moves
+    )
+
+
+def _move_seconds(before: Placement, after: Placement, costs: CostModel, keeps_states: bool) -> float:
+    """What travels between two steps: experts to new owners; with ``keeps_states`` to all who had no copy."""
+    if not keeps_states:
+        return costs.reshard_seconds(before.owners, after.owners)
+    nodes, sources, destinations = costs.topology.node_of, [], []
+    for had, have in zip(before.holders, after.holders, strict=True):
+        for rank in set(have) - set(had):
+            sources.append(min(had, key=lambda copy: (nodes[copy] != nodes[rank], copy)))
+            destinations.append(rank)
+    return costs.move_seconds(np.asarray(sources, dtype=np.int64), np.asarray(destinations, dtype=np.int64))

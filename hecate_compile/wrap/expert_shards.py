@@ -98,8 +98,14 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
     sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 
-def size_up(found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None) -> None:
-    """Tell each layer what one of its experts weighs on the wire and computes per row, in ``dtype`` or its own."""
+def size_up(
+    found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None, *, rematerialize: bool = False
+) -> None:
+    """Tell each layer what one of its experts weighs on the wire and computes per row, in ``dtype`` or its own.
+
+    Args:
+        rematerialize: replicas come again for the backward.
+    """
     for experts, layer in zip(found, layers, strict=True):
         shapes = [p.shape[1:] for p in map(experts.module._parameters.get, experts.parameters) if p is not None]
         layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype
@@ -107,4 +113,5 @@ def size_up(found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torc
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),
             row_bytes=layer.sizes.row_bytes,
             expert_bytes=sum(shape.numel() for shape in shapes) * layer.dtype.itemsize,
+            expert_transfers=3 if rematerialize else 2,
         )

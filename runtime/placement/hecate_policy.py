@@ -23,15 +23,21 @@ from hecate.runtime.placement.planner import (
     materialize_again,
     materialize_fastest,
     near_recipes,
+    seconds_of,
     shard_owners,
     split_fastest,
+    steady_steps,
+    swap_owners,
 )
 from hecate.runtime.placement.policy import LayerView, Policy
 
 Objective = Literal["time", "paper"]
 
-# Steps between comparisons of a few placements by predicted time, and of all; the first divides the second.
-_COMPARE_EVERY, _SEARCH_EVERY = 4, 32
+# Steps between searches among all recipes, and while nothing is worth replicating.
+_SEARCH_EVERY, _SEARCH_EVERY_IDLE = 32, 4
+# Neighbours of the last recipe that a step compares: while loads stay, and while they move. Plans take longer with
+# many ranks, and loads of many rows always move.
+_NEAR, _NEAR_MOVING, _FEW_RANKS = 1, 3, 16
 # New owners must be predicted to be this much faster.
 _WORTH_MOVING = 0.98
 
@@ -44,15 +50,16 @@ class Hecate(Policy):
         objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
         replicas: m, most replicas on a rank.
-        window: steps that the predicted load is the mean of.
-        reshard_every: optimizer steps between re-shardings (Algorithm 2); 0 for never.
+        window: steps that the predicted load is the mean of; with ``"time"`` at most so many, fewer while it moves.
+        reshard_every: optimizer steps between re-shardings; 0 for never. ``"time"`` lets pairs of experts change
+            places, ``"paper"`` is Algorithm 2.
         calibrates: place again after the gate, if predicted to be faster net of the transfer.
     """
 
     objective: Objective = "time"
     replicas: int = 2
     window: int = 5
-    reshard_every: int = 100
+    reshard_every: int = 50
     calibrates: bool = False
     _chosen: dict[int, tuple[int, Recipe | None, Rates]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -63,27 +70,28 @@ class Hecate(Policy):
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:
             return Placement.owned(layer.owners)
-        load = expected_load(layer.loads, self.window)
         if self.objective == "paper":
             budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
-            return materialize(load, layer.owners, layer.topology, budget)
-        return self._place_fast(layer, load)
+            return materialize(expected_load(layer.loads, self.window), layer.owners, layer.topology, budget)
+        return self._place_fast(layer)
 
-    def _place_fast(self, layer: LayerView, load: Ints) -> Placement:
-        """Loads drift, so what was best is good for a few steps; comparing takes most of a plan's time."""
+    def _place_fast(self, layer: LayerView) -> Placement:
+        """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
+        steps = steady_steps(layer.loads, self.window)
+        load = expected_load(layer.loads, steps)
         turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
         if rates != layer.rates:
             # What was best on another machine, or before it was measured, is no guide.
             turn, recipe = 0, None
-        if turn % _COMPARE_EVERY == 0:
-            # Everything if nothing was best, and now and then; else the neighbours.
-            near = near_recipes(recipe, layer.topology) if recipe is not None and turn % _SEARCH_EVERY else None
-            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
+        if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
+            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas)
             placement, recipe = choice.placement, choice.recipe
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
-            placement = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipe=recipe)
+            moves = steps < min(len(layer.loads), self.window) and layer.topology.world_size <= _FEW_RANKS
+            near = near_recipes(recipe, layer.topology, turn, _NEAR_MOVING if moves else _NEAR)
+            placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
         self._chosen[layer.id] = turn + 1, recipe, layer.rates
         return placement
 
@@ -122,6 +130,27 @@ class Hecate(Policy):
         return assign_fastest(layer, placement, counts, rank)
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
+        return list(map(self._swapped, layers)) if self.objective == "time" else self._sharded(layers)
+
+    def _swapped(self, layer: LayerView) -> Owners:
+        """The layer's owners after a few swaps, if those pay for their moves until the next time.
+
+        They must, both for the mean load since the last time and for that of the last steps: where loads move,
+        neither alone says what comes.
+        """
+        owners, costs, slots = layer.owners, layer.costs, self.replicas
+        _, recipe, _ = self._chosen.get(layer.id, (0, None, layer.rates))
+        new = swap_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
+        move = costs.reshard_seconds(owners, new) / max(1, self.reshard_every)
+        for load in (layer.long_load, self._expected(layer) if layer.loads else layer.long_load):
+            before, after = (seconds_of(load, o, costs, slots=slots, recipe=recipe) for o in (owners, new))
+            # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
+            if after + move >= _WORTH_MOVING * before:
+                return owners
+        return new
+
+    def _sharded(self, layers: Sequence[LayerView]) -> list[Owners]:
+        """The paper's Algorithm 2, if steps are predicted to be faster then."""
         old = [layer.owners for layer in layers]
         plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
         # t: experts that will be replicated, so that it matters little who owns them.
@@ -134,8 +163,10 @@ class Hecate(Policy):
             self._time(layer, layer.long_load, self._planned(layer, layer.long_load, owners)).total
             for layer, owners in zip(layers, new, strict=True)
         )
-        # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
         return new if after < _WORTH_MOVING * before else old
+
+    def _expected(self, layer: LayerView) -> Ints:
+        return expected_load(layer.loads, steady_steps(layer.loads, self.window))
 
     def state_dict(self) -> dict[int, Any]:
         return {
@@ -162,7 +193,8 @@ def overlap_degree(layer: LayerView) -> int:
     """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
     topology, rates = layer.topology, layer.rates
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
-    return int(rates.hidden_seconds * link / (2 * layer.sizes.expert_bytes)) if layer.sizes.expert_bytes else 0
+    travels = layer.sizes.expert_transfers * layer.sizes.expert_bytes
+    return int(rates.hidden_seconds * link / travels) if travels else 0
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:

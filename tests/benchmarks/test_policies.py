@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -83,6 +85,34 @@ def test_flex_moe_changes_little_at_a_time_and_keeps_its_replicas() -> None:
 def test_flex_moe_leaves_an_even_load_alone() -> None:
     policy = FlexMoE()
     assert policy.place(view(EVEN)).num_replicas == policy.changes == 0
+
+
+def test_flex_moe_changes_nothing_that_does_not_pay() -> None:
+    policy = FlexMoE()
+    assert policy.place(view(HOT, sizes=HEAVY)).num_replicas == policy.changes == 0
+    assert policy.choose_owners([view(HOT, sizes=HEAVY)]) == [OWNERS]
+
+
+def test_flex_moe_migrates_two_experts_and_keeps_its_replicas() -> None:
+    policy = FlexMoE(replicas=0)
+    policy.place(view(HOT))
+    (owners,) = policy.choose_owners([view(HOT)])
+    assert owners.ranks[0] != owners.ranks[1]
+    assert sum(a != b for a, b in zip(owners.ranks, OWNERS.ranks, strict=True)) == 2
+    policy = FlexMoE(replicas=1)
+    before = policy.place(view(HOT))
+    (owners,) = policy.choose_owners([view(HOT)])
+    moved = replace(view(HOT), owners=owners)
+    resumed = FlexMoE(replicas=1)
+    resumed.load_state_dict(policy.state_dict())
+    assert resumed.place(moved) == policy.place(moved)
+    assert policy.place(moved).num_replicas >= before.num_replicas
+
+
+def test_smart_moe_moves_few_experts_and_only_where_that_pays() -> None:
+    assert SmartMoE().choose_owners([view(HOT, sizes=HEAVY)]) == [OWNERS]
+    (owners,) = SmartMoE().choose_owners([view(HOT)])
+    assert sum(a != b for a, b in zip(owners.ranks, OWNERS.ranks, strict=True)) < E
 
 
 @pytest.mark.parametrize("load", [HOT, HOT[::-1].copy()])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.replay import CLUSTERS, SIZES, main
+from benchmarks.replay import CLUSTERS, SIZES, WARM_UP, main, play_cell, rivals
 from hecate.runtime.placement.hecate_policy import Hecate
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Rates
-from hecate.runtime.placement.policy import Static
+from hecate.runtime.placement.policy import LayerView, Policy, Static
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.replay import replay
 from hecate.simulator.workloads import load_trace
@@ -71,6 +74,42 @@ def test_owners_follow_a_load_that_stays() -> None:
     assert result.imbalance[9, 0] > 3.7
     assert result.imbalance[10:, 0].max() < 2.0, "one warm expert is the least that a rank can have"
     assert 0 < result.moved <= 8
+
+
+class Stays(Policy):
+    """A replica of expert 0 on rank 1 from step 2 on, and one on rank 2 from step 4 on; owners change at step 6."""
+
+    replicates, reshard_every = True, 6
+    step = 0
+
+    def place(self, layer: LayerView) -> Placement:
+        more = {rank for rank, since in ((1, 2), (2, 4)) if self.step >= since}
+        self.step += 1
+        return Placement.with_replicas(layer.owners, [more, *[set() for _ in layer.owners.ranks[1:]]])
+
+    def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
+        return [Owners((1, 0, 2, 3), 4)]
+
+
+def test_what_moves_between_steps_is_in_the_time() -> None:
+    """Ranks 0 and 1 are a node; three expert sizes move, over a node's link or a rank's."""
+    counts = np.full((8, 1, 4, 4), 10, dtype=np.int64)
+    rates = Rates(flops=1e12, rank_bytes=2e9, node_bytes=1e9)
+    size, options = 3 * SIZES.expert_bytes, {"rates": rates, "sizes": [SIZES]}
+    inside, across = size / 2e9, size / 1e9
+    played = replay(counts, np.arange(4)[None], Stays(), Topology.even(4, 2), keeps_states=True, **options)
+    # At step 6 rank 1, which owns expert 0 now, had it already; rank 0 has what rank 1 had.
+    assert played.moves[:, 0] == pytest.approx([0, 0, inside, 0, across, 0, inside, 0])
+    forgets = replay(counts, np.arange(4)[None], Stays(), Topology.even(4, 2), **options)
+    assert forgets.moves[:, 0] == pytest.approx([0, 0, 0, 0, 0, 0, inside, 0])
+    assert played.mean_seconds() == pytest.approx(played.seconds.mean() + (2 * inside + across) / 8)
+
+
+def test_hecate_is_first_in_a_cell_when_everybody_pays_for_moves() -> None:
+    found = play_cell("gpt-moe-s.a", {"static": Static(), "hecate": Hecate(), **rivals(2)}, workloads=("natural",))
+    seconds = {name: result.mean_seconds(WARM_UP) for name, result in found["natural"].items()}
+    assert min(seconds, key=seconds.__getitem__) == "hecate", seconds
+    assert seconds["SmartMoE"] < seconds["static"], "with a cost check a move pays"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView, Policy
@@ -43,3 +44,10 @@ class Moving(Anything):
 
     def place(self, layer: LayerView) -> Placement:
         return Placement.owned(layer.owners)
+
+
+class Restless(Hecate):
+    """Hecate, but experts change owners every time; in runs as short as a test's no move pays."""
+
+    def choose_owners(self, layers: Any) -> list[Owners]:
+        return [Owners((*layer.owners.ranks[1:], layer.owners.ranks[0]), layer.owners.world_size) for layer in layers]

@@ -4,7 +4,8 @@
     placement = materialize(load, owners, topology, budget)                who holds what next, as in the paper
     placement = materialize_fastest(load, owners, costs, ...)              the same by predicted time
     quotas = assign_tokens(counts, placement, topology, rank)              who computes which rows
-    owners = shard_owners(loads, owners, topology, overlap)                who owns what, every hundred steps
+    owners = swap_owners(load, owners, costs, ...)                         who owns what, every fifty steps
+    owners = shard_owners(loads, owners, topology, overlap)                the same as in the paper
 
 No process group, no clock, no device. The inputs are the counts that every exchange gathers anyway, so a plan costs
 no communication. Loads are rows, int64. Ties go to the smaller id, so equal input gives equal plans.
@@ -75,11 +76,12 @@ from hecate.runtime.placement.planner.fastest import (
     materialize_fastest,
     near_recipes,
     quota_matrix,
+    seconds_of,
     split_fastest,
 )
-from hecate.runtime.placement.planner.forecast import expected_load
+from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
-from hecate.runtime.placement.planner.resharding import shard_owners
+from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
 from hecate.runtime.placement.planner.stages import Stage, stages_of
 
 __all__ = [
@@ -105,8 +107,11 @@ __all__ = [
     "owners_only",
     "quota_matrix",
     "rows_per_rank",
+    "seconds_of",
     "shard_owners",
     "shed_excess",
     "split_fastest",
     "stages_of",
+    "steady_steps",
+    "swap_owners",
 ]

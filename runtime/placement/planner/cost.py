@@ -20,8 +20,10 @@ from hecate.runtime.placement.topology import Topology
 Floats = NDArray[np.float64]
 
 # Passes over rows and links in one step: forward, and twice that in backward; rows go there and back in each
-# direction; experts come once and their gradients leave once.
-_COMPUTE, _ROWS, _EXPERTS = 3, 4, 2
+# direction.
+_COMPUTE, _ROWS = 3, 4
+# What moves with an expert that gets another owner: its parameters and two moments, as Adam's.
+_STATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,14 @@ class LayerSizes:
         row_flops: operations on one row in the forward.
         row_bytes: one row on the wire.
         expert_bytes: all parameters of one expert on the wire.
+        expert_transfers: times that a replica crosses the link in a step: it comes once, again for the backward if it
+            is rematerialized, and its gradient leaves once.
     """
 
     row_flops: float
     row_bytes: float
     expert_bytes: float
+    expert_transfers: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,10 @@ class CostModel:
         travel = self.replica_seconds(placement)
         exposed = max(0.0, travel - self.rates.hidden_seconds)
         return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
+
+    def exposed_seconds(self, placement: Placement) -> float:
+        """The part of :meth:`step` that depends on the replicas alone: ``exposed``."""
+        return max(0.0, self.replica_seconds(placement) - self.rates.hidden_seconds)
 
     def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
         """The part of :meth:`step` that depends on ``split``: ``compute`` and ``rows``."""
@@ -156,7 +165,23 @@ class CostModel:
         nodes = self.topology.nodes
         copies = _most(nodes[owners], nodes[leaders]) / self.rates.node_bytes
         copies += _most(sources, destinations) / self.rates.rank_bytes
-        return _EXPERTS * copies * self.sizes.expert_bytes
+        return self.sizes.expert_transfers * copies * self.sizes.expert_bytes
+
+    def move_seconds(self, sources: Ints, destinations: Ints) -> float:
+        """Seconds in which experts move with their optimizer state, each from a rank to another, both ``[n]``.
+
+        Nothing hides that: it happens between two steps.
+        """
+        nodes = self.topology.nodes
+        inside = nodes[sources] == nodes[destinations]
+        across = _most(nodes[sources[~inside]], nodes[destinations[~inside]]) / self.rates.node_bytes
+        within = _most(sources[inside], destinations[inside]) / self.rates.rank_bytes
+        return _STATES * max(across, within) * self.sizes.expert_bytes
+
+    def reshard_seconds(self, old: Owners, new: Owners) -> float:
+        """:meth:`move_seconds` of the experts that change owners."""
+        moves = np.flatnonzero(old.array != new.array)
+        return self.move_seconds(old.array[moves], new.array[moves])
 
 
 def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tuple[Ints, Ints, Floats]:

@@ -1,4 +1,4 @@
-"""Expect: take the mean load of the last steps as that of the next one."""
+"""Expect: take the mean load of some of the last steps as that of the next one."""
 
 from __future__ import annotations
 
@@ -26,3 +26,25 @@ def expected_load(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
         raise ValueError(f"expected_load: needs a window above 0 and a step to look at, got {window}, {len(history)}")
     recent = np.asarray(history[-window:], dtype=np.int64)
     return (recent.sum(0) + len(recent) // 2) // len(recent)
+
+
+# Steps are alike if their distance is at most this many times what chance alone makes of it.
+_CHANCE = 2
+
+
+def steady_steps(history: Sequence[NDArray[np.integer]], window: int) -> int:
+    """How many of the newest steps differ from the very newest by no more than chance; at least 1.
+
+    Routing that moves is best told by the newest step alone; a mean only helps where few rows make counts noisy. Two
+    counts of the same mean are apart by chance: the square of their difference is their sum, on average. So of the
+    last ``window`` steps those count that follow the last one for which squares over sums add up to more than twice
+    the number of experts.
+
+    Args:
+        history: as in :func:`expected_load`.
+    """
+    recent = np.asarray(history[-window:], dtype=np.int64)
+    both = recent + recent[-1]
+    apart = ((recent - recent[-1]) ** 2 / np.maximum(both, 1)).sum(1)
+    other = np.flatnonzero(apart > _CHANCE * np.count_nonzero(both, axis=1))
+    return len(recent) - 1 - int(other[-1]) if len(other) else len(recent)

@@ -1,4 +1,7 @@
-"""Re-shard: decide which rank owns which expert, by the paper's Algorithm 2 (heterogeneous sharding)."""
+"""Re-shard: decide which rank owns which expert.
+
+By the paper's Algorithm 2 (heterogeneous sharding), or by swaps that shorten the predicted time of a step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.planner.cost import CostModel
+from hecate.runtime.placement.planner.fastest import Recipe, seconds_of
 from hecate.runtime.placement.topology import Topology
+
+# Swaps that are tried in a layer: the hottest experts, each with a few others. Plans take longer with more ranks and
+# experts, so fewer are tried there.
+_HOTTEST, _PARTNERS, _MOST, _EFFORT = 16, 8, 64, 2**14
+# A swap must make a step this much faster.
+_WORTH_SWAPPING = 0.998
+
+
+def swap_owners(
+    load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipe: Recipe | None
+) -> Owners:
+    """Let pairs of experts change places as long as that makes a step faster, with the replicas of ``recipe``.
+
+    Each of the hottest experts takes the best of eight places: those of hotter and colder ones alike, spaced evenly
+    in the order of load. It goes on until none gets a better place, or enough was tried.
+
+    Returns:
+        Owners under which every rank has as many experts as before, most of them the same.
+    """
+    rows = load.tolist()
+    order = sorted(range(len(rows)), key=lambda e: (-rows[e], e))
+    least = seconds_of(load, owners, costs, slots=slots, recipe=recipe)
+    left = min(_MOST, _EFFORT // (owners.world_size + len(rows)))
+    better = True
+    while better:
+        better = False
+        for place, expert in enumerate(order[:_HOTTEST]):
+            found = owners
+            for turn in range(1, _PARTNERS + 1):
+                other = order[(place + turn * len(order) // _PARTNERS) % len(order)]
+                if owners.ranks[other] == owners.ranks[expert]:
+                    continue
+                if not left:
+                    return found
+                left -= 1
+                swapped = _swap(owners, expert, other)
+                seconds = seconds_of(load, swapped, costs, slots=slots, recipe=recipe)
+                if seconds < _WORTH_SWAPPING * least:
+                    found, least, better = swapped, seconds, True
+            owners = found
+    return owners
+
+
+def _swap(owners: Owners, one: int, other: int) -> Owners:
+    ranks = list(owners.ranks)
+    ranks[one], ranks[other] = ranks[other], ranks[one]
+    return Owners(tuple(ranks), owners.world_size)
 
 
 def shard_owners(

@@ -18,6 +18,7 @@ from torch import nn
 import hecate
 from hecate.compiled_model import compiled_model_of
 from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.support.adversaries import Restless
 from tests.support.extent import ALL
 from tests.support.models import VOCABULARY, build
 from tests.support.parity import error_of, rank_and_size
@@ -51,7 +52,8 @@ class Run:
         dense = options.pop("dense", "replicate")
         made = options.pop("optimizer", "adamw")
         self.model = hecate.compile(
-            model.train(), hecate.Config(backend="aot_eager", dense=dense, reshard_every=2, **options)
+            model.train(),
+            hecate.Config(backend="aot_eager", dense=dense, policy=Restless(reshard_every=2), **options),
         )
         self.optimizer = _optimizer(made, self.model)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=40)
@@ -169,7 +171,7 @@ def train(folder: str, start: int, stop: int, dense: Any) -> dict[str, Any]:
     rank, size = rank_and_size()
     model = hecate.compile(
         build("plain", seed=start, dtype=torch.float64, layers=1),
-        hecate.Config(backend="aot_eager", dense=dense, reshard_every=2),
+        hecate.Config(backend="aot_eager", dense=dense, policy=Restless(reshard_every=2)),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if start:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hecate
+from tests.support.adversaries import Restless
 from tests.support.extent import ALL
 from tests.support.models import batch, build
 from tests.support.parity import rank_and_size, state_error
@@ -31,7 +32,7 @@ class Run:
 
         self.accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
         model = hecate.compile(
-            build("plain", seed=seed, layers=1), hecate.Config(backend="aot_eager", reshard_every=1)
+            build("plain", seed=seed, layers=1), hecate.Config(backend="aot_eager", policy=Restless(reshard_every=1))
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)

@@ -14,6 +14,7 @@ from torch import nn
 
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.support.adversaries import Restless
 from tests.support.models import batch, build
 from tests.support.parity import state_error
 from tests.support.ranks import message_of, run_ranks
@@ -26,7 +27,7 @@ def plain(kind: str, seed: int = 0) -> nn.Module:
 
 
 def compiled(kind: str, dense: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    config = hecate.Config(backend="aot_eager", dense=dense, reshard_every=2)
+    config = hecate.Config(backend="aot_eager", dense=dense, policy=Restless(reshard_every=2))
     model = hecate.compile(plain(kind, seed), config)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 

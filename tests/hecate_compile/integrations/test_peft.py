@@ -14,6 +14,7 @@ from torch import nn
 
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.support.adversaries import Restless
 from tests.support.models import batch, build
 from tests.support.parity import state_error
 from tests.support.ranks import run_ranks
@@ -44,7 +45,7 @@ def train(kind: str) -> dict[str, Any]:
     """Three steps with momentum on one rank, against one process."""
     rank, size = dist_rank()
     reference = adapted(kind)
-    model = hecate.compile(adapted(kind), hecate.Config(backend="aot_eager", reshard_every=2))
+    model = hecate.compile(adapted(kind), hecate.Config(backend="aot_eager", policy=Restless(reshard_every=2)))
     models = (model, reference)
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9) for m in models

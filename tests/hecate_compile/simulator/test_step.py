@@ -172,6 +172,14 @@ def test_more_rows_take_longer_and_even_rows_are_fastest(made: Capture) -> None:
     assert found["balanced"] < found["zipf"] < found["one_hot"]
 
 
+def test_plans_know_that_rematerialized_experts_come_twice(made: Capture) -> None:
+    model, ids = build("qwen3_moe"), torch.zeros(2, 16, dtype=torch.int64)
+    config = hecate.Config(replicas=1, rematerialize=True)
+    again = capture(model, {"input_ids": ids, "labels": ids}, SPEC, config)
+    assert {layer.sizes.expert_transfers for layer in made.layers} == {2}
+    assert {layer.sizes.expert_transfers for layer in again.layers} == {3}
+
+
 def test_memory_counts_states_and_replicas(made: Capture) -> None:
     layer = made.layers[0]
     step = [layer_step(made, owned(made)) for _ in made.layers]

@@ -83,15 +83,17 @@ def test_the_search_recovers_after_balanced_steps() -> None:
 
 
 @pytest.mark.parametrize("hidden", [0.0, 1e-3, 1.0])
-def test_steps_between_comparisons_repeat_what_was_best(hidden: float) -> None:
+def test_a_load_that_stays_is_placed_no_worse_and_then_the_same(hidden: float) -> None:
     owners, topology = Owners.contiguous(32, 8), Topology.even(8, 4)
     load = np.rint(65536 / np.arange(1, 33)).astype(np.int64)
     policy = Hecate()
     seen = view(load, owners, topology, replace(LINKS, hidden_seconds=hidden))
-    placements = [policy.place(seen) for _ in range(9)]
+    placements = [policy.place(seen) for _ in range(32)]
     assert placements[0].num_replicas
-    assert placements[0] == placements[1] == placements[2] == placements[3]
-    assert placements[4] == placements[5] == placements[6] == placements[7]
+    assert len(set(placements[-6:])) == 1, "no neighbour is better"
+    rows = load.tolist()
+    first, last = (seen.costs.step(rows, split_fastest(rows, p, seen.costs), p).total for p in placements[::31])
+    assert last <= first * 1.01
 
 
 def test_nothing_is_known_in_the_first_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -25,6 +26,7 @@ from hecate.runtime.placement.planner import (
     materialize_fastest,
     split_fastest,
     stages_of,
+    steady_steps,
 )
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
@@ -67,7 +69,8 @@ def test_the_fastest_stays_in_its_budget_and_is_never_predicted_slower(case: Cas
     assert choice.time == costs.step(rows, split, choice.placement)
     if choice.recipe is not None:
         # What is made in the steps between two comparisons is what was compared.
-        assert materialize_again(case.load, case.owners, costs, slots=slots, recipe=choice.recipe) == choice.placement
+        again = materialize_again(case.load, case.owners, costs, slots=slots, recipes=[choice.recipe])
+        assert again == (choice.placement, choice.recipe)
     again = materialize_fastest(case.load.copy(), case.owners, costs, slots=slots)
     assert (choice.placement, choice.time) == (again.placement, again.time)
 
@@ -236,6 +239,41 @@ def test_predict() -> None:
     assert expected_load(history, 100).tolist() == [27, 2]
     with pytest.raises(ValueError, match="window"):
         expected_load(history, 0)
+
+
+def test_steps_count_as_one_load_while_they_differ_by_chance_only() -> None:
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, 33)
+    noisy = [rng.multinomial(2000, weights / weights.sum()) for _ in range(5)]
+    moved = [rng.multinomial(2000, weights[::-1] / weights.sum()) for _ in range(2)]
+    assert steady_steps(noisy, 5) == 5
+    assert steady_steps(noisy, 3) == 3
+    assert steady_steps([*noisy, *moved], 5) == 2
+    assert steady_steps([*noisy, *moved, noisy[0]], 5) == 1, "what it was before does not count again"
+    # The same proportions with more rows: chance is smaller, so less is chance.
+    assert steady_steps([100 * load for load in noisy], 5) == 1
+    assert steady_steps([np.zeros(4, dtype=np.int64)] * 3, 5) == 3
+
+
+def test_rematerialized_experts_travel_three_times() -> None:
+    owners, topology = Owners.contiguous(4, 4), Topology.even(4, 2)
+    costs = CostModel(topology=topology, sizes=SIZES, rates=Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10))
+    again = replace(costs, sizes=replace(SIZES, expert_transfers=3))
+    placement = Placement.with_replicas(owners, [{2}, set(), set(), set()])
+    assert again.replica_seconds(placement) == pytest.approx(1.5 * costs.replica_seconds(placement))
+
+
+def test_moves_take_the_busiest_link() -> None:
+    """An expert moves with two moments; ranks 0 and 1 are a node, and its link carries both ways at once."""
+    costs = CostModel(
+        topology=Topology.even(4, 2), sizes=LayerSizes(row_flops=1, row_bytes=1, expert_bytes=8),
+        rates=Rates(flops=1, rank_bytes=4, node_bytes=2),
+    )  # fmt: skip
+    old = Owners((0, 1, 2, 3), 4)
+    assert costs.reshard_seconds(old, old) == 0
+    assert costs.reshard_seconds(old, Owners((1, 0, 2, 3), 4)) == 3 * 8 / 4
+    assert costs.reshard_seconds(old, Owners((2, 1, 0, 3), 4)) == 3 * 8 / 2
+    assert costs.reshard_seconds(old, Owners((2, 3, 0, 1), 4)) == 2 * 3 * 8 / 2
 
 
 def test_wrong_input() -> None:
