@@ -40,8 +40,9 @@ class FlexMoE(Policy):
     A replica keeps its optimizer state, so parameters and states travel when it is made: ``benchmarks.replay`` counts
     that in the time, from the nearest copy and hidden behind nothing, though theirs travels beside training. In a
     step replicas all-reduce gradients; here experts are gathered and gradients reduced, as many bytes, hidden as
-    Hecate's are. Rows are split as Hecate does, which its authors' local-first router is not faster than. What the
-    engine cannot show: memory, which is ``states`` times that of Hecate's slots, and several copies on one rank.
+    Hecate's are. Rows are split as Hecate does, not by its authors' router. What the engine cannot show: memory,
+    which is ``states`` times that of Hecate's slots, and several copies on one rank. How many changes a step may
+    make, how many experts it looks at and how long a change lasts are ours.
 
     Attributes:
         replicas: slots for replicas on each rank, reserved.

@@ -16,8 +16,7 @@ class SmartMoE(Policy):
     Experts go by descending load to the rank with least load that has room. Ranks then trade what they got, so that
     few experts move. A layer takes the new owners if a step is predicted to be faster by more than the move takes,
     spread over the steps until the next one; theirs is a performance model of the workload, here it is the engine's.
-    What the engine cannot show: the search over parallel strategies (the offline pool), and placements that their
-    expert exchange could build up in the background.
+    That ranks trade is ours. What the engine cannot show: the search over parallel strategies (the offline pool).
 
     Attributes:
         reshard_every: optimizer steps between permutations.
