@@ -144,7 +144,8 @@ def test_all_systems_computed_the_rows_of_the_trace(name: str) -> None:
 def test_policies_did_what_they_do_offline(name: str) -> None:
     """Rows of every rank and replicas in the measured steps are those of the policy walked through the trace.
 
-    It fails too if a policy has changed since: then what is claimed was not measured, and ``make bench`` is due.
+    It fails too if a policy has changed since and does not say so in ``cells.CHANGED_POLICIES``: then what is claimed
+    was not measured, and ``make bench-full`` is due.
     """
     cell = CELLS[name]
     shape, topology = shapes.SHAPES[cell["cell"]["shape"]], Topology.even(shapes.WORLD_SIZE, shapes.RANKS_PER_NODE)
@@ -154,7 +155,7 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
     owners = [Owners.contiguous(shape.experts, shapes.WORLD_SIZE)] * shape.layers
     for workload, samples in cell["samples"].items():
         counts = counts_of(workload, shape, shapes.WORLD_SIZE)
-        for system in set(samples) & set(cells.ON_ENGINE):
+        for system in set(samples) & set(cells.ON_ENGINE) - set(cells.CHANGED_POLICIES):
             steps = walk(
                 systems.policies(shape)[system], counts, owners, topology=topology, rates=Rates(**cell["rates"]),
                 sizes=[sizes] * shape.layers, steps=[sample["step"] for sample in samples[system]],
