@@ -102,7 +102,10 @@ class Config:
             if (name, value) in (("prefetch_bytes", None), ("chunks", "auto")):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}")
+                otherwise = ' or "auto"' if name == "chunks" else ""
+                raise ValueError(
+                    f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}{otherwise}"
+                )
         if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
