@@ -22,7 +22,7 @@ from hecate.passes import PASSES, PassContext
 from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
-from hecate.runtime.comm.agreement import agree, agree_where_known
+from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
@@ -127,7 +127,7 @@ class Backend:
         )  # fmt: skip
         if comparing:
             for part in ("forward", "backward"):
-                agree_where_known(
+                agree(
                     starts.get(part),
                     f"the order of collectives in the {part} of graph {number}",
                     "Report this with the dumps that HECATE_DUMP=<folder> writes; "

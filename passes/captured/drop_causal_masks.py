@@ -17,7 +17,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.captured.mask_cone import MaskCone, Scope, limits, same_size
+from hecate.passes.captured.mask_cone import MaskCone
+from hecate.passes.captured.open_sizes import limits, same_size
+from hecate.passes.captured.scope import Scope
 from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import calls
 

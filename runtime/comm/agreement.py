@@ -20,11 +20,15 @@ from hecate.runtime.comm.world import World
 __all__ = ["DisagreementError", "agree", "compare_histories"]
 
 
-def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
+# In the place of a digest, from a rank that does not know.
+_NO_DIGEST = bytes(32)
+
+
+def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> None:
     """Raise on all ranks if ``lines`` differ between ranks. A collective; costs one digest when they agree.
 
     Args:
-        lines: the description to compare, one fact per line.
+        lines: the description to compare, one fact per line; None on a rank that does not know and is not asked.
         what: what is compared, for the message ("the model", "graph 0").
         advice: what to do about a difference.
 
@@ -36,34 +40,11 @@ def agree(lines: Sequence[str], what: str, advice: str, world: World) -> None:
     # What is said here must not meet what graphs have on its way.
     world.queue.drain()
     with doing(f"the comparison of {what}"):
-        _compare(lines, what, advice, world)
-
-
-def agree_where_known(lines: Sequence[str] | None, what: str, advice: str, world: World) -> None:
-    """:func:`agree` among the ranks that know; None for one that does not. A collective.
-
-    Raises:
-        DisagreementError: names the ranks and the first line that differs.
-    """
-    if world.group is None:
-        return
-    world.queue.drain()
-    with doing(f"the comparison of {what}"):
         text = "\n".join(lines if lines is not None else ["(not known)"]).encode()
-        mine = hashlib.sha256(text).digest() if lines is not None else bytes(32)
-        digests = set(_gather(mine, 32, world)) - {bytes(32)}
-        if len(digests) <= 1:
+        digest = hashlib.sha256(text).digest() if lines is not None else _NO_DIGEST
+        if len({*_gather(digest, 32, world)} - {_NO_DIGEST}) <= 1:
             return
         everyone = [text.decode().split("\n") for text in _gather_texts(text, world)]
-    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
-
-
-def _compare(lines: Sequence[str], what: str, advice: str, world: World) -> None:
-    text = "\n".join(lines).encode()
-    digests = _gather(hashlib.sha256(text).digest(), 32, world)
-    if all(digest == digests[0] for digest in digests):
-        return
-    everyone = [text.decode().split("\n") for text in _gather_texts(text, world)]
     raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
 
 

@@ -195,6 +195,7 @@ test_faults.break_down("nothing", patience=10.0, steps=100_000)
 """
 
 
+# The cut is made in network namespaces, which need root.
 @pytest.mark.distributed
 @only_with_all
 @pytest.mark.skipif(network.available() is not None, reason=f"no networks of its own: {network.available()}")
@@ -244,6 +245,7 @@ time.sleep(300)
 """
 
 
+# The kernel's signal to orphans (PR_SET_PDEATHSIG) is Linux's own.
 @pytest.mark.distributed
 @only_with_all
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process learns of its parent's end on Linux only")
@@ -281,8 +283,8 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: object, seconds: float) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s"
         time.sleep(0.1)

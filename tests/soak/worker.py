@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from tests.soak.kill import Kill, Killer
 from tests.support.models import build
 
 
-def train(folder: str, notes: str, steps: int, seed: int, kill: dict[str, object]) -> None:
+def train(folder: str, notes: str, steps: int, seed: int, kill: dict[str, Any]) -> None:
     """Go on from the newest checkpoint for ``steps`` steps; save every second one, in turn here and in a thread.
 
     Args:
@@ -31,7 +32,7 @@ def train(folder: str, notes: str, steps: int, seed: int, kill: dict[str, object
     (Path(notes) / f"rank{rank}.pid").write_text(str(os.getpid()))
     # The second start is left alone.
     armed = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    killer = Killer(Kill(**kill), rank, size, Path(notes), armed=armed)  # type: ignore[arg-type]
+    killer = Killer(Kill(**kill), rank, size, Path(notes), armed=armed)
     model = hecate.compile(build("plain", layers=1), hecate.Config(backend="aot_eager", dense="shard"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loaded = hecate.load(folder, model, optimizer, required=False)

@@ -56,12 +56,14 @@ def on_shards(dense: Any) -> dict[str, Any]:
     for order in (1.0, 2.0, 3.0, float("inf")):
         _give(model, steps[0])
         whole = _whole_parameters(model, start)
+        # Clipped in place.
+        whole_grads = {key: steps[0][key].clone() for key in whole}
         for key, parameter in whole.items():
-            parameter.grad = steps[0][key].clone()
+            parameter.grad = whole_grads[key]
         expected = torch.nn.utils.clip_grad_norm_(whole.values(), 0.01, norm_type=order)
         norm = hecate.clip_grad_norm_(model, 0.01, norm_type=order)
         clipped = _gather(model)
-        error = max(float((clipped[key] - p.grad).abs().max()) for key, p in whole.items())  # type: ignore[operator]
+        error = max(float((clipped[key] - grad).abs().max()) for key, grad in whole_grads.items())
         found["norms"][str(order)] = [abs(float(norm / expected) - 1), error]
 
     found["scaler"] = _scaled(model, start, steps)
@@ -80,9 +82,9 @@ def _scaled(model: nn.Module, start: dict[str, torch.Tensor], steps: list[dict[s
         _give(model, {name: 64.0 / 2**number * value for name, value in gradients.items()})
         scaler.scale(torch.zeros(()))
         if number == 1:
-            experts = [p for p in model.parameters() if p.grad is not None and p.ndim == 3]
+            grads = [p.grad for p in model.parameters() if p.grad is not None and p.ndim == 3]
             if rank == 0:
-                experts[0].grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+                grads[0].view(-1)[0] = float("inf")
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hecate.runtime.comm.agreement import DisagreementError, agree, agree_where_known
+from hecate.runtime.comm.agreement import DisagreementError, agree
 from hecate.runtime.comm.world import SINGLE, World
 from tests.support.threads import on_threads
 
@@ -31,13 +31,13 @@ def test_difference_is_named_on_all_ranks(odd: list[str], named: str) -> None:
 
 
 def test_ranks_that_do_not_know_are_not_asked() -> None:
-    on_threads(lambda world: agree_where_known(None if world.rank == 1 else ["a"], "the test", "advice", world))
-    on_threads(lambda world: agree_where_known(None, "the test", "advice", world))
-    agree_where_known(["anything"], "the test", "advice", SINGLE)
+    on_threads(lambda world: agree(None if world.rank == 1 else ["a"], "the test", "advice", world))
+    on_threads(lambda world: agree(None, "the test", "advice", world))
+    agree(["anything"], "the test", "advice", SINGLE)
 
     def check(world: World) -> None:
         lines = [None, ["a", "b"], ["a", "c"]][world.rank]
         with pytest.raises(DisagreementError, match=r"rank 0, line 0: \(not known\)"):
-            agree_where_known(lines, "the test", "Do this.", world)
+            agree(lines, "the test", "Do this.", world)
 
     on_threads(check)
