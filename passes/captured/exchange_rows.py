@@ -47,7 +47,11 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=str(reason)))
             continue
-        _rewrite(region, context)
+        chunks = chunks_of(region, context)
+        if context.world_size > 1 and context.chunks not in ("auto", chunks):
+            reason = "its results are used before all of it is computed, so its rows travel in one part"
+            skipped.append(Skip(where=context.name(layer), reason=reason, fallback=False))
+        _rewrite(region, context, chunks)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
@@ -62,7 +66,7 @@ def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) ->
         raise Refused("rows are counted without gradients; calibrate=False avoids this")
 
 
-def _rewrite(region: Region, context: PassContext) -> None:
+def _rewrite(region: Region, context: PassContext, chunks: int) -> None:
     """Put the body onto this rank's slots and onto the rows that are exchanged for them."""
     new: dict[Node, Node] = {}
     replicas: dict[Node, Node] = {}
@@ -72,7 +76,6 @@ def _rewrite(region: Region, context: PassContext) -> None:
         _replace(region, new)
         return
     slots = _fill_slots(region, context)
-    chunks = chunks_of(region, context)
     tickets = _route(region, context, slots, chunks)
     new.update(zip(region.gathers, slots.own, strict=True))
     replicas.update(zip(region.gathers, slots.replicas, strict=False))

@@ -73,8 +73,11 @@ def test_results_that_are_used_inside_the_body_are_not_cut() -> None:
     early = g.method("mean", x)
     y = mm(g, silu(g, x), g.experts(I, H), offsets)
     gm = g.finish(g.call(operator.mul, y, early))
-    assert apply(exchange_rows, g, gm, world_size=2, chunks=2).rewritten == 1
+    outcome = apply(exchange_rows, g, gm, world_size=2, chunks=2)
+    assert outcome.rewritten == 1
     assert targets(gm).count("exchange.default") == 1
+    (skip,) = outcome.skipped
+    assert "rows travel in one part" in skip.reason and not skip.fallback
 
 
 LINK = Rates(flops=1e9, rank_bytes=1e6, node_bytes=1e6)
