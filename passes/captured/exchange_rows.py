@@ -49,8 +49,8 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         chunks = chunks_of(region, context)
         if context.world_size > 1 and context.chunks not in ("auto", chunks):
-            reason = "its results are used before all of it is computed, so its rows travel in one part"
-            skipped.append(Skip(where=context.name(layer), reason=reason, fallback=False))
+            why = "its results are used before all of it is computed, so its rows travel in one part"
+            skipped.append(Skip(where=context.name(layer), reason=why, fallback=False))
         _rewrite(region, context, chunks)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
