@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from hecate.runtime.placement.hecate_policy import Hecate
+from hecate.runtime.placement.hecate_policy import Hecate, Replicas
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator import Capture, ClusterError, ClusterSpec
@@ -51,7 +51,12 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="routing that hecate.record wrote")] = None,
     workload: Annotated[str, typer.Option(help=f"made-up routing instead: {', '.join(WORKLOADS)}")] = "zipf",
     skew: Annotated[float, typer.Option(help="exponent of zipf and drift")] = 1.5,
-    replicas: Annotated[int, typer.Option(min=0, help="most replicas on a rank")] = 2,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="most replicas on a rank, or auto: what is predicted to pay; your own policies get a number"
+        ),
+    ] = "auto",
     rematerialize: Annotated[bool, typer.Option(help="gather replicas again for the backward")] = False,
     steps: Annotated[int, typer.Option(min=1, help="steps to simulate, spread over the trace")] = 3,
     optimizer_bytes: Annotated[float, typer.Option(help="per parameter, beside itself and its gradient")] = 8.0,
@@ -65,15 +70,16 @@ def simulate(
         raise typer.BadParameter(f"--json: there is no folder {out.resolve().parent}")
     # Of transformers' code, and nothing that a user could do about.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    most = _replicas(replicas)
     options = Options(
-        replicas=replicas, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
+        replicas=most, rematerialize=rematerialize, steps=steps, optimizer_bytes=optimizer_bytes
     )  # fmt: skip
     try:
         clusters = [ClusterSpec.load(path) for path in cluster]
         names = [spec.name for spec in clusters]
         if len(set(names)) < len(names):
             raise typer.BadParameter(f"two clusters have the same name: {', '.join(names)}. A file can set its name.")
-        makers = {name: _policy(name, replicas) for name in policy}
+        makers = {name: _policy(name, most) for name in policy}
         build = _function(model)
         routing = _routing(trace, workload, skew)
         results = []
@@ -94,10 +100,16 @@ def replay(
         list[str], typer.Option(help="static, hecate, paper, or file.py:Class of your own; several times")
     ] = ["static", "hecate"],  # noqa: B006  typer copies it
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of equal size; by default those of the run")] = None,
-    replicas: Annotated[int, typer.Option(min=0, help="most replicas on a rank")] = 2,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="most replicas on a rank, or auto: what is predicted to pay; your own policies get a number"
+        ),
+    ] = "auto",
 ) -> None:
     """Play the routing of a run back, for each policy, with the run's own model, ranks and rates."""
     try:
+        most = _replicas(replicas)
         counts, owners = load_trace(trace)
         recorded = load_recorded(trace)
         steps, layers, ranks, experts = counts.shape
@@ -106,7 +118,7 @@ def replay(
         topology = Topology.even(ranks, ranks // nodes) if nodes is not None else recorded.topology
         results = {
             name: replay_trace(
-                counts, owners, _policy(name, replicas), topology, rates=recorded.rates, sizes=recorded.sizes
+                counts, owners, _policy(name, most), topology, rates=recorded.rates, sizes=recorded.sizes
             )
             for name in policy
         }
@@ -164,7 +176,15 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _policy(name: str, replicas: int) -> Policy:
+def _replicas(text: str) -> Replicas:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise typer.BadParameter(f"--replicas {text}: expected auto, or a whole number of at least 0")
+    return int(text)
+
+
+def _policy(name: str, replicas: Replicas) -> Policy:
     known = {
         "static": Static, "hecate": lambda: Hecate(objective="time", replicas=replicas),
         "paper": lambda: Hecate(objective="paper", replicas=replicas),
@@ -177,7 +197,7 @@ def _policy(name: str, replicas: int) -> Policy:
     policy = kind() if isinstance(kind, type) and issubclass(kind, Policy) else None
     if policy is None:
         raise typer.BadParameter(f"policy {name!r} is no hecate.Policy")
-    if hasattr(policy, "replicas"):
+    if hasattr(policy, "replicas") and replicas != "auto":
         policy.replicas = replicas
     return policy
 

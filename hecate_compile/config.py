@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hecate.passes.base import Chunks
-from hecate.runtime.placement.hecate_policy import Hecate, Objective
+from hecate.runtime.placement.hecate_policy import Hecate, Objective, Replicas
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
@@ -40,7 +41,10 @@ class Config:
             models whose experts are not found or cannot be traced. Or a :class:`hecate.Policy` of your own.
         objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
             of the paper, with as many experts as ``rates.hidden_seconds`` seconds can hide.
-        replicas: most replicas that a rank holds beside its own experts, per layer.
+        replicas: most replicas that a rank holds beside its own experts, per layer. ``"auto"``: for each layer as few
+            as are predicted to make a step almost as fast as all that ``replica_memory`` allows.
+        replica_memory: most memory of all replicas with ``replicas="auto"``, in parts of what parameters, gradients
+            and two moments of a rank's own experts take: 0.25 for as many replicas as own experts.
         window: most steps whose mean is the load that ``"hecate"`` expects; with ``objective="time"`` fewer while
             routing moves by more than chance.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.
@@ -69,7 +73,8 @@ class Config:
     disable_passes: Sequence[str] = ()
     policy: PolicyName | Policy = "hecate"
     objective: Objective = "time"
-    replicas: int = 2
+    replicas: Replicas = "auto"
+    replica_memory: float = 0.25
     window: int = 5
     reshard_every: int = 50
     calibrate: bool = False
@@ -99,13 +104,19 @@ class Config:
         least_of = {"replicas": 0, "window": 1, "reshard_every": 0, "chunks": 1, "prefetch_bytes": 0}
         for name, least in least_of.items():
             value = getattr(self, name)
-            if (name, value) in (("prefetch_bytes", None), ("chunks", "auto")):
+            if (name, value) in (("prefetch_bytes", None), ("chunks", "auto"), ("replicas", "auto")):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                otherwise = ' or "auto"' if name == "chunks" else ""
+                otherwise = ' or "auto"' if name in ("chunks", "replicas") else ""
                 raise ValueError(
                     f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}{otherwise}"
                 )
+        memory = self.replica_memory
+        if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf:
+            raise ValueError(
+                f"hecate.Config: replica_memory={memory!r}, expected a number of at least 0. With 0.25 replicas "
+                "take a quarter of what a rank's own experts take with their gradients and moments"
+            )
         if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
@@ -140,5 +151,5 @@ class Config:
             return Static()
         return Hecate(
             objective=self.objective, replicas=self.replicas, window=self.window,
-            reshard_every=self.reshard_every, calibrates=self.calibrate,
+            reshard_every=self.reshard_every, calibrates=self.calibrate, replica_memory=self.replica_memory,
         )  # fmt: skip

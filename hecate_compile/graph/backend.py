@@ -24,6 +24,7 @@ from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
+from hecate.runtime.placement.hecate_policy import most_replicas
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
@@ -137,7 +138,10 @@ class Backend:
         return compiled
 
     def _context(self) -> PassContext:
-        size, topology = self.world.size, self.placer.topology
+        size, topology, config = self.world.size, self.placer.topology, self.config
+        experts = max((layer.num_experts for layer in self.layers), default=1)
+        owned = -(-experts // size)
+        slots = most_replicas(config.replicas, config.replica_memory, owned=owned, experts=experts)
         return PassContext(
             world_size=size,
             replicates=self.placer.policy.replicates,
@@ -148,8 +152,8 @@ class Backend:
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,
-            owned=-(-max((layer.num_experts for layer in self.layers), default=1) // size),
-            slots=self.config.replicas if self.placer.policy.replicates else 0,
+            owned=owned,
+            slots=slots if self.placer.policy.replicates else 0,
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),
             rates=self.placer.rates,

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from hecate.config import Config
+from hecate.runtime.placement.hecate_policy import Replicas
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
@@ -31,13 +32,14 @@ class Options:
     """What is the same for all policies.
 
     Attributes:
-        replicas: most replicas on a rank, for which graphs are scheduled.
+        replicas, replica_memory: as in :class:`hecate.Config`; graphs are scheduled for them.
         rematerialize: as in :class:`hecate.Config`.
         steps: how many steps to simulate, spread over the trace.
         optimizer_bytes: of one parameter, beside itself and its gradient.
     """
 
-    replicas: int = 2
+    replicas: Replicas = "auto"
+    replica_memory: float = 0.25
     rematerialize: bool = False
     steps: int = 3
     optimizer_bytes: float = 8.0
@@ -86,7 +88,10 @@ def study(
         kind = policy.replicates, policy.calibrates
         if kind not in captured:
             model, inputs = build()
-            config = Config(policy=policy, replicas=options.replicas, rematerialize=options.rematerialize)
+            config = Config(
+                policy=policy, replicas=options.replicas, replica_memory=options.replica_memory,
+                rematerialize=options.rematerialize,
+            )  # fmt: skip
             captured[kind] = capture(model, inputs, cluster, config)
         results.append(_run(captured[kind], cluster, name, policy, routing, options))
     return results

@@ -22,6 +22,7 @@ from hecate.runtime.placement.planner import (
     materialize,
     materialize_again,
     materialize_fastest,
+    materialize_frugally,
     near_recipes,
     seconds_of,
     shard_owners,
@@ -32,6 +33,10 @@ from hecate.runtime.placement.planner import (
 from hecate.runtime.placement.policy import LayerView, Policy
 
 Objective = Literal["time", "paper"]
+Replicas = int | Literal["auto"]
+
+# What an expert's states weigh beside its parameters, as Adam's: parameters, gradients and two moments.
+_STATES = 4
 
 # Steps between searches among all recipes, and while nothing is worth replicating.
 _SEARCH_EVERY, _SEARCH_EVERY_IDLE = 32, 4
@@ -42,6 +47,30 @@ _NEAR, _NEAR_MOVING, _FEW_RANKS = 1, 3, 16
 _WORTH_MOVING = 0.98
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """What a layer's last placement was made with.
+
+    Attributes:
+        turn: placements so far.
+        recipe: None if nothing is replicated.
+        slots: replicas that a rank may hold.
+    """
+
+    rates: Rates
+    turn: int = 0
+    recipe: Recipe | None = None
+    slots: int = 0
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> _Chosen:
+        recipe = state["recipe"]
+        return cls(
+            rates=Rates(**state["rates"]), turn=state["turn"], slots=state["slots"],
+            recipe=None if recipe is None else Recipe(*recipe),
+        )  # fmt: skip
+
+
 @dataclass
 class Hecate(Policy):
     """Sparse materialization, heterogeneous sharding and topology-aware dispatch (paper, section 4).
@@ -49,7 +78,10 @@ class Hecate(Policy):
     Attributes:
         objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
-        replicas: m, most replicas on a rank.
+        replicas: m, most replicas on a rank; ``"auto"``: for each layer as few as are predicted to make a step almost
+            as fast as all that ``replica_memory`` allows.
+        replica_memory: most memory of a layer's replicas with ``"auto"``, in parts of its own experts' states on the
+            rank with fewest: parameters, gradients and two moments.
         window: steps that the predicted load is the mean of; with ``"time"`` at most so many, fewer while it moves.
         reshard_every: optimizer steps between re-shardings; 0 for never. ``"time"`` lets pairs of experts change
             places, ``"paper"`` is Algorithm 2.
@@ -57,21 +89,34 @@ class Hecate(Policy):
     """
 
     objective: Objective = "time"
-    replicas: int = 2
+    replicas: Replicas = "auto"
     window: int = 5
     reshard_every: int = 50
     calibrates: bool = False
-    _chosen: dict[int, tuple[int, Recipe | None, Rates]] = field(default_factory=dict, repr=False, compare=False)
+    replica_memory: float = 0.25
+    _chosen: dict[int, _Chosen] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Without slots there is nothing to gather.
-        self.replicates = self.replicas > 0
+        self.replicates = (self.replica_memory if self.replicas == "auto" else self.replicas) > 0
+
+    def most_replicas(self, owners: Owners) -> int:
+        """Replicas that a rank may hold of a layer with these owners."""
+        owned, experts = min(owners.counts), owners.num_experts
+        return most_replicas(self.replicas, self.replica_memory, owned=owned, experts=experts)
+
+    def _slots(self, layer: LayerView) -> int:
+        """Replicas that a rank may hold of a layer until it is searched again."""
+        chosen = self._chosen.get(layer.id)
+        # Owners may have changed since.
+        most = self.most_replicas(layer.owners)
+        return most if chosen is None else min(most, chosen.slots)
 
     def place(self, layer: LayerView) -> Placement:
         if not layer.loads:
             return Placement.owned(layer.owners)
         if self.objective == "paper":
-            budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
+            budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(layer.owners))
             return materialize(expected_load(layer.loads, self.window), layer.owners, layer.topology, budget)
         return self._place_fast(layer)
 
@@ -79,27 +124,30 @@ class Hecate(Policy):
         """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
         steps = steady_steps(layer.loads, self.window)
         load = expected_load(layer.loads, steps)
-        turn, recipe, rates = self._chosen.get(layer.id, (0, None, layer.rates))
-        if rates != layer.rates:
+        last = self._chosen.get(layer.id)
+        if last is None or last.rates != layer.rates:
             # What was best on another machine, or before it was measured, is no guide.
-            turn, recipe = 0, None
+            last = _Chosen(rates=layer.rates)
+        turn, recipe, slots = last.turn, last.recipe, self._slots(layer)
         if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
-            choice = materialize_fastest(load, layer.owners, layer.costs, slots=self.replicas)
-            placement, recipe = choice.placement, choice.recipe
+            slots = self.most_replicas(layer.owners)
+            search = materialize_frugally if self.replicas == "auto" else materialize_fastest
+            choice = search(load, layer.owners, layer.costs, slots=slots)
+            placement, recipe, slots = choice.placement, choice.recipe, choice.slots
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
             moves = steps < min(len(layer.loads), self.window) and layer.topology.world_size <= _FEW_RANKS
             near = near_recipes(recipe, layer.topology, turn, _NEAR_MOVING if moves else _NEAR)
-            placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=self.replicas, recipes=near)
-        self._chosen[layer.id] = turn + 1, recipe, layer.rates
+            placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=slots, recipes=near)
+        self._chosen[layer.id] = _Chosen(turn=turn + 1, recipe=recipe, rates=layer.rates, slots=slots)
         return placement
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
         """The placement for a known load, by this policy's objective."""
         if self.objective == "time":
-            return materialize_fastest(load, owners, layer.costs, slots=self.replicas, fills=fills).placement
-        budget = Budget(overlap_degree=overlap_degree(layer), slots=self.replicas)
+            return materialize_fastest(load, owners, layer.costs, slots=self._slots(layer), fills=fills).placement
+        budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(owners))
         return materialize(load, owners, layer.topology, budget)
 
     def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
@@ -116,7 +164,7 @@ class Hecate(Policy):
         load = counts.sum(0)
         # The load is known, so no slots need be filled in case that it is another.
         planned = self._planned(layer, load, layer.owners, fills=False)
-        merged, added = _merge(placement, planned, load, self.replicas)
+        merged, added = _merge(placement, planned, load, self._slots(layer))
         if not added.num_replicas:
             return placement
         # The gate has run, so nothing hides what is added.
@@ -138,8 +186,9 @@ class Hecate(Policy):
         They must, both for the mean load since the last time and for that of the last steps: where loads move,
         neither alone says what comes.
         """
-        owners, costs, slots = layer.owners, layer.costs, self.replicas
-        _, recipe, _ = self._chosen.get(layer.id, (0, None, layer.rates))
+        owners, costs, slots = layer.owners, layer.costs, self._slots(layer)
+        chosen = self._chosen.get(layer.id)
+        recipe = None if chosen is None else chosen.recipe
         new = swap_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
         move = costs.reshard_seconds(owners, new) / max(1, self.reshard_every)
         for load in (layer.long_load, self._expected(layer) if layer.loads else layer.long_load):
@@ -169,16 +218,15 @@ class Hecate(Policy):
         return expected_load(layer.loads, steady_steps(layer.loads, self.window))
 
     def state_dict(self) -> dict[int, Any]:
-        return {
-            layer: (turn, None if recipe is None else tuple(recipe), asdict(rates))
-            for layer, (turn, recipe, rates) in self._chosen.items()
-        }
+        return {layer: asdict(chosen) for layer, chosen in self._chosen.items()}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
-        self._chosen = {
-            layer: (turn, None if recipe is None else Recipe(*recipe), Rates(**rates))
-            for layer, (turn, recipe, rates) in state.items()
-        }
+        self._chosen = {layer: _Chosen.from_dict(chosen) for layer, chosen in state.items()}
+
+
+def most_replicas(replicas: Replicas, memory: float, *, owned: int, experts: int) -> int:
+    """Replicas of a layer that a rank may hold; ``memory`` is in parts of the states of ``owned`` experts."""
+    return min(int(memory * _STATES * owned), experts - owned) if replicas == "auto" else replicas
 
 
 def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:

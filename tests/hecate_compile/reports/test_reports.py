@@ -22,7 +22,7 @@ def model() -> torch.nn.Module:
 def test_explain_before_and_after_the_first_forward(model: torch.nn.Module) -> None:
     text = str(hecate.explain(model))
     assert "nothing compiled yet" in text
-    assert "Hecate(objective='time', replicas=2" in text
+    assert "Hecate(objective='time', replicas='auto'" in text
     assert "model.layers.0.mlp.experts" in text and "num_experts = 8" in text
     model(input_ids=batch(0), labels=batch(0))
     explanation = hecate.explain(model)
