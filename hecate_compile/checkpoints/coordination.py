@@ -51,8 +51,9 @@ class Ranks:
         """JSON data of every rank, in rank order."""
         payload = json.dumps(value).encode()
         with doing(self._function):
-            sizes = collectives.all_gather_even(torch.tensor([len(payload)]), self._world).flatten().tolist()
-            mine = torch.zeros(max(sizes), dtype=torch.uint8)
+            length = torch.tensor([len(payload)], device="cpu")
+            sizes = collectives.all_gather_even(length, self._world).flatten().tolist()
+            mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             lines = collectives.all_gather_even(mine, self._world)
         return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]

@@ -150,7 +150,7 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def _has_dtype(dtype: torch.dtype) -> bool:
     """Whether safetensors can write it."""
     try:
-        save({"": torch.empty(0, dtype=dtype)})
+        save({"": torch.empty(0, dtype=dtype, device="cpu")})
     except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):
         return False
     return True

@@ -46,7 +46,7 @@ def read_tensor(stream: io.BufferedReader | io.BytesIO) -> torch.Tensor:
     buffer = _content(stream, entries[f"data/{key}"], numbers[0] * dtype.itemsize)
     if len(buffer) != numbers[0] * dtype.itemsize:
         raise ValueError(f"it has {len(buffer)} bytes, not {numbers[0] * dtype.itemsize}")
-    flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype, device="cpu")
     size, stride = numbers[2 : 2 + shapes[0]], numbers[2 + shapes[0] :]
     return flat.as_strided(size, stride, numbers[1])
 

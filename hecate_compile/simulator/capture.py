@@ -96,7 +96,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
             "simulator needs a model without any, in training mode. TORCH_LOGS=graph_breaks shows them."
         )
     state = compiled_model_of(compiled, "simulate")
-    rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0)
+    rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0, device="cpu")
     return Capture(
         graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
         row_bytes=rows.shape[1:].numel() * state.layers[0].travels_as(rows.dtype).itemsize,

@@ -190,7 +190,7 @@ class OutsideGradients:
         agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
         # torch.autograd.grad passes by here too, and leaves no .grad.
         mine = [w.record.id in due and (p := w.parameter()) is not None and p.grad is not None for w in everything]
-        used = torch.tensor(mine, dtype=torch.uint8)
+        used = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         used = used.to(world.device)
         collectives.all_reduce(used, world, op=ReduceOp.MAX)
         found = [watched for watched, anywhere in zip(everything, used.tolist(), strict=True) if anywhere]

@@ -138,9 +138,9 @@ def _within(size: int | torch.SymInt, wanted: int) -> int:
 
 
 def _refuse_at(cone: MaskCone, batch: int, length: int) -> None:
-    keys = torch.arange(length)
+    keys = torch.arange(length, device="cpu")
     for first, rows in cone.rows(batch, length, length):
-        queries = torch.arange(first, first + rows.shape[-2])
+        queries = torch.arange(first, first + rows.shape[-2], device="cpu")
         if not bool((rows == (keys <= queries[:, None])).all()):
             raise Refused(f"the mask is not causal at a length of {length}: it has a window or another pattern")
 

@@ -187,7 +187,8 @@ class MaskCone:
         if _reads_shape_only(node):
             like = value_of(node.args[0])
             # One element in memory: whoever reads the shape reads nothing else.
-            values[node] = torch.zeros((), dtype=like.dtype).expand(as_number(tuple(like.shape), numbers))
+            zero = torch.zeros((), dtype=like.dtype, device="cpu")
+            values[node] = zero.expand(as_number(tuple(like.shape), numbers))
         return self._call(node, *self._arguments(node, values))
 
     def _run_rows(

@@ -36,7 +36,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         wait.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
         if mode is not None:
             with mode:
-                start.meta["val"] = torch.empty(1, dtype=torch.int64)
+                start.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         node.replace_all_uses_with(wait)
         graph.erase_node(node)
         count += 1

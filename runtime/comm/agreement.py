@@ -74,7 +74,7 @@ def _gather_texts(text: bytes, world: World) -> list[bytes]:
 
 def _gather(payload: bytes, length: int, world: World) -> list[bytes]:
     device = world.control_device
-    mine = torch.zeros(length, dtype=torch.uint8)
+    mine = torch.zeros(length, dtype=torch.uint8, device="cpu")
     if payload:
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return [bytes(line) for line in collectives.all_gather_even(mine.to(device), world).tolist()]

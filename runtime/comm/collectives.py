@@ -100,17 +100,20 @@ def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:
 
 
 def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
-    """Dense reduce-scatter: each owner gets the sum over ranks of its experts. ``[E, ...] -> [E_r, ...]``."""
+    """Dense reduce-scatter: each owner gets the sum over ranks of its experts. ``[E, ...] -> [E_r, ...]``.
+
+    They are added up in rank order, in float32 where that is wider.
+    """
     if world.group is None:
         return full.clone()
     mine = owners.counts[world.rank]
     ordered = full if owners.in_order else full[_by_rank(owners, full.device)]
     received = all_to_all(ordered, owners.counts, [mine] * world.size, world)
     parts = received.view(world.size, mine, *full.shape[1:])
-    total = parts[0].clone()
+    total = parts[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
     for rank in range(1, world.size):
         total += parts[rank]
-    return total
+    return total.to(full.dtype)
 
 
 def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners, world: World) -> None:

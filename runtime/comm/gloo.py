@@ -74,7 +74,7 @@ def _cut_off(group: dist.ProcessGroup) -> None:
     # A receive that times out closes all connections of its group; gloo has no other way.
     peer = (group.rank() + 1) % group.size()
     with suppress(Exception):
-        group.recv([torch.empty(1)], peer, _NOBODY).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1, device="cpu")], peer, _NOBODY).wait(timedelta(milliseconds=1))
 
 
 def hold_fatal_errors(explained: Callable[[], int]) -> None:

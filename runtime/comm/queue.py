@@ -3,10 +3,10 @@
 A collective is a :class:`Job`. Where graphs start it and wait for it in two places, it runs in between on its own:
 
 - gloo: on a thread of the queue, which blocks there instead of in the compute.
-- NCCL: on a stream of the queue, started by the thread that computes.
+- NCCL: on a stream of the queue, started by the thread that computes (``stream_lane``).
 
 One queue is one order, and graphs start their collectives in the same order on every rank, so no two ranks wait for
-different ones. A collective that nobody split runs behind what is on its way: on the thread, or launched after it.
+different ones. A collective that nobody split runs behind what is on its way: on the thread, or on the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hecate.runtime.comm.history import labelled
+from hecate.runtime.comm.stream_lane import Launched, StreamLane
 from hecate.runtime.comm.waiting import doing
 
 
@@ -37,6 +38,7 @@ class Job:
         run: communicates and unpacks; touches nothing but its own tensors. Returns fresh tensors.
         meanwhile: work for the host while it runs.
         finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
+        on_host: the result of ``run`` is in the host's memory, and ``finish`` reads it.
         label: what it is, in words that are the same on all ranks: "exchange of blocks.0, step 3".
     """
 
@@ -44,6 +46,7 @@ class Job:
     run: Callable[[], Any]
     meanwhile: Callable[[], None] | None = None
     finish: Callable[[Any], Any] | None = None
+    on_host: bool = False
     label: str = ""
 
     def communicate(self) -> Any:
@@ -60,8 +63,10 @@ class Span:
         part, operator, subject: "forward" or "backward", what it is, and the layer or parameters that it is for.
         predicted, behind: seconds that it was predicted to take, and compute that was scheduled meanwhile.
         started: it was put into the queue.
-        begun, ended: it ran. With NCCL the host does not know, and they are when it was launched.
+        begun, ended: it ran.
         waited, ready: the compute asked for the result, and had it.
+
+    With NCCL all are times of the GPU, as far as :attr:`CollectiveQueue.spans` has read them.
     """
 
     part: str
@@ -110,7 +115,7 @@ class _Pending:
     result: Any = None
     error: BaseException | None = None
     stream: Any = None
-    event: Any = None
+    launched: Launched | None = None
 
     def run(self) -> None:
         self.span.begun = time.perf_counter()
@@ -134,12 +139,16 @@ class _Pending:
         self.done.wait()
         result, self.result, self.job = self.result, None, None
         if self.error is not None:
+            # What it packed may be read until its end.
+            self.queue.hand_over(self, (), on_host=False)
             raise self.error
-        self.queue.hand_over(self, result)
+        self.queue.hand_over(self, result, on_host=job.on_host)
         self.span.ready = time.perf_counter()
         return result if job.finish is None else job.finish(result)
 
 
+# Spans that a queue remembers.
+_KEPT = 4096
 # A collective in one piece that runs behind others.
 _UNLABELLED = "- - 0 0 -"
 # The queue of a pending job keeps it, so that what is left of a model goes with the model.
@@ -152,25 +161,38 @@ class CollectiveQueue:
 
     Args:
         device: where the tensors live.
-        on_stream: run them on a CUDA stream instead of a thread: the collectives themselves do not block the host.
-
-    Attributes:
-        spans: the last collectives that graphs split into start and wait.
+        lane: a CUDA stream to run them on instead of a thread: the collectives themselves do not block the host.
     """
 
-    def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
+    def __init__(self, device: torch.device, *, lane: StreamLane | None = None) -> None:
         self.device = device
-        self.spans: deque[Span] = deque(maxlen=4096)
-        self._stream = torch.cuda.Stream(device) if on_stream else None
+        self._spans: deque[Span] = deque(maxlen=_KEPT)
+        # Of spans whose times the GPU knows and the host has not read yet.
+        self._unread: deque[tuple[Span, Launched]] = deque(maxlen=_KEPT)
+        self._lane = lane
         self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Pending | None = None
         self._started: dict[int, _Pending] = {}
 
     @property
+    def spans(self) -> deque[Span]:
+        """The last collectives that graphs split into start and wait. With NCCL the host waits for the GPU."""
+        while self._lane is not None and self._unread:
+            span, launched = self._unread.popleft()
+            for name, seconds in self._lane.times(launched).items():
+                setattr(span, name, seconds)
+        return self._spans
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether jobs run on a CUDA stream."""
+        return self._lane is not None
+
+    @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return self._last is None or self._last.done.is_set()
+        """Whether nothing is on its way, as far as the host knows."""
+        return self._lane is None and (self._last is None or self._last.done.is_set())
 
     def drain(self) -> None:
         """Wait until nothing is on its way."""
@@ -180,16 +202,21 @@ class CollectiveQueue:
     def begin_step(self) -> None:
         """Forget what ran before, and what a graph started and, because it failed, never waited for."""
         self.drain()
+        if self._lane is not None:
+            self._lane.begin_step(dropped=bool(self._started))
         self._started.clear()
-        self.spans.clear()
+        self._spans.clear()
+        self._unread.clear()
 
     def submit(self, job: Job, note: str) -> _Pending:
         """Put ``job`` behind the others."""
         pending = _Pending(job, Span.of(note or _UNLABELLED), self)
         if note:
-            self.spans.append(pending.span)
-        if self._stream is not None:
-            self._launch(pending)
+            self._spans.append(pending.span)
+        if self._lane is not None:
+            pending.launched = self._lane.launch(pending.run)
+            if note:
+                self._unread.append((pending.span, pending.launched))
             return pending
         if self.device.type == "cuda":
             # gloo through the host: copies belong to the stream of the compute, as they would without a thread.
@@ -205,22 +232,11 @@ class CollectiveQueue:
         self._inbox.put(pending)
         return pending
 
-    def _launch(self, pending: _Pending) -> None:
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            pending.run()
-            pending.event = self._stream.record_event()
-
-    def hand_over(self, pending: _Pending, result: Any) -> None:
+    def hand_over(self, pending: _Pending, result: Any, *, on_host: bool) -> None:
         """Make the results of a stream safe to use, and to free, on the stream of the compute."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(pending.event)
-        for tensor in _tensors(result):
-            if tensor.is_cuda:
-                tensor.record_stream(current)
+        if self._lane is not None:
+            assert pending.launched is not None
+            self._lane.hand_over(pending.launched, result, on_host=on_host)
 
 
 def _work(inbox: SimpleQueue[_Pending | None]) -> None:
@@ -246,14 +262,13 @@ def wait(number: int) -> Any:
 
 
 def run(job: Job) -> Any:
-    """Start ``job`` and wait for it, in the caller's thread if nothing is on its way."""
+    """Start ``job`` and wait for it, in the caller's thread if nothing is on its way there.
+
+    On a stream it is launched behind the others, for they use one communicator.
+    """
     if not job.queue.idle:
         return job.queue.submit(job, "").wait()
     result = job.communicate()
     if job.meanwhile is not None:
         job.meanwhile()
     return result if job.finish is None else job.finish(result)
-
-
-def _tensors(result: Any) -> Iterable[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else result

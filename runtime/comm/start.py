@@ -27,17 +27,18 @@ _fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _starts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
-def start_process_group(timeout: timedelta | None = None) -> None:
+def start_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """``dist.init_process_group()`` for what torchrun started, whatever an earlier start left in the store.
 
     Args:
+        backend: as there; None for torch's own choice.
         timeout: how long ranks wait for each other here; by default torch's.
 
     Raises:
         TimeoutError: names the ranks that did not come.
     """
     if not _store_outlives_ranks():
-        dist.init_process_group()
+        dist.init_process_group(backend)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
@@ -45,7 +46,7 @@ def start_process_group(timeout: timedelta | None = None) -> None:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=timeout
     )
     text = agree_on_start(store, rank, size, timeout)
-    dist.init_process_group(store=dist.PrefixStore(f"hecate/{text}", store), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=dist.PrefixStore(f"hecate/{text}", store), rank=rank, world_size=size)
     _fresh.add(dist.distributed_c10d._get_default_group())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hecate.runtime.comm.agent import end_with_agent
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.comm.start import new_group_beside, start_process_group
+from hecate.runtime.comm.stream_lane import StreamLane
 from hecate.runtime.placement.topology import Topology
 
 
@@ -35,7 +37,8 @@ class World:
 
     def __post_init__(self) -> None:
         on_stream = self.group is not None and self.device.type == "cuda" and not self.through_host
-        object.__setattr__(self, "queue", CollectiveQueue(self.device, on_stream=on_stream))
+        lane = StreamLane(self.device) if on_stream else None
+        object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane))
 
     @property
     def through_host(self) -> bool:
@@ -52,6 +55,11 @@ class World:
         if self.group is not None and "cpu" not in _backends(self.group):
             return self.device
         return torch.device("cpu")
+
+    @property
+    def counts_device(self) -> torch.device:
+        """Where counts of rows travel: as the rows do, since they are sent from the stream that carries these."""
+        return self.device if self.queue.on_stream else self.control_device
 
 
 SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
@@ -80,8 +88,27 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
             return World(rank=0, size=1, group=None, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        start_process_group()
+        start_process_group(backend_for(device))
     return _world_of(dist.group.WORLD, device)
+
+
+def backend_for(device: torch.device) -> str | None:
+    """What ``torch.distributed`` is started with for a model on ``device``; None for its own choice.
+
+    NCCL for tensors on GPUs, gloo for those of the host. NCCL refuses two ranks on one GPU, so if torchrun started
+    more ranks here than there are GPUs, gloo takes both.
+    """
+    if device.type != "cuda":
+        return None
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks <= gpus:
+        return "cpu:gloo,cuda:nccl"
+    warnings.warn(
+        f"hecate: {ranks} ranks on {gpus} GPU(s). NCCL refuses ranks that share one, so they talk over gloo, through "
+        "the host: right, but slow. Start torchrun with --nproc-per-node=" + str(gpus) + " for speed.",
+        stacklevel=4,
+    )
+    return "gloo"
 
 
 def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:

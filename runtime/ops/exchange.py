@@ -33,19 +33,23 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
 
     def run() -> Tensor:
         # Now, and not above: what has run before this is known when it runs.
-        signature = torch.tensor([plans, *collectives.proof(world)], device=world.control_device)
-        return collectives.all_gather_even(torch.cat([counts.to(world.control_device), signature]), world)
+        device = world.counts_device
+        signature = torch.tensor([plans, *collectives.proof(world)], device=device)
+        gathered = collectives.all_gather_even(torch.cat([counts.to(device), signature]), world)
+        if not gathered.is_cuda:
+            return gathered
+        # Not waited for here, which would keep what comes next from being started.
+        on_host = torch.empty(gathered.shape, dtype=gathered.dtype, device="cpu", pin_memory=True)
+        return on_host.copy_(gathered, non_blocking=True)
 
     def finish(gathered: Tensor) -> Tensor:
-        # Here and not above: it waits for the device, which must not keep what comes next from being started.
-        gathered = gathered.cpu()
         placer.model.check(gathered[:, -3:])
         record.counts = gathered[:, :-3].contiguous()
         record.bytes_sent = 0
         placer.observe(record.counts.numpy())
         return record.counts.clone()
 
-    return Job(world.queue, run, finish=finish, label=record.placer.label("gather_counts"))
+    return Job(world.queue, run, finish=finish, on_host=True, label=record.placer.label("gather_counts"))
 
 
 def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:

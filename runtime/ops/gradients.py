@@ -24,6 +24,9 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.ops.registration import define_collective
 from hecate.runtime.state.registry import Registry
 
+# Bytes of the vectors that compiled kernels read on a GPU.
+_ALIGNMENT = 16
+
 
 @dataclass
 class GradientSync:
@@ -107,11 +110,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
     dtype = sync.dtype or own_dtype
-    buffer = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
-    parts = [
-        part.view(grad.shape)
-        for part, grad in zip(buffer.split([grad.numel() for grad in grads]), grads, strict=True)
-    ]
+    buffer, parts = _room_for(grads, dtype)
     torch._foreach_copy_(parts, list(grads))
     if sync.owed:
         for part, record in zip(parts, records, strict=True):
@@ -121,11 +120,29 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
                 gradient.zero_()
 
     def run() -> list[Tensor]:
+        if dtype == torch.float16:
+            # A sum over ranks may be more than float16 can hold, where the mean is not.
+            buffer.div_(sync.world.size)
         collectives.all_reduce(buffer, sync.world)
-        buffer.div_(sync.world.size)
+        if dtype != torch.float16:
+            buffer.div_(sync.world.size)
         return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
 
     return Job(sync.world.queue, run)
+
+
+def _room_for(grads: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """One buffer, and a part of it in the shape of each gradient.
+
+    Inductor takes the parts for tensors of their own and reads whole vectors, so each begins where one may begin.
+    """
+    step = _ALIGNMENT // dtype.itemsize
+    lengths = [-(-grad.numel() // step) * step for grad in grads]
+    padded = sum(lengths) > sum(grad.numel() for grad in grads)
+    # Padding travels too, and must be numbers.
+    buffer = (torch.zeros if padded else torch.empty)(sum(lengths), dtype=dtype, device=grads[0].device)
+    parts = [part[: grad.numel()].view(grad.shape) for part, grad in zip(buffer.split(lengths), grads, strict=True)]
+    return buffer, parts
 
 
 def _average_gradients_fake(grads: Sequence[Tensor], ids: Sequence[int]) -> list[Tensor]:

@@ -121,11 +121,11 @@ def _weight_grad_like(x: Tensor, grad: Tensor, slots: int, transposed: bool) -> 
 
 
 def _row_slots(offs: Tensor, num_rows: int) -> Tensor:
-    slots = torch.arange(offs.shape[0], device=offs.device)
-    lengths = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
-    inside = torch.repeat_interleave(slots, lengths)
+    rows = torch.arange(num_rows, dtype=offs.dtype, device=offs.device)
+    # Not repeat_interleave, for which the host would wait for the device.
+    slots = torch.searchsorted(offs, rows, right=True)
     # Padding rows belong to no slot; the last one is as good as any, since they are never read.
-    return torch.nn.functional.pad(inside, (0, num_rows - inside.shape[0]), value=max(offs.shape[0] - 1, 0))
+    return slots.clamp_(max=max(offs.shape[0] - 1, 0))
 
 
 def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:
@@ -133,7 +133,7 @@ def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:
 
 
 def _sizes_to_offsets(sizes: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32).to(like.device)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0).to(torch.int32).to(like.device)
 
 
 def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def exchange(
                 total += len(mine[-1])
             ends.append(total)
         arrived.append(torch.cat(mine))
-        slot_offsets.append(torch.tensor(ends, dtype=torch.int32))
+        slot_offsets.append(torch.tensor(ends, dtype=torch.int32, device="cpu"))
     return arrived, slot_offsets
 
 
@@ -106,7 +106,7 @@ def exchange_back(
     arrived: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints], num_rows: list[int]
 ) -> list[Tensor]:
     """The way back: every row returns to the position it left from; rows that never left are zero."""
-    positions = [torch.arange(int(offs[-1])) for offs in offsets]
+    positions = [torch.arange(int(offs[-1]), device="cpu") for offs in offsets]
     ranks = [torch.full_like(position, rank) for rank, position in enumerate(positions)]
     where, _ = exchange(positions, offsets, placement, sends)
     whose, _ = exchange(ranks, offsets, placement, sends)
@@ -149,4 +149,4 @@ def grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> T
 def row_slots(offs: Tensor, num_rows: int) -> Tensor:
     """The slot of each row, int64 ``[num_rows]``."""
     slots = [sum(1 for end in offs.tolist() if end <= row) for row in range(num_rows)]
-    return torch.tensor(slots, dtype=torch.int64).clamp_(max=max(len(offs) - 1, 0))
+    return torch.tensor(slots, dtype=torch.int64, device="cpu").clamp_(max=max(len(offs) - 1, 0))

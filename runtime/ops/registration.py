@@ -23,7 +23,8 @@ from hecate.runtime.comm import queue
 from hecate.runtime.comm.collective import Carries, Collective, Role, add_collective
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# They talk to the host, to other ranks and to records of layers: a captured CUDA graph would skip all that.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
 # Operators that decide something for one step. Computed again, they would decide for another.
 PLANS: set[torch._ops.OpOverload] = set()
@@ -75,7 +76,8 @@ def define_collective(
 
     def start(*given: Any) -> Tensor:
         *args, _, note = given
-        return torch.tensor([begin(prepare, args, note)])
+        # A graph keeps it on the host, whatever the default device is.
+        return torch.tensor([begin(prepare, args, note)], device="cpu")
 
     def wait(token: Tensor, *args: Any) -> Any:
         return queue.wait(int(token))

@@ -35,6 +35,36 @@ def test_bucket_averages_over_ranks() -> None:
     on_threads(check)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_mean_begins_where_compiled_kernels_may_read_a_vector(dtype: torch.dtype) -> None:
+    """Inductor's kernels for GPUs assume 16 bytes, since the operator's fake returns tensors of their own."""
+
+    def check(world: World) -> None:
+        sync, model = (
+            GradientSync(world),
+            nn.ParameterList(
+                [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3,), (), (2, 5), (8,), (0,), (1,))]
+            ),
+        )
+        records = [add_replicated(model, str(key), sync) for key in range(len(model))]
+        grads = [torch.full_like(one, world.rank + 1.0) for one in model]
+        means = torch.ops.hecate.average_gradients(grads, [record.id for record in records])
+        assert all(mean.data_ptr() % 16 == 0 for mean in means if mean.numel())
+        assert all(torch.equal(mean, torch.full_like(mean, 2.0)) for mean in means)
+
+    on_threads(check)
+
+
+def test_a_mean_of_float16_does_not_overflow_on_its_way() -> None:
+    def check(world: World) -> None:
+        sync, model = GradientSync(world), nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.float16))])
+        record = add_replicated(model, "0", sync)
+        (mean,) = torch.ops.hecate.average_gradients([torch.full((4,), 40_000.0, dtype=torch.float16)], [record.id])
+        assert torch.allclose(mean, torch.full_like(mean, 40_000.0), rtol=1e-3)
+
+    on_threads(check)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation_averages_what_was_left_local(set_to_none: bool) -> None:
     """Two windows of three micro-batches, cleared between in either way."""

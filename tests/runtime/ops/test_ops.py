@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hecate.runtime.comm import collectives as comm_collectives
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.collective import collective_named, collectives
 from hecate.runtime.comm.world import SINGLE, World
@@ -49,6 +50,18 @@ def test_gather_and_reduce_scatter(name: str) -> None:
         grads = [torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
         out.backward(grads[world.rank])
         torch.testing.assert_close(shard.grad, reference.reduce_scatter_experts(grads, owners)[world.rank])
+
+    on_threads(check)
+
+
+def test_bf16_gradients_of_all_ranks_are_added_up_in_float32() -> None:
+    """256 + 1 is 256 in bf16, and 256 + 1 + 1 is 258."""
+    owners = OWNERS["contiguous"]
+
+    def check(world: World) -> None:
+        grad = torch.full((5, 1), [256.0, 1.0, 1.0][world.rank], dtype=torch.bfloat16)
+        total = comm_collectives.reduce_scatter_shards(grad, owners, world)
+        assert total.dtype == torch.bfloat16 and torch.equal(total, torch.full_like(total, 258.0))
 
     on_threads(check)
 
