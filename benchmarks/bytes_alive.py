@@ -201,7 +201,9 @@ def _gathers(func: Any) -> bool:
     from hecate.runtime.comm.collective import wait_of, whole_of
 
     collective = wait_of(func) or whole_of(func)
-    return collective is not None and collective.role == "gather"
+    if collective is None or collective.role == "reduce":
+        return False
+    return collective.role == "gather" or collective.carries == "replicas"
 
 
 def _key(tensor: torch.Tensor) -> int:

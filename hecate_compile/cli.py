@@ -151,8 +151,8 @@ def _table(results: list[Result]) -> Table:
     table = Table(
         "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
         "GB leaving a node", "GB of states", "GB of slots", "GB at the peak", "GB of activations",
-        caption="times as fast as the first policy on the same cluster; memory of the rank with most, in brackets the "
-        "mean of all; peak and activations without fusion, which Inductor does",
+        caption="times as fast as the first policy on the same cluster; memory of the rank with most, in brackets "
+        "the mean of all; peak and activations as if no operators were fused",
     )  # fmt: skip
     first: dict[str, float] = {}
     for r in results:

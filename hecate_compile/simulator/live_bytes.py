@@ -6,8 +6,8 @@ What counts, and what is assumed:
   backward. Other results of the forward but the loss are dropped when it returns.
 - Views own nothing. No operator writes into memory of another, and none are fused: Inductor does both, so its peak is
   lower. A backend that runs the graph as it stands (``aot_eager``) comes out as here.
-- A collective holds a copy of what it sends and its result from its start to its wait; of rows, at the wait, what has
-  arrived as well, before it is put in order.
+- A collective holds its results and its buffers (what it sends, and what has arrived before it is put in its place)
+  from its start to its wait, as if it ran all that time.
 - Memory inside other operators, of the batch, of the process and of the allocator's gaps is not counted.
 - Gradients are cleared to None between steps. The optimizer needs no memory beside its states.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +25,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from hecate.passes.final.node_cost import Clock, bytes_of, tensors_of, wire_itemsize
+from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.final.node_cost import Clock, bytes_of, payload_of, tensors_of, wire_itemsize
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import start_of, wait_of
 from hecate.simulator.capture import Capture
@@ -66,6 +67,21 @@ class _Storage:
     kind: Kind
     born: int
     last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """What a collective holds from its start on.
+
+    Attributes:
+        results: of its wait, unless they are made at the very end.
+        buffers: until it is waited for.
+        passing: until just before.
+    """
+
+    results: list[Storages] = field(default_factory=list)
+    buffers: Storages = ()
+    passing: Storages = ()
 
 
 class LiveBytes:
@@ -154,6 +170,7 @@ class _Walk:
     def backward(self, graph: Graph) -> None:
         held: dict[Node, list[Storages]] = {}
         saved = iter(self._saved)
+        self.position += 1
         for node in graph.nodes:
             if node.op == "placeholder" and _is_tensor(node):
                 held[node] = [self._new(bytes_of(node.meta["val"])) if _is_tangent(node) else next(saved)]
@@ -168,20 +185,18 @@ class _Walk:
 
     def _run(self, graph: Graph, held: dict[Node, list[Storages]]) -> dict[Node, list[Storages]]:
         """Storages of every result of each node; a tensor has one result, with one storage or none."""
-        in_flight: dict[Node, Storages] = {}
+        in_flight: dict[Node, _InFlight] = {}
         for node in graph.nodes:
             self.position += 1
             for source in node.all_input_nodes:
-                # A later collective names an earlier one's start for the order alone.
-                if source not in in_flight or wait_of(node.target) is not None:
-                    self._touch(held[source])
-                    self._touch([in_flight.get(source, ())])
+                # Later collectives name an earlier one's start for the order alone.
+                self._touch(held.get(source, ()))
             if node.op != "call_function":
                 held.setdefault(node, [()])
             elif start_of(node.target) is not None:
-                held[node], in_flight[node] = self._start(node)
+                in_flight[node] = self._start(node)
             elif wait_of(node.target) is not None:
-                held[node] = self._wait(node, held)
+                held[node] = self._wait(node, in_flight)
             elif is_getitem(node):
                 whole, index = node.args
                 assert isinstance(whole, Node) and isinstance(index, int)
@@ -193,37 +208,51 @@ class _Walk:
                 held[node] = self._results(node, "activations")
         return held
 
-    def _start(self, start: Node) -> tuple[list[Storages], Storages]:
-        """What its wait returns, and the copy of what it sends."""
+    def _start(self, start: Node) -> _InFlight:
         collective = start_of(start.target)
         (wait,) = (user for user in start.users if wait_of(user.target) is not None)
         assert collective is not None
-        gathers = collective.role == "gather"
-        if gathers and collective.carries == "replicas":
-            sent = self._leaving(wait)
-        else:
-            sent = sum(
-                (_wire_bytes(start, tensor) for tensor in tensors_of(start) if _is_tensor(tensor)), start=sympy.S.Zero
-            )
-        return self._results(wait, "gathered" if gathers else "activations"), self._new(sent)
+        sent = sum((_wire_bytes(start, tensor) for tensor in tensors_of(start) if _is_tensor(tensor)), sympy.S.Zero)
+        if collective.carries == "bucket":
+            # Its one buffer is what it returns.
+            return _InFlight(results=self._results(wait, "activations"))
+        if collective.carries == "rows":
+            buffers = self._new(sent + _wire_bytes(start, wait))
+            return _InFlight(results=self._results(wait, "activations"), buffers=buffers)
+        if collective.carries != "replicas":
+            kind: Kind = "gathered" if collective.role == "gather" else "activations"
+            return _InFlight(results=self._results(wait, kind), buffers=self._new(sent))
+        if collective.role != "reduce":
+            arriving = bytes_of(wait.meta["val"])
+            leaving = self._leaving(arriving)
+            # Copies of experts that leave; those chosen for a stage, packed, and replicas as they came.
+            buffers, passing = self._new(leaving), self._new(2 * leaving + arriving)
+            return _InFlight(results=self._results(wait, "gathered"), buffers=buffers, passing=passing)
+        replicas = bytes_of([node.meta["val"] for node in arguments_of(start)["replicas"]])
+        size = payload_of(start)[0].meta["val"].element_size()
+        wider = sympy.Rational(max(size, 4), size)
+        # What is added up, in float32 at least; gradients of replicas chosen, packed, and what holders returned. The
+        # results are made of the sums when all that is gone.
+        buffers = self._new(wider * sent)
+        return _InFlight(buffers=buffers, passing=self._new((wider + 1) * replicas + self._leaving(replicas)))
 
-    def _leaving(self, wait: Node) -> sympy.Expr:
-        """Bytes of own experts for other ranks, as large as the replicas that a rank gets."""
-        arriving = bytes_of(wait.meta["val"])
-        for symbol in arriving.free_symbols:
+    def _wait(self, wait: Node, in_flight: dict[Node, _InFlight]) -> list[Storages]:
+        (start,) = (node for node in wait.all_input_nodes if node in in_flight)
+        found = in_flight[start]
+        self._touch([*found.results, found.buffers])
+        for number in found.passing:
+            self.storages[number].last = self.position - 1
+        return found.results or self._results(wait, "activations")
+
+    def _leaving(self, replicas: sympy.Expr) -> sympy.Expr:
+        """Bytes of own experts that others have, each once, from those of a rank's replicas."""
+        for symbol in replicas.free_symbols:
             meaning = self._symbols.get(symbol)
             if meaning is not None and meaning.what == "replicas":
                 leaving = sympy.Symbol(f"leaving_{meaning.layer}")
                 self._symbols[leaving] = meaning._replace(what="leaving")
-                arriving = arriving.subs(symbol, leaving)
-        return arriving
-
-    def _wait(self, wait: Node, held: dict[Node, list[Storages]]) -> list[Storages]:
-        collective = wait_of(wait.target)
-        (start,) = (node for node in wait.all_input_nodes if start_of(node.target) is not None and wait in node.users)
-        if collective is not None and collective.carries == "rows":
-            self._new(_wire_bytes(start, wait))
-        return held[start]
+                replicas = replicas.subs(symbol, leaving)
+        return replicas
 
     def _results(self, node: Node, kind: Kind) -> list[Storages]:
         value = node.meta.get("val")
