@@ -11,8 +11,10 @@ graphs alone. Results go to build/benchmarks/activations.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -136,8 +138,8 @@ def measure(system: str, workload: str, size: Size) -> dict[str, Any]:
     return {"states": held, "peak": held + peak.all, **asdict(peak), "rows": rows}
 
 
-def predict(system: str, workload: str, size: Size) -> dict[str, Any]:
-    """The same for all ranks, without any: lists over ranks."""
+def predict(system: str, size: Size, workloads: Sequence[str] = WORKLOADS) -> dict[str, dict[str, Any]]:
+    """The same for all ranks, without any: lists over ranks, for each workload."""
     from hecate.simulator import ClusterSpec, capture, walk
     from hecate.simulator.live_bytes import LiveBytes
 
@@ -150,15 +152,17 @@ def predict(system: str, workload: str, size: Size) -> dict[str, Any]:
         routing.prepare(model, size.tokens)
         ids = torch.zeros(size.sequences, size.sequence, dtype=torch.int64)
         made = capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
-    ((_, routed),) = walk(
-        config.policy, counts_of(workload, size), [layer.owners for layer in made.layers],
-        topology=cluster.topology, rates=config.rates, sizes=made.sizes, steps=[STEPS - 1],
-    )  # fmt: skip
-    found = {
-        key: np.round(value).astype(int).tolist()
-        for key, value in vars(LiveBytes(made).step(routed, optimizer_bytes=ADAMW)).items()
-    }
-    return {**found, "rows": [layer.rows.sum(0).tolist() for layer in routed]}
+    live, found = LiveBytes(made), {}
+    for workload in workloads:
+        ((_, routed),) = walk(
+            # A policy remembers steps.
+            copy.deepcopy(config.policy), counts_of(workload, size), [layer.owners for layer in made.layers],
+            topology=cluster.topology, rates=config.rates, sizes=made.sizes, steps=[STEPS - 1],
+        )  # fmt: skip
+        held = vars(live.step(routed, optimizer_bytes=ADAMW))
+        found[workload] = {key: np.round(value).astype(int).tolist() for key, value in held.items()}
+        found[workload]["rows"] = [layer.rows.sum(0).tolist() for layer in routed]
+    return found
 
 
 def run_rank(size: Size) -> None:
@@ -222,17 +226,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=Size.ranks)
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--skew", type=float, default=Size.skew)
+    parser.add_argument("--report", action="store_true", help="predict again, beside what was measured last")
     args = parser.parse_args()
     size = Size(ranks=args.ranks, layers=args.layers, skew=args.skew)
     if is_rank():
         run_rank(size)
         return
-    run_on_ranks("benchmarks.activations", size.ranks, timeout=1500)
+    if not args.report:
+        run_on_ranks("benchmarks.activations", size.ranks, timeout=1500)
     path = results_folder() / "activations.json"
     found = json.loads(path.read_text())
-    found["predicted"] = {
-        system: {workload: predict(system, workload, size) for workload in WORKLOADS} for system in SYSTEMS
-    }
+    found["predicted"] = {system: predict(system, Size(**found["size"])) for system in SYSTEMS}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(report(found))
     print(summary(found))

@@ -82,7 +82,7 @@ def simulate(
             results += study(build, spec, copy.deepcopy(makers), partial(routing, spec), options)
     except (ClusterError, CaptureError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
-    Console(width=150, markup=False, emoji=False).print(_table(results))
+    Console(width=160, markup=False, emoji=False).print(_table(results))
     if out is not None:
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
@@ -150,7 +150,7 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Cluste
 def _table(results: list[Result]) -> Table:
     table = Table(
         "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
-        "GB leaving a node", "GB of states", "GB of slots", "GB at the peak", "GB of activations",
+        "GB leaving a node", "GB of states", "GB of slots", "GB, peak", "GB, activations",
         caption="times as fast as the first policy on the same cluster; memory of the rank with most, in brackets "
         "the mean of all; peak and activations as if no operators were fused",
     )  # fmt: skip

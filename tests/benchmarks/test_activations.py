@@ -57,11 +57,11 @@ def test_the_ledger_looks_into_operators_of_hecate() -> None:
 @pytest.mark.parametrize("system", ["static EP", "hecate"])
 def test_the_prediction_is_what_ranks_hold(system: str) -> None:
     found = run_ranks("tests.benchmarks.test_activations:run", 2, system=system, size=asdict(_SMALL))
-    said = predict(system, "zipf", _SMALL)
+    said = predict(system, _SMALL, ["zipf"])["zipf"]
     assert found[0]["rows"] == said["rows"]
     for key in ("states", "peak", "most_activations"):
         measured = np.asarray([one[key] for one in found])
-        assert said[key] == pytest.approx(measured, rel=0.05), key
+        assert said[key] == pytest.approx(measured, rel=0.1), key
     # What is to be predicted is not the same on both ranks, unless rows are.
     ratio = max(said["most_activations"]) / min(said["most_activations"])
     assert ratio > 1.2 if system == "static EP" else ratio < 1.05
