@@ -88,7 +88,7 @@ def simulate(
             results += study(build, spec, copy.deepcopy(makers), partial(routing, spec), options)
     except (ClusterError, CaptureError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
-    Console(width=150, markup=False, emoji=False).print(_table(results))
+    Console(width=160, markup=False, emoji=False).print(_table(results))
     if out is not None:
         out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
@@ -162,8 +162,9 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Cluste
 def _table(results: list[Result]) -> Table:
     table = Table(
         "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
-        "GB leaving a node", "GB of states", "GB of slots",
-        caption="times as fast as the first policy on the same cluster; memory of the rank with most",
+        "GB leaving a node", "GB of states", "GB of slots", "GB, peak", "GB, activations",
+        caption="times as fast as the first policy on the same cluster; memory of the rank with most, in brackets "
+        "the mean of all; peak and activations as if no operators were fused",
     )  # fmt: skip
     first: dict[str, float] = {}
     for r in results:
@@ -171,7 +172,8 @@ def _table(results: list[Result]) -> Table:
         table.add_row(
             r.cluster, r.policy, f"{r.seconds * 1e3:.1f}", f"{base / r.seconds:.2f}", f"{r.imbalance:.2f}",
             f"{r.replicas:.1f}", f"{r.waited * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
-            f"{r.slot_bytes / 1e9:.3f}",
+            f"{r.slot_bytes / 1e9:.3f}", f"{r.peak / 1e9:.1f} ({r.mean_peak / 1e9:.1f})",
+            f"{r.activations / 1e9:.1f} ({r.mean_activations / 1e9:.1f})",
         )  # fmt: skip
     return table
 

@@ -14,6 +14,7 @@ trace.
 | ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
 | ``replay`` | a recorded trace through policies, without a graph |
 | ``memory`` | bytes of states and slots |
+| ``live_bytes`` | bytes of all that every rank holds during a step, activations included |
 | ``study`` | policies beside each other |
 | ``workloads`` | routing that is made up, or fitted to another number of ranks |
 | ``step`` | one step on all ranks: seconds, bytes, and who waited |
@@ -21,7 +22,19 @@ trace.
 
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterError, ClusterSpec
+from hecate.simulator.live_bytes import LiveBytes, StepMemory
 from hecate.simulator.routing import LayerStep, walk
 from hecate.simulator.step import Prediction, Simulator
 
-__all__ = ["Capture", "ClusterError", "ClusterSpec", "LayerStep", "Prediction", "Simulator", "capture", "walk"]
+__all__ = [
+    "Capture",
+    "ClusterError",
+    "ClusterSpec",
+    "LayerStep",
+    "LiveBytes",
+    "Prediction",
+    "Simulator",
+    "StepMemory",
+    "capture",
+    "walk",
+]

@@ -23,9 +23,11 @@ from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, 
 from hecate.passes.fx import calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
+from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
-What = Literal["rows", "replicas", "owned"]
+# Leaving: own experts that other ranks have replicas of.
+What = Literal["rows", "replicas", "owned", "leaving"]
 # What a layer has on every rank: (layer id, what) -> [W].
 RankSizes = Mapping[tuple[int, What], Floats]
 
@@ -99,7 +101,7 @@ def program_of(captured: Captured, symbols: Symbols) -> list[Item]:
     """
     graph = captured.graph.graph
     clock = Clock(captured.graph, captured.context)
-    _learn(graph.nodes, symbols)
+    learn_sizes(graph.nodes, symbols)
     items: list[Item] = []
     tokens: dict[Node, int] = {}
     pending: list[Node] = []
@@ -125,7 +127,7 @@ def program_of(captured: Captured, symbols: Symbols) -> list[Item]:
     return items
 
 
-def _learn(nodes: Any, symbols: Symbols) -> None:
+def learn_sizes(nodes: Any, symbols: Symbols) -> None:
     """Note which symbol is which size; the order of results is that of ``hecate.runtime.ops``."""
     hecate = torch.ops.hecate
     for node in nodes:
@@ -155,21 +157,27 @@ def _compute(nodes: Sequence[Node], clock: Clock, symbols: Symbols) -> Compute:
         if not any(symbol in symbols or symbol not in clock.hints for symbol in unknown):
             fixed.append((float(clock.number(operations)), float(clock.number(moved))))
         else:
-            routed.append(_function(operations, moved, unknown, clock, symbols))
+            routed.append(_pair(function_of([operations, moved], clock, symbols)))
     return Compute(operators=operators, fixed=tuple(fixed), routed=tuple(routed))
 
 
-def _function(
-    operations: sympy.Expr,
-    moved: sympy.Expr,
-    unknown: Sequence[sympy.Symbol],
-    clock: Clock,
-    symbols: Symbols,
-) -> Callable[[RankSizes], tuple[Floats, Floats]]:
-    call = sympy.lambdify(list(unknown), [operations, moved], modules="numpy")
+def _pair(function: Callable[[RankSizes], list[Floats]]) -> Callable[[RankSizes], tuple[Floats, Floats]]:
+    def evaluate(sizes: RankSizes) -> tuple[Floats, Floats]:
+        operations, moved = function(sizes)
+        return operations, moved
+
+    return evaluate
+
+
+def function_of(
+    expressions: Sequence[sympy.Expr], clock: Clock, symbols: Symbols
+) -> Callable[[RankSizes], list[Floats]]:
+    """Expressions in a graph's sizes as a function of what each rank has: ``[W]`` for each, or one for all ranks."""
+    unknown = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
+    call = sympy.lambdify(list(unknown), list(expressions), modules="numpy")
     layers = [symbols[symbol].layer for symbol in unknown if symbol in symbols]
 
-    def evaluate(sizes: RankSizes) -> tuple[Floats, Floats]:
+    def evaluate(sizes: RankSizes) -> list[Floats]:
         any_layer = layers[0] if layers else next(iter(sizes))[0]
         values: list[Any] = []
         for symbol in unknown:
@@ -181,10 +189,27 @@ def _function(
             else:
                 # The length of a shard.
                 values.append(sizes[any_layer, "owned"])
-        operations, moved = call(*values)
-        return np.asarray(operations, dtype=np.float64), np.asarray(moved, dtype=np.float64)
+        return [np.asarray(value, dtype=np.float64) for value in call(*values)]
 
     return evaluate
+
+
+def rank_sizes(ids: Sequence[int], layers: Sequence[LayerStep]) -> RankSizes:
+    """What each rank has in a step.
+
+    Args:
+        ids: of the layers.
+    """
+    sizes: dict[tuple[int, What], Floats] = {}
+    for id, layer in zip(ids, layers, strict=True):
+        experts, ranks = layer.placement.pairs
+        owned = np.asarray(layer.placement.owners.counts, dtype=np.float64)
+        sizes[id, "rows"] = layer.rows.sum(0).astype(np.float64)
+        sizes[id, "owned"] = owned
+        sizes[id, "replicas"] = np.bincount(ranks, minlength=len(owned)) - owned
+        elsewhere = np.bincount(experts, minlength=len(layer.computed)) > 1
+        sizes[id, "leaving"] = np.bincount(layer.placement.owner_array[elsewhere], minlength=len(owned)).astype(float)
+    return sizes
 
 
 def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:

@@ -22,9 +22,9 @@ from hecate.simulator.program import (
     Start,
     Symbols,
     Wait,
-    What,
     depends_on_routing,
     program_of,
+    rank_sizes,
 )
 from hecate.simulator.routing import LayerStep
 
@@ -85,11 +85,7 @@ class Simulator:
         """
         of = dict(zip(self.layers, layers, strict=True))
         links = _Links(self.cluster, of)
-        sizes: dict[tuple[int, What], Floats] = {}
-        for id, layer in of.items():
-            sizes[id, "rows"] = layer.rows.sum(0).astype(np.float64)
-            sizes[id, "owned"] = np.asarray(layer.placement.owners.counts, dtype=np.float64)
-            sizes[id, "replicas"] = _per_rank(layer.placement) - sizes[id, "owned"]
+        sizes = rank_sizes(self.layers, layers)
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
         for part, items in self.parts:

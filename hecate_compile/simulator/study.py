@@ -15,6 +15,7 @@ from hecate.runtime.placement.policy import Policy
 from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
+from hecate.simulator.live_bytes import LiveBytes
 from hecate.simulator.memory import count_memory
 from hecate.simulator.routing import walk
 from hecate.simulator.step import Simulator
@@ -55,7 +56,10 @@ class Result:
         waited: seconds that the rank which computes least stands still, for collectives and for others.
         replicas: of all ranks, per layer.
         node_bytes: bytes that leave a node in a step, the one that sends most.
-        states, slot_bytes: memory of the rank with most.
+        states, slot_bytes: memory of the rank with most; of states, gradients count too.
+        peak, mean_peak: the most bytes that a rank holds at one time, of the rank with most and of all on average:
+            states, and what is alive of what operators return (:mod:`hecate.simulator.live_bytes`).
+        activations, mean_activations: the same without states, gradients and replicas.
     """
 
     cluster: str
@@ -67,6 +71,10 @@ class Result:
     node_bytes: float
     states: float
     slot_bytes: float
+    peak: float
+    mean_peak: float
+    activations: float
+    mean_activations: float
 
 
 def study(
@@ -115,7 +123,7 @@ def _run(
         policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
         rates=replace(cluster.rates, hidden_seconds=hidden), sizes=made.sizes, steps=wanted,
     )  # fmt: skip
-    simulator, found = Simulator(made, cluster), []
+    simulator, live, found = Simulator(made, cluster), LiveBytes(made), []
     for _, routed in walked:
         update = made.dense_bytes + sum(
             np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.sizes.expert_bytes
@@ -125,12 +133,15 @@ def _run(
         memory = count_memory(
             made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.rematerialize
         )
+        held = live.step(routed, optimizer_bytes=options.optimizer_bytes)
         loads = [step.computed.sum(0) for step in routed]
         result = Result(
             cluster=cluster.name, policy=name, seconds=predicted.seconds, waited=float(predicted.waited.max()),
             imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
             replicas=float(np.mean([step.placement.num_replicas for step in routed])),
             node_bytes=float(predicted.sent.max()), states=memory.states, slot_bytes=memory.slots,
+            peak=float(held.peak.max()), mean_peak=float(held.peak.mean()),
+            activations=float(held.most_activations.max()), mean_activations=float(held.most_activations.mean()),
         )  # fmt: skip
         found.append(result)
     numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]

@@ -1,0 +1,294 @@
+"""Bytes that every rank holds during a step: states, and what the graphs' operators return while somebody needs it.
+
+What counts, and what is assumed:
+
+- A result is alive from its operator to its last user. What the forward saves is alive until its last user in the
+  backward. Other results of the forward but the loss are dropped when it returns.
+- Views own nothing. No operator writes into memory of another, and none are fused: Inductor does both, so its peak is
+  lower. A backend that runs the graph as it stands (``aot_eager``) comes out as here.
+- A collective holds its results and its buffers (what it sends, and what has arrived before it is put in its place)
+  from its start to its wait, as if it ran all that time.
+- Memory inside other operators, of the batch, of the process and of the allocator's gaps is not counted.
+- Gradients are cleared to None between steps. The optimizer needs no memory beside its states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.final.node_cost import Clock, bytes_of, payload_of, tensors_of, wire_itemsize
+from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.runtime.comm.collective import start_of, wait_of
+from hecate.simulator.capture import Capture
+from hecate.simulator.program import Floats, RankSizes, Symbols, function_of, learn_sizes, rank_sizes
+from hecate.simulator.routing import LayerStep
+
+Kind = Literal["activations", "gathered", "gradients"]
+# Numbers of what a tensor lies in: one, or none if it is a state or empty.
+Storages = tuple[int, ...]
+KINDS: tuple[Kind, ...] = ("activations", "gathered", "gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of each rank, ``[W]``.
+
+    Attributes:
+        states: parameters and optimizer states, which stay.
+        peak: the most of everything at one time.
+        gradients, gathered, activations: of that, gradients of parameters; replicas and gathered parameters; and all
+            else but states.
+        most_activations: the most of activations, whenever that is.
+    """
+
+    states: Floats
+    peak: Floats
+    gradients: Floats
+    gathered: Floats
+    activations: Floats
+    most_activations: Floats
+
+
+@dataclass(kw_only=True)
+class _Storage:
+    """Memory behind one or several tensors, alive at all positions from ``born`` to ``last``."""
+
+    size: sympy.Expr
+    kind: Kind
+    born: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """What a collective holds from its start on.
+
+    Attributes:
+        results: of its wait, unless they are made at the very end.
+        buffers: until it is waited for.
+        passing: until just before.
+    """
+
+    results: list[Storages] = field(default_factory=list)
+    buffers: Storages = ()
+    passing: Storages = ()
+
+
+class LiveBytes:
+    """Walks through a captured step and adds up what is alive.
+
+    Args:
+        capture: the graphs.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        symbols: Symbols = {}
+        clocks = [Clock(captured.graph, captured.context) for captured in capture.graphs]
+        for captured in capture.graphs:
+            learn_sizes(captured.graph.graph.nodes, symbols)
+        forward, backward = (captured.graph.graph for captured in capture.graphs)
+        walk = _Walk(symbols)
+        walk.forward(forward, saves=sum(not _is_tangent(node) for node in backward.find_nodes(op="placeholder")))
+        walk.backward(backward)
+        self._length = walk.position + 1
+        # Lifetimes of the same size are walked through together.
+        changes: dict[tuple[sympy.Expr, Kind], Counter[int]] = {}
+        for storage in walk.storages:
+            if storage.size != 0:
+                change = changes.setdefault((storage.size, storage.kind), Counter())
+                change[storage.born] += 1
+                change[storage.last + 1] -= 1
+        self._lifetimes: list[tuple[Callable[[RankSizes], Sequence[Floats]], Kind, Counter[int]]] = [
+            (function_of([size], clocks[-1], symbols), kind, change) for (size, kind), change in changes.items()
+        ]
+
+    def step(self, layers: Sequence[LayerStep], *, optimizer_bytes: float) -> StepMemory:
+        """Bytes of the step with this routing.
+
+        Args:
+            layers: in the order of the captured model's.
+            optimizer_bytes: of one parameter, beside itself and its gradient: 8 for AdamW in fp32 (two moments), 12
+                with a master copy.
+        """
+        capture = self._capture
+        sizes = rank_sizes([layer.id for layer in capture.layers], layers)
+        world_size = len(layers[0].rows)
+        dense = sum(count * (size + optimizer_bytes) for count, size in capture.dense)
+        states = np.full(world_size, dense, dtype=np.float64)
+        for layer in capture.layers:
+            own = sizes[layer.id, "owned"] * layer.sizes.expert_bytes
+            states += own * (1 + optimizer_bytes / layer.dtype.itemsize)
+        alive = {kind: np.zeros((self._length + 1, world_size)) for kind in KINDS}
+        for function, kind, change in self._lifetimes:
+            (size,) = function(sizes)
+            positions, counts = np.array(list(change)), np.array(list(change.values()), dtype=np.float64)
+            alive[kind][positions] += counts[:, None] * size
+        for timeline in alive.values():
+            np.cumsum(timeline, axis=0, out=timeline)
+        total = sum(alive.values(), start=np.zeros(()))
+        when, ranks = total.argmax(0), np.arange(world_size)
+        parts = {kind: alive[kind][when, ranks] for kind in KINDS}
+        return StepMemory(
+            states=states, peak=states + total[when, ranks], most_activations=alive["activations"].max(0),
+            gradients=parts["gradients"], gathered=parts["gathered"], activations=parts["activations"],
+        )  # fmt: skip
+
+
+class _Walk:
+    """Storages of graphs that run one after the other, and when they live.
+
+    Args:
+        symbols: what unbacked sizes stand for; what is alive adds its own.
+    """
+
+    def __init__(self, symbols: Symbols) -> None:
+        self._symbols = symbols
+        self.storages: list[_Storage] = []
+        self.position = 0
+        # What the forward saves: storages of every tensor, in order.
+        self._saved: list[Storages] = []
+
+    def forward(self, graph: Graph, *, saves: int) -> None:
+        """Args:
+        saves: how many of the last results are for the backward.
+        """
+        # The inputs are parameters, which are states, and the batch.
+        held = self._run(graph, {})
+        self._saved = [held[node][0] for node in _results(graph)[-saves:] if _is_tensor(node)] if saves else []
+
+    def backward(self, graph: Graph) -> None:
+        held: dict[Node, list[Storages]] = {}
+        saved = iter(self._saved)
+        self.position += 1
+        for node in graph.nodes:
+            if node.op == "placeholder" and _is_tensor(node):
+                held[node] = [self._new(bytes_of(node.meta["val"])) if _is_tangent(node) else next(saved)]
+        if next(saved, None) is not None:
+            raise LookupError("hecate: the forward saves more than the backward takes")
+        held = self._run(graph, held)
+        self.position += 1
+        for node in _results(graph):
+            for number in held[node][0] if _is_tensor(node) else ():
+                self.storages[number].last = self.position
+                self.storages[number].kind = "gradients"
+
+    def _run(self, graph: Graph, held: dict[Node, list[Storages]]) -> dict[Node, list[Storages]]:
+        """Storages of every result of each node; a tensor has one result, with one storage or none."""
+        in_flight: dict[Node, _InFlight] = {}
+        for node in graph.nodes:
+            self.position += 1
+            for source in node.all_input_nodes:
+                # Later collectives name an earlier one's start for the order alone.
+                self._touch(held.get(source, ()))
+            if node.op != "call_function":
+                held.setdefault(node, [()])
+            elif start_of(node.target) is not None:
+                in_flight[node] = self._start(node)
+            elif wait_of(node.target) is not None:
+                held[node] = self._wait(node, in_flight)
+            elif is_getitem(node):
+                whole, index = node.args
+                assert isinstance(whole, Node) and isinstance(index, int)
+                held[node] = [held[whole][index if len(held[whole]) > 1 else 0]]
+            elif _is_alias(node):
+                first = tree_leaves(node.args)[0]
+                held[node] = held[first] if isinstance(first, Node) else [()]
+            else:
+                held[node] = self._results(node, "activations")
+        return held
+
+    def _start(self, start: Node) -> _InFlight:
+        collective = start_of(start.target)
+        (wait,) = (user for user in start.users if wait_of(user.target) is not None)
+        assert collective is not None
+        sent = sum((_wire_bytes(start, tensor) for tensor in tensors_of(start) if _is_tensor(tensor)), sympy.S.Zero)
+        if collective.carries == "bucket":
+            # Its one buffer is what it returns.
+            return _InFlight(results=self._results(wait, "activations"))
+        if collective.carries == "rows":
+            buffers = self._new(sent + _wire_bytes(start, wait))
+            return _InFlight(results=self._results(wait, "activations"), buffers=buffers)
+        if collective.carries != "replicas":
+            kind: Kind = "gathered" if collective.role == "gather" else "activations"
+            return _InFlight(results=self._results(wait, kind), buffers=self._new(sent))
+        if collective.role != "reduce":
+            arriving = bytes_of(wait.meta["val"])
+            leaving = self._leaving(arriving)
+            # Copies of experts that leave; those chosen for a stage, packed, and replicas as they came.
+            buffers, passing = self._new(leaving), self._new(2 * leaving + arriving)
+            return _InFlight(results=self._results(wait, "gathered"), buffers=buffers, passing=passing)
+        replicas = bytes_of([node.meta["val"] for node in arguments_of(start)["replicas"]])
+        size = payload_of(start)[0].meta["val"].element_size()
+        wider = sympy.Rational(max(size, 4), size)
+        # What is added up, in float32 at least; gradients of replicas chosen, packed, and what holders returned. The
+        # results are made of the sums when all that is gone.
+        buffers = self._new(wider * sent)
+        return _InFlight(buffers=buffers, passing=self._new((wider + 1) * replicas + self._leaving(replicas)))
+
+    def _wait(self, wait: Node, in_flight: dict[Node, _InFlight]) -> list[Storages]:
+        (start,) = (node for node in wait.all_input_nodes if node in in_flight)
+        found = in_flight[start]
+        self._touch([*found.results, found.buffers])
+        for number in found.passing:
+            self.storages[number].last = self.position - 1
+        return found.results or self._results(wait, "activations")
+
+    def _leaving(self, replicas: sympy.Expr) -> sympy.Expr:
+        """Bytes of own experts that others have, each once, from those of a rank's replicas."""
+        for symbol in replicas.free_symbols:
+            meaning = self._symbols.get(symbol)
+            if meaning is not None and meaning.what == "replicas":
+                leaving = sympy.Symbol(f"leaving_{meaning.layer}")
+                self._symbols[leaving] = meaning._replace(what="leaving")
+                replicas = replicas.subs(symbol, leaving)
+        return replicas
+
+    def _results(self, node: Node, kind: Kind) -> list[Storages]:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        return [self._new(bytes_of(part), kind) for part in parts]
+
+    def _new(self, size: sympy.Expr, kind: Kind = "activations") -> Storages:
+        if size == 0:
+            return ()
+        self.storages.append(_Storage(size=size, kind=kind, born=self.position, last=self.position))
+        return (len(self.storages) - 1,)
+
+    def _touch(self, results: Iterable[Storages]) -> None:
+        for storages in results:
+            for number in storages:
+                self.storages[number].last = self.position
+
+
+def _is_alias(node: Node) -> bool:
+    """Whether an operator returns memory of its first argument."""
+    return is_view(node) or calls(node, torch.ops.aten._unsafe_view)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_tangent(node: Node) -> bool:
+    return node.name.startswith("tangents")
+
+
+def _results(graph: Graph) -> list[Any]:
+    (output,) = graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _wire_bytes(start: Node, tensor: Node) -> sympy.Expr:
+    value = tensor.meta["val"]
+    return bytes_of(value) / value.element_size() * wire_itemsize(start, value)
