@@ -22,21 +22,38 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hecate.runtime.ops.registration import define, differentiate
 
+# Groups that torch's kernel takes in one call.
+_MOST_GROUPS = 1023
 
-def _native_grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> bool:
-    """Whether torch's own kernel takes these operands: bf16 on CUDA with 16-byte aligned rows."""
+
+def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
+    """Whether torch's own kernel takes these operands: bf16 on CUDA with 16-byte aligned rows.
+
+    Args:
+        other: what rows are multiplied with ``[S, K, N]``, or other rows ``[R, N]``.
+    """
     return (
-        x.is_cuda
-        and x.dtype == w.dtype == torch.bfloat16
+        _has_kernel(x)
+        and x.dtype == other.dtype == torch.bfloat16
         and x.shape[0] > 0
-        and w.shape[0] > 0
-        and all(size * x.element_size() % 16 == 0 for size in w.shape[1:])
+        and 0 < offs.shape[0] <= _MOST_GROUPS
+        and all(size * x.element_size() % 16 == 0 for size in (x.shape[1], *other.shape[1:]))
     )
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _for_kernel(w: Tensor) -> Tensor:
+    """The kernel wants one of the last two dimensions without gaps, and 16-byte aligned memory."""
+    dense = 1 in w.stride()[-2:] and w.data_ptr() % 16 == 0
+    return w if dense else w.contiguous()
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     if _native_grouped_mm(x, w, offs):
-        out = torch._grouped_mm(x.contiguous(), w, offs=offs.to(torch.int32))
+        out = torch._grouped_mm(x.contiguous(), _for_kernel(w), offs=offs.to(torch.int32))
         # The kernel leaves rows beyond the last offset unwritten.
         return out.masked_fill_(_padding(offs, x.shape[0]), 0)
     return _loop(x, [w], offs)
@@ -79,6 +96,8 @@ def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor
 
 
 def _grouped_mm_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+    if _native_grouped_mm(x, grad, offs):
+        return _native_weight_grad(x, grad, offs, transposed)
     out = _grouped_mm_weight_grad_fake(x, grad, offs, transposed)
     _fill_weight_grads(x, grad, offs, [out.transpose(1, 2) if transposed else out], transposed)
     return out
@@ -87,9 +106,22 @@ def _grouped_mm_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: b
 def _grouped_mm_pair_weight_grad(
     x: Tensor, grad: Tensor, offs: Tensor, owned: int, replicas: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
+    if _native_grouped_mm(x, grad, offs):
+        whole = _native_weight_grad(x, grad, offs, transposed)
+        return whole[:owned], whole[owned:]
     out = _grouped_mm_pair_weight_grad_fake(x, grad, offs, owned, replicas, transposed)
     _fill_weight_grads(x, grad, offs, [part.transpose(1, 2) if transposed else part for part in out], transposed)
     return out
+
+
+def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+    """One kernel for all slots, without a look at the offsets on the host: ``[S, K, N]``."""
+    left, right = (grad, x) if transposed else (x, grad)
+    out = torch._grouped_mm(left.contiguous().t(), right.contiguous(), offs=offs.to(torch.int32))
+    # What the kernel writes for a slot without rows is zeros on some GPUs only.
+    empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
+    out.masked_fill_(empty[:, None, None], 0)
+    return out.transpose(1, 2) if transposed else out
 
 
 def _fill_weight_grads(x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool) -> None:

@@ -10,7 +10,7 @@ from hecate.runtime.comm import collectives as comm_collectives
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.collective import collective_named, collectives
 from hecate.runtime.comm.world import SINGLE, World
-from hecate.runtime.ops import reference
+from hecate.runtime.ops import grouped_mm, reference
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
@@ -373,6 +373,41 @@ def test_grouped_mm_of_own_experts_and_replicas(
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(torch.cat(ours[1:]), theirs[1])
     assert ours[1].stride() == own.stride() and ours[2].stride() == more.stride()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("owned", "replicas"), [(4, 0), (2, 2), (0, 4)])
+def test_products_by_torchs_grouped_kernel(
+    owned: int, replicas: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on GPUs in bf16, here with torch's own implementation for CPUs: slots without rows, and padding."""
+    offs = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    x = torch.randn(12, 8, dtype=torch.bfloat16)
+    stored = torch.randn(4, 16, 8) if transposed else torch.randn(4, 8, 16)
+    w = stored.to(torch.bfloat16).transpose(1, 2) if transposed else stored.to(torch.bfloat16)
+    own, more = w[:owned], w[owned:]
+    grad = torch.randn(12, 16, dtype=torch.bfloat16)
+    ops = torch.ops.hecate
+    loops = (
+        ops.grouped_mm_pair(x, own, more, offs),
+        *ops.grouped_mm_pair_weight_grad(x, grad, offs, owned, replicas, transposed),
+    )
+    calls = []
+    kernel = torch._grouped_mm
+    monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **given: calls.append(args) or kernel(*args, **given))
+    natives = (
+        ops.grouped_mm_pair(x, own, more, offs),
+        *ops.grouped_mm_pair_weight_grad(x, grad, offs, owned, replicas, transposed),
+    )
+    assert len(calls) == 2, "one kernel for the products, one for their weight gradients"
+    for native, loop in zip(natives, loops, strict=True):
+        assert native.shape == loop.shape
+        torch.testing.assert_close(native, loop, rtol=2e-2, atol=2e-2)
+    assert not natives[0][9:].any(), "padding rows are zero"
+    whole = torch.cat(natives[1:])
+    assert not whole[0].any() and not whole[2].any(), "slots without rows have a zero gradient"
+    assert natives[1].stride() == loops[1].stride() or not owned
 
 
 def test_grouped_mm_without_rows_or_slots() -> None:
