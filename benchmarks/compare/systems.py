@@ -167,6 +167,9 @@ class EngineSystem(System):
                 if index < step:
                     layer.placer.plan.planned = None
                     layer.placer.observe(counts[index, number])
+        # A step may be asked for again.
+        for layer in layers:
+            layer.placer.plan_ahead()
         self.seen = self.moved.steps = step + 1
         self.owners = [layer.owners for layer in layers]
 
