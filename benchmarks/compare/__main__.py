@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="six cells, about three hours")
+    parser.add_argument("--full", action="store_true", help="six cells, about three and a half hours")
     parser.add_argument(
         "--cell", action="append", help="only these, such as gpt-moe-s.a; also of those not in --full"
     )
