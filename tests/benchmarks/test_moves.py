@@ -39,6 +39,9 @@ class Turns(Static):
 
     def choose_owners(self, layers: Any) -> list[Owners]:
         time.sleep(MOVE)
+        if not self.reshard_every:
+            # Nothing pays for its move if it does not last.
+            return [layer.owners for layer in layers]
         return [SWAPPED if layer.owners == OWNERS else OWNERS for layer in layers]
 
 
@@ -80,12 +83,16 @@ def system(engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> s
 def test_owners_move_at_their_steps_and_only_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     one, other = system(engine, Turns(), monkeypatch), system(engine, Static(), monkeypatch)
+    # As after a first step: from then on the engine is told to move nothing by itself.
+    one.optimizer.state[one.model.weight]["step"] = torch.tensor(1.0)
+    one.begin()
+    assert one.policy.reshard_every == 0
     counts = np.ones((40, 1, W, E), dtype=np.int64)
     one.catch_up(counts, 4)
     assert one.moves()["moves"] == 0.0 and engine.moved == 0
     one.catch_up(counts, 17)
     # At steps 5, 10 and 15, over 18 steps. Choosing is not charged to a policy that is not Hecate's.
-    assert engine.moved == 3 and engine.layers[0].owners == SWAPPED
+    assert engine.moved == 3 and engine.layers[0].owners == SWAPPED and one.policy.reshard_every == 0
     assert one.moves()["moves"] == pytest.approx(3 * MOVE / 18, rel=0.5)
     before = one.moves()
     other.catch_up(counts, 17)
