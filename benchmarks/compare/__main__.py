@@ -30,7 +30,7 @@ def calibrate() -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         cluster = Cluster(nodes=shapes.NODES, ranks=shapes.RANKS_PER_NODE, cores=shapes.CORES)
-        if run(cluster, [str(HERE / "calibrate.py"), str(out)], timeout=120) != 0:
+        if run(cluster, [str(HERE / "calibrate.py"), str(out)], timeout=600) != 0:
             raise SystemExit("compare: the calibration failed")
         attention: float = json.loads(out.read_text())["attention"]
         return attention
@@ -145,7 +145,9 @@ def main() -> None:
     done = {cell.name: store.launches_of(folder, cell, code) if args.resume else 0 for cell in cells}
     tested = set() if not args.no_self_test else {cell.link for cell in cells}
     for number, cell in order(cells, done, args.launches):
-        start = time.perf_counter()
+        start, said = time.perf_counter(), environment(skipped=args.no_self_test)
+        if store.code_digest() != code:
+            raise SystemExit("compare: the code was changed while it was measured; launches so far are on disk")
         # The machine is not as fast in every hour, and links must match it.
         attention = calibrate()
         what = f"{cell.name}, launch {number + 1} of {args.launches}"
@@ -155,7 +157,7 @@ def main() -> None:
         tested.add(cell.link)
         found = run_cell(cell, attention, args.timeout)
         del found["cell"]
-        found = {"environment": environment(skipped=args.no_self_test), "code": code, **found}
+        found = {"environment": said, "code": code, **found}
         found["took"] = time.perf_counter() - start
         target = store.add(folder, cell, found, first=number == 0)
         print(f"{target.name}: {found['took']:.0f} s", flush=True)
