@@ -2,7 +2,8 @@
 # make test    everything that CI checks
 # make quick   style, types, and the tests that need one process and no compiler, under a minute
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
-# make bench   Hecate beside its rivals on an emulated cluster, 15 minutes (make bench-full: everything, hours)
+# make bench   Hecate beside its rivals on an emulated cluster, 30 to 40 minutes (make bench-full: six shapes and links,
+#              three and a half hours; either goes on after an interruption with BENCH=--continue)
 # All make .venv and install what they need.
 
 PYTHON ?= python3
@@ -33,10 +34,10 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m tests.soak --cycles 200
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.compare
+	$(BIN)/python -m benchmarks.compare $(BENCH)
 
 bench-full: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.compare --full
+	$(BIN)/python -m benchmarks.compare --full $(BENCH)
 
 bench-step: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compile_and_step

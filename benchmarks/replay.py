@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare import shapes
+from benchmarks.compare import shapes, store
 from benchmarks.compare.workloads import RECORDED, STEPS, TRACES
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
+from benchmarks.results_folder import COMMITTED
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.planner import LayerSizes, Rates
 from hecate.runtime.placement.policy import Policy, Static
@@ -113,11 +113,10 @@ def play_cell(
     Args:
         seed: of made-up workloads.
     """
-    path = Path(__file__).parent / "results" / f"compare.{name}.json"
-    try:
-        cell = json.loads(path.read_text())
-    except OSError:
-        raise SystemExit(f"--cell {name}: no {path.name}; python -m benchmarks.compare measures cells") from None
+    cell = store.load(COMMITTED).get(name)
+    if cell is None:
+        raise SystemExit(f"--cell {name}: no compare.{name}.json; python -m benchmarks.compare measures cells")
+    rates = Rates(**cell["launches"][-1]["rates"])
     shape, ranks = shapes.SHAPES[cell["cell"]["shape"]], shapes.WORLD_SIZE
     topology = Topology.even(ranks, shapes.RANKS_PER_NODE)
     sizes = LayerSizes(
@@ -138,7 +137,7 @@ def play_cell(
             )  # fmt: skip
         found[workload] = {
             system: replay(
-                counts, owners, copy.deepcopy(policy), topology, rates=Rates(**cell["rates"]),
+                counts, owners, copy.deepcopy(policy), topology, rates=rates,
                 sizes=[sizes] * shape.layers, keeps_states=isinstance(policy, FlexMoE),
             )
             for system, policy in policies.items()

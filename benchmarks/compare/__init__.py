@@ -1,7 +1,8 @@
 """Hecate beside its rivals on a cluster of one machine.
 
-    python -m benchmarks.compare                      the paper's GPT-MoE-S, scaled, on cluster A: at most 15 minutes
-    python -m benchmarks.compare --full               all shapes and clusters: hours
+    python -m benchmarks.compare                      the paper's GPT-MoE-S, scaled, on cluster A: 30 to 40 minutes
+    python -m benchmarks.compare --full               six shapes and links: about three and a half hours
+    python -m benchmarks.compare --full --continue    the launches that are missing, after a run that was cut off
     python -m benchmarks.compare --report             the tables and plots again, from the samples on disk
 
 Eight ranks in two nodes, each rank with a share of a core, nodes with a shaped link (``benchmarks.emulator``).
@@ -14,8 +15,11 @@ gives every one of them the same rows. Before a step a system's policy has seen 
 | ``shapes`` | the models and the links, with every ratio that they keep |
 | ``workloads``, ``routing`` | traces, and from their counts to the experts of every token |
 | ``systems`` | what takes part, and how it is built |
+| ``moves``, ``waits`` | what moves between steps, and what compute waits for in one |
 | ``calibrate``, ``machine`` | how fast the emulated ranks and links are |
-| ``rank`` | what one rank runs |
-| ``report`` | from raw samples to tables and plots |
+| ``rank`` | what one rank runs in one launch |
+| ``store`` | launches on disk |
+| ``figures``, ``report``, ``plots`` | from raw samples to numbers, tables and pictures |
 | ``predict`` | what ``hecate simulate`` says about the same steps |
+| ``against`` | this code beside that of a former commit |
 """

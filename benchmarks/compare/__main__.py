@@ -6,16 +6,18 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import report, shapes
-from benchmarks.compare.cells import BOUNDS, EXTERNAL, ON_ENGINE, Cell, full, short
+from benchmarks.compare import report, shapes, store
+from benchmarks.compare.cells import BOUNDS, EXTERNAL, LAUNCHES, ON_ENGINE, VARIANTS, Cell, full, known, short
 from benchmarks.emulator.launch import Cluster, run
 from benchmarks.emulator.self_test import self_test
 from benchmarks.results_folder import results_folder
@@ -28,7 +30,7 @@ def calibrate() -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         cluster = Cluster(nodes=shapes.NODES, ranks=shapes.RANKS_PER_NODE, cores=shapes.CORES)
-        if run(cluster, [str(HERE / "calibrate.py"), str(out)], timeout=120) != 0:
+        if run(cluster, [str(HERE / "calibrate.py"), str(out)], timeout=600) != 0:
             raise SystemExit("compare: the calibration failed")
         attention: float = json.loads(out.read_text())["attention"]
         return attention
@@ -41,7 +43,7 @@ def cluster_of(cell: Cell, attention: float) -> Cluster:
 
 
 def run_cell(cell: Cell, attention: float, timeout: float) -> dict[str, Any]:
-    """All systems and workloads of one shape on one link."""
+    """All systems and workloads of one shape on one link, in one launch."""
     cluster = replace(cluster_of(cell, attention), quota_by_script=True)
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "cell.json", Path(folder) / "out.json"
@@ -62,8 +64,46 @@ def environment(*, skipped: bool) -> dict[str, Any]:
         "cpu cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version(),
         "torch": version("torch"), "transformers": version("transformers"), "ranks": shapes.WORLD_SIZE,
         "nodes": shapes.NODES, "cores per rank": shapes.CORES, "seed": 0, "self-test": not skipped,
-        "command": " ".join(["python -m benchmarks.compare", *sys.argv[1:]]),
+        "commit": _commit(), "command": " ".join(["python -m benchmarks.compare", *sys.argv[1:]]),
     }  # fmt: skip
+
+
+def _commit() -> str:
+    """Which one the checkout is at, for people."""
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.strip()
+
+
+def chosen(names: Sequence[str] | None, *, everything: bool) -> list[Cell]:
+    """The cells that the command line asks for.
+
+    Raises:
+        SystemExit: there is no such cell.
+    """
+    cells = full() if everything else short()
+    if not names:
+        return cells
+    # Cells that are in no table unless asked for, too.
+    there = {cell.name: cell for cell in (*known(), *cells)}
+    unknown = set(names) - set(there)
+    if unknown:
+        raise SystemExit(f"compare: no cell {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+    return [there[name] for name in dict.fromkeys(names)]
+
+
+def order(cells: Sequence[Cell], done: Mapping[str, int], launches: int) -> list[tuple[int, Cell]]:
+    """Launches that are missing, by their numbers: the first of all cells, then the second of all.
+
+    So what a run that is cut off leaves has about as many launches of each.
+
+    Args:
+        done: launches that each cell has.
+    """
+    return [(number, cell) for number in range(launches) for cell in cells if number >= done[cell.name]]
 
 
 def _positive(text: str) -> int:
@@ -77,37 +117,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="all shapes, links, workloads and systems")
-    parser.add_argument("--cell", action="append", help="only these cells, such as gpt-moe-s.a")
-    parser.add_argument("--systems", help=f"only these, with commas: {', '.join((*ON_ENGINE, *EXTERNAL, *BOUNDS))}")
+    parser.add_argument("--full", action="store_true", help="six cells, about three and a half hours")
+    parser.add_argument(
+        "--cell", action="append", help="only these, such as gpt-moe-s.a; also of those not in --full"
+    )
+    names = ", ".join((*ON_ENGINE, *VARIANTS, *EXTERNAL, *BOUNDS))
+    parser.add_argument("--systems", help=f"only these, with commas: {names}")
     parser.add_argument("--workloads", help="only these, with commas")
-    parser.add_argument("--rounds", type=_positive, help="steps of every system in each workload")
+    parser.add_argument("--rounds", type=_positive, help="steps of every system in each workload of a launch")
+    parser.add_argument("--launches", type=_positive, default=LAUNCHES, help="of each cell")
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        dest="resume",
+        help="add the launches that are missing",
+    )
     parser.add_argument("--report", action="store_true", help="make tables and plots from the samples on disk")
     parser.add_argument("--no-self-test", action="store_true", help="trust the emulator")
-    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for each cell")
+    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for each launch")
     args = parser.parse_args()
+    folder = results_folder()
     if args.report:
-        report.write(results_folder())
+        report.write(folder)
         return
-    cells = [cell.change(args.systems, args.workloads, args.rounds) for cell in (full() if args.full else short())]
-    if args.cell:
-        unknown = set(args.cell) - {cell.name for cell in cells}
-        if unknown:
-            parser.error(f"no cell {', '.join(sorted(unknown))}; there are {', '.join(cell.name for cell in cells)}")
-        cells = [cell for cell in cells if cell.name in args.cell]
-    attention = calibrate()
-    print(f"a layer's attention takes {attention * 1e3:.1f} ms", flush=True)
+    cells = [c.change(args.systems, args.workloads, args.rounds) for c in chosen(args.cell, everything=args.full)]
+    code = store.code_digest()
+    done = {cell.name: store.launches_of(folder, cell, code) if args.resume else 0 for cell in cells}
     tested = set() if not args.no_self_test else {cell.link for cell in cells}
-    for cell in cells:
+    for number, cell in order(cells, done, args.launches):
+        start, said = time.perf_counter(), environment(skipped=args.no_self_test)
+        if store.code_digest() != code:
+            raise SystemExit("compare: the code was changed while it was measured; launches so far are on disk")
+        # The machine is not as fast in every hour, and links must match it.
+        attention = calibrate()
+        what = f"{cell.name}, launch {number + 1} of {args.launches}"
+        print(f"{what}: a layer's attention takes {attention * 1e3:.1f} ms", flush=True)
         if cell.link not in tested and self_test(cluster_of(cell, attention)) != 0:
             raise SystemExit("compare: the emulator is off by more than it may be; nothing was measured")
         tested.add(cell.link)
-        start = time.perf_counter()
-        found = {"environment": environment(skipped=args.no_self_test), **run_cell(cell, attention, args.timeout)}
-        target = results_folder() / f"compare.{cell.name}.json"
-        target.write_text(json.dumps(found) + "\n")
-        print(f"{target.name}: {time.perf_counter() - start:.0f} s", flush=True)
-    report.write(results_folder())
+        found = run_cell(cell, attention, args.timeout)
+        del found["cell"]
+        found = {"environment": said, "code": code, **found}
+        found["took"] = time.perf_counter() - start
+        target = store.add(folder, cell, found, first=number == 0)
+        print(f"{target.name}: {found['took']:.0f} s", flush=True)
+    report.write(folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 The former commit runs its own code, engine and benchmark, in a checkout of its own, on the same links. Launches take
 turns, and every second pair in the other order. A line is the median over pairs of launches, with their range; what
-one launch says is the median over its steps. Results go to build/benchmarks/against.json.
+one launch says is the median over its steps, without what moves between them. Results go to
+build/benchmarks/against.json.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.__main__ import calibrate
-from benchmarks.compare.cells import full
+from benchmarks.compare.cells import known
 from benchmarks.results_folder import results_folder
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +32,10 @@ SYSTEMS = ("static EP", "hecate", "bound: free links")
 _LAUNCH = """
 import json, sys
 from benchmarks.compare.__main__ import run_cell
-from benchmarks.compare.cells import full
+from benchmarks.compare import cells
 name, systems, workloads, rounds, attention, timeout, out = json.loads(sys.argv[1])
-(cell,) = [cell for cell in full() if cell.name == name]
+# Former commits have all cells in full.
+(cell,) = [cell for cell in getattr(cells, "known", cells.full)() if cell.name == name]
 found = run_cell(cell.change(systems, workloads, rounds), attention, timeout)
 with open(out, "w") as file:
     json.dump(found, file)
@@ -119,7 +121,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("commit", help="what to compare with")
-    parser.add_argument("--cell", default="gpt-moe-s.a", choices=[cell.name for cell in full()], metavar="CELL")
+    parser.add_argument("--cell", default="gpt-moe-s.a", choices=[cell.name for cell in known()], metavar="CELL")
     parser.add_argument("--workloads", default="natural,zipf,balanced")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)

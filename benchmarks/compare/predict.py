@@ -1,10 +1,11 @@
 """Does ``hecate simulate`` predict what was measured?
 
-    python -m benchmarks.compare.predict benchmarks/results     all cells of a folder; a minute for each
+    python -m benchmarks.compare.predict benchmarks/results     all cells of a folder; a minute for each launch
 
 The simulated cluster has the links that the emulated one was given, the rates that its ranks measured with their
-quota outside of training, and no number that was fitted to the steps. Planning is timed when this is run, on this
-machine. Written are simulated.json and simulated.md in that folder, by default build/benchmarks.
+quota outside of training, and no number that was fitted to the steps. Each launch is predicted from its own rates.
+Moves between steps are on neither side. Planning is timed when this is run, on this machine. Written are
+simulated.json and simulated.md in that folder, by default build/benchmarks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 import hecate
-from benchmarks.compare import report, routing, shapes, systems
+from benchmarks.compare import routing, shapes, store, systems
+from benchmarks.compare.figures import Spread
 from benchmarks.compare.rank import MANY
 from benchmarks.compare.workloads import counts_of
 from benchmarks.emulator.quota import QUOTA_US
@@ -37,9 +39,11 @@ from hecate.simulator.workloads import make
 
 # Of a packet of 1,514 bytes, headers of Ethernet, IP and TCP leave this part.
 PAYLOAD = 1448 / 1514
+# The shape on which the simulator was built, and its rates were chosen. All others were predicted afterwards.
+TUNED_ON = "gpt-moe-s"
 
 
-def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
+def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     """The emulated cluster, as its ranks measured it outside of training.
 
     Experts cross a node's link at the rate that it was given, less what headers take. Exchanges of rows reach less of
@@ -51,10 +55,10 @@ def cluster_of(cell: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     Every collective is taken to be waited for. Half a millisecond in which static EP plans is in there and in
     :class:`Clocked`.
     """
-    rates, link = cell["machine"], PAYLOAD * cell["link"]
+    rates, link = launch["machine"], PAYLOAD * launch["link"]
     rates = rates | {"node_bytes": link, "crowded": min(1.0, rates["node_bytes"] / link)}
     measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, **rates)
-    alone = cell["alone"]
+    alone = launch["alone"]
     few, many = (_seconds_alone(shape, times, measured) for times in (1, MANY))
     rows = (many - few) / (MANY - 1)
     per_row = (alone["many"] - alone["step"]) / (many - few)
@@ -87,40 +91,51 @@ def _seconds_alone(shape: shapes.Shape, times: int, cluster: ClusterSpec) -> flo
     return Simulator(made, one).step(routed).seconds
 
 
-def _capture(shape: shapes.Shape, cluster: ClusterSpec, policy: Policy, rates: Rates | None = None) -> Capture:
+def _capture(
+    shape: shapes.Shape, cluster: ClusterSpec, policy: Policy, rates: Rates | None = None, system: str = ""
+) -> Capture:
     ids = torch.zeros(shape.sequences, shape.sequence, dtype=torch.int64)
     with routing.replayed_routers():
         model = shapes.build(shape)
         routing.prepare(model, shape.tokens)
-        config = hecate.Config(policy=policy, replicas=systems.REPLICAS, rates=rates)
+        config = hecate.Config(policy=policy, replicas=systems.REPLICAS, rates=rates, **systems.options(system))
         return capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
 
 
 def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Median predicted seconds: workload -> system -> seconds."""
+    """Predicted seconds, the median over launches: workload -> system -> seconds."""
     shape = shapes.SHAPES[cell["cell"]["shape"]]
-    cluster = cluster_of(cell, shape)
+    found = [predict_launch(shape, cell["cell"]["systems"], launch) for launch in cell["launches"]]
+    return {
+        workload: {name: statistics.median(one[workload][name] for one in found) for name in seconds}
+        for workload, seconds in found[0].items()
+    }
+
+
+def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Median predicted seconds over the steps of a launch."""
+    cluster = cluster_of(launch, shape)
     captured: dict[Any, Capture] = {}
-    found: dict[str, dict[str, float]] = {workload: {} for workload in cell["samples"]}
+    found: dict[str, dict[str, float]] = {workload: {} for workload in launch["samples"]}
     # Bytes whose update takes as long as it was measured to.
-    update = cell["alone"]["update"] * cluster.memory_bytes / UPDATE_PASSES
+    update = launch["alone"]["update"] * cluster.memory_bytes / UPDATE_PASSES
+    rates = Rates(**launch["rates"])
     for name, policy in systems.policies(shape).items():
-        if name not in cell["cell"]["systems"]:
+        if name not in names:
             continue
-        key = (policy.replicates, policy.calibrates)
+        key = (policy.replicates, policy.calibrates, str(systems.options(name)))
         if key not in captured:
-            captured[key] = _capture(shape, cluster, policy, Rates(**cell["rates"]))
+            captured[key] = _capture(shape, cluster, policy, rates, name)
         made = captured[key]
         simulator = Simulator(made, cluster)
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks)
-            steps = [sample["step"] for sample in cell["samples"][workload][name]]
+            steps = [sample["step"] for sample in launch["samples"][workload][name]]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
             # A policy remembers steps, so each workload gets its own.
             clocked = Clocked(copy.deepcopy(policy), shape.layers)
             walked = walk(
-                clocked.policy, counts, owners, topology=cluster.topology, rates=Rates(**cell["rates"]),
-                sizes=made.sizes, steps=steps,
+                clocked.policy, counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes, steps=steps
             )  # fmt: skip
             # All of it, because a step plans the next one.
             done = [(step, simulator.step(layers, update=update)) for step, layers in walked]
@@ -177,33 +192,62 @@ class Clocked:
         return late + (sum(assigned) + sum(calibrated)) / shapes.CORES
 
 
+def measured_seconds(cell: dict[str, Any], workload: str, system: str) -> Spread:
+    """Median over launches of their medians, with the range of launches; a single launch has quartiles instead."""
+    launches = [[x["seconds"] for x in launch["samples"][workload][system]] for launch in cell["launches"]]
+    if len(launches) > 1 or len(launches[0]) < 2:
+        return Spread.of([statistics.median(seconds) for seconds in launches])
+    low, middle, high = statistics.quantiles(launches[0], n=4, method="inclusive")
+    return Spread(low, middle, high, 1)
+
+
 def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
     """Median and worst relative error, and the share of pairs of systems that come in the measured order.
 
-    Pairs count where the quartiles of their measured times do not overlap.
+    Pairs count where what was measured does not overlap.
     """
     off, right = [], []
     for name, by_workload in predicted.items():
         for workload, seconds in by_workload.items():
-            measured = {
-                s: report.quartiles([x["seconds"] for x in cells[name]["samples"][workload][s]]) for s in seconds
-            }
-            off += [abs(seconds[s] / measured[s][1] - 1) for s in seconds]
-            right += [seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a][2] < measured[b][0]]
+            measured = {s: measured_seconds(cells[name], workload, s) for s in seconds}
+            off += [abs(seconds[s] / measured[s].middle - 1) for s in seconds]
+            right += [
+                seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a].most < measured[b].least
+            ]
     return {"median": statistics.median(off), "worst": max(off), "order": statistics.mean(right) if right else 1.0}
+
+
+def said_of(cells: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
+    """The errors in words: of all cells, and of those that the simulator was not tuned on."""
+    kinds = {
+        "All cells": predicted,
+        "Tuned on": {n: found for n, found in predicted.items() if cells[n]["cell"]["shape"] == TUNED_ON},
+        "Not tuned on": {n: found for n, found in predicted.items() if cells[n]["cell"]["shape"] != TUNED_ON},
+    }
+    lines = []
+    for kind, part in kinds.items():
+        if part:
+            found = errors(cells, part)
+            count = sum(len(seconds) for by_workload in part.values() for seconds in by_workload.values())
+            lines.append(
+                f"- {kind} ({', '.join(part)}; {count} lines): median error {found['median']:.1%}, worst "
+                f"{found['worst']:.1%}; {found['order']:.0%} of pairs in the measured order."
+            )
+    return lines
 
 
 def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
     """Predicted beside measured seconds, and how far they are apart."""
-    found = errors(cells, predicted)
     lines = [
         "# Simulated steps beside measured ones",
         "",
-        "Made by `python -m benchmarks.compare.predict`. Median seconds over the same steps of the traces. Nothing",
-        "was fitted to these steps: rates are what the ranks measured outside of them, and planning was timed.",
+        "Made by `python -m benchmarks.compare.predict`. Seconds of a step without moves between steps, over the",
+        "same steps of the traces: the median over launches of their medians. Nothing was fitted to these steps:",
+        "rates are what the ranks measured outside of them, and planning was timed. Which rates are measured, and",
+        f"how, was chosen on {TUNED_ON}. Pairs of systems count where the ranges of their launches do not overlap;",
+        "of a single launch, its quartiles.",
         "",
-        f"Median error {found['median']:.1%}, worst {found['worst']:.1%}; {found['order']:.0%} of all pairs of",
-        "systems whose measured quartiles do not overlap come in the measured order.",
+        *said_of(cells, predicted),
         "",
         "| cell | workload | system | measured, s | simulated, s | |",
         "|---|---|---|---|---|---|",
@@ -211,7 +255,7 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
     for name, by_workload in predicted.items():
         for workload, seconds in by_workload.items():
             for system, value in seconds.items():
-                measured = statistics.median(s["seconds"] for s in cells[name]["samples"][workload][system])
+                measured = measured_seconds(cells[name], workload, system).middle
                 lines.append(
                     f"| {name} | {workload} | {system} | {measured:.3f} | {value:.3f} | {value / measured - 1:+.1%} |"
                 )
@@ -220,7 +264,7 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else results_folder()
-    cells = report.load(folder)
+    cells = store.load(folder)
     if not cells:
         raise SystemExit(f"compare: no compare.*.json in {folder}; python -m benchmarks.compare measures them")
     predicted = {name: predict(cell) for name, cell in cells.items()}

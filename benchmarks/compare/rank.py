@@ -5,6 +5,7 @@ rank.py CELL.json OUT.json         started by ``python -m benchmarks.compare`` t
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -32,6 +33,10 @@ from hecate.runtime.state.overlap_window import measure_hidden
 FREE_STEPS, HIDDEN_STEPS = 5, 3
 # However slow the machine is.
 LEAST_ROUNDS = 3
+# Steps of a system that are not timed. DDP fills its buckets anew after the first.
+WARM_UP = 2
+# Every how many steps policies change owners; of the others these are multiples.
+OWNERS_CHANGE = (10, 25)
 # A busy rank has this many times its share of rows.
 MANY = 4
 
@@ -62,22 +67,29 @@ class Runner:
             replayed.copy_(torch.from_numpy(choices))
 
     def time(self, entry: Entry, ids: torch.Tensor) -> dict[str, Any]:
-        """A step: seconds from barrier to barrier, and of each rank the CPU time of its main thread."""
+        """A step: seconds from barrier to barrier, and of each rank the CPU time of its main thread and of all."""
         with free_links() if entry.free else nullcontext():
             dist.barrier()
-            sent, cpu, start = bytes_sent_by_node(), time.thread_time(), time.perf_counter()
+            sent, cpu, whole = bytes_sent_by_node(), time.thread_time(), time.process_time()
+            start = time.perf_counter()
             entry.system.step(ids)
-            cpu = time.thread_time() - cpu
+            cpu, whole = time.thread_time() - cpu, time.process_time() - whole
             dist.barrier()
             seconds = time.perf_counter() - start
-        mine = {"cpu": cpu, "sent": bytes_sent_by_node() - sent, **entry.system.saw()}
+        mine = {"cpu": cpu, "process": whole, "sent": bytes_sent_by_node() - sent, **entry.system.saw()}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        sample: dict[str, Any] = {"seconds": seconds, "cpu": [one["cpu"] for one in everyone]}
+        sample: dict[str, Any] = {"seconds": seconds}
+        for key in ("cpu", "process"):
+            sample[key] = [one[key] for one in everyone]
         sample["sent"] = [one["sent"] for one in everyone[:: shapes.RANKS_PER_NODE]]
+        # What moves, moves on links; on free ones in no time.
+        sample |= dict.fromkeys(("moves", "moments"), 0.0) if entry.free else entry.system.moves()
         for key in ("rows", "replicas", "held"):
             if key in mine:
                 sample[key] = [one[key] for one in everyone]
+        if "waits" in mine:
+            sample["waits"] = {kind: [one["waits"][kind] for one in everyone] for kind in mine["waits"]}
         if "routed" in mine:
             # What the engine counted, to compare with the trace; the same on all ranks.
             sample["routed"] = mine["routed"]
@@ -88,8 +100,13 @@ class Runner:
 
 
 def timed_steps(first: int, steps: int, rounds: int) -> list[int]:
-    """Drawn, because steps at equal distances would meet the periods of workloads and policies."""
-    return sorted(np.random.default_rng(0).permutation(np.arange(first, steps))[:rounds].tolist())
+    """Drawn, because steps at equal distances would meet the periods of workloads and policies.
+
+    None is right before owners may change. The engine plans a step while it runs the one before, and again when
+    owners have changed since; a policy that remembers would then do something else here than offline.
+    """
+    drawn = np.random.default_rng(0).permutation(np.arange(first, steps))
+    return sorted([step for step in drawn.tolist() if all((step + 1) % every for every in OWNERS_CHANGE)][:rounds])
 
 
 def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> float:
@@ -149,9 +166,13 @@ def main() -> None:
         # Everything is compiled before quotas begin.
         for entry in entries.values():
             entry.system.begin()
-            runner.load(entry, even, 0)
-            entry.system.step(ids)
+            for step in range(WARM_UP):
+                runner.load(entry, even, step)
+                entry.system.step(ids)
             entry.system.begin()
+        # Owners that change collect garbage, and would look through all models that were built here.
+        gc.collect()
+        gc.freeze()
         compiled = time.perf_counter() - started
         found: dict[str, Any] = {"compile_seconds": compiled, "samples": {}, "timelines": {}, "bytes": {}}
         with throttled():

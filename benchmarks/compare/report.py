@@ -1,127 +1,161 @@
-"""Tables and plots from raw samples, and nothing else."""
+"""Tables from what was measured, and nothing else."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import shapes
-from benchmarks.compare.cells import BOUNDS
-from hecate.runtime.ops import collective_named
+from benchmarks.compare import plots, shapes, store
+from benchmarks.compare.cells import BOUNDS, OVERLAPS
+from benchmarks.compare.figures import (
+    BASE,
+    FREE,
+    OURS,
+    OWN,
+    PAPER,
+    compared,
+    lines_of,
+    means,
+    systems_of,
+    times_as_long,
+    waits_of,
+    workloads_of,
+)
+from benchmarks.compare.waits import KINDS
 
-BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
-# The time objective in all settings, which is not compared with itself.
-OWN = (OURS, "hecate (calibrate)", "hecate (LAER's memory)")
-Samples = Sequence[dict[str, Any]]
+_HEAD = """# Hecate beside its rivals, measured
 
+Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`. A number is the median over launches,
+in brackets the least and the greatest launch; what a launch says is the median over its rounds, and ratios are of
+steps in the same round. A cell of a single launch has no brackets.
 
-def load(folder: Path) -> dict[str, Any]:
-    """What was measured: name of a cell -> its JSON."""
-    return {path.name[len("compare.") : -len(".json")]: json.loads(path.read_text())
-            for path in sorted(folder.glob("compare.*.json"))}  # fmt: skip
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def row(name: str, samples: Samples, base: Samples, states: int) -> dict[str, Any]:
-    """One line of a table.
-
-    Args:
-        samples: of the system, in order; ``base`` those of static EP in the same rounds.
-        states: bytes of its parameters, gradients and optimizer states on the rank that has most.
-    """
-    speedups = [b["seconds"] / s["seconds"] for s, b in zip(samples, base, strict=True)]
-    result: dict[str, Any] = {
-        "system": name,
-        "seconds": quartiles([s["seconds"] for s in samples]),
-        "speed-up": quartiles(speedups),
-        "sent": statistics.median(max(s["sent"]) for s in samples),
-        "bytes": states,
-    }
-    if "rows" in samples[0]:
-        result["imbalance"] = statistics.median(imbalance(s["rows"]) for s in samples)
-        # Slots of all layers, from the forward to their backward, and the gradients of those of one.
-        result["bytes"] = states + max(sum(held) + max(held) for s in samples for held in s["held"])
-    return result
-
-
-def imbalance(rows: Sequence[Sequence[int]]) -> float:
-    """Rows of the busiest rank over the mean, averaged over layers; ``rows`` is ``[rank][layer]``."""
-    layers = list(zip(*rows, strict=True))
-    return statistics.mean(max(layer) / max(1e-9, statistics.mean(layer)) for layer in layers)
-
-
-def rows_of(cell: dict[str, Any], workload: str) -> list[dict[str, Any]]:
-    """The table of one workload, fastest first, bounds last."""
-    samples = cell["samples"][workload]
-    base = samples[BASE]
-    lines = [row(name, found, base, cell["bytes"][name]) for name, found in samples.items()]
-    return sorted(lines, key=lambda line: (line["system"] in BOUNDS, line["seconds"][1]))
+- *step*: with its share of the moves between steps; *of it moves* is that share. Where a column has `-`, the samples
+  are older than it; older steps have no moves in their time.
+- *MB of a rank*: parameters, gradients, optimizer states, and the slots that experts are gathered into, on the rank
+  with most.
+- *CPU ms*: of a rank in a step. First the thread that computes, which has a quota, then all its others, which have
+  none; the rank with most.
+- *waits*: percent of the step in which a rank's compute stands still for rows, counts of rows, experts and dense
+  gradients, the median rank's. What is left is compute, in its quota, and what no span shows.
+- *of the bound*: seconds on free links over those of the line.
+- *overlaps*: what the system can send while it computes, on CPUs with gloo.
+- Bounds are no systems: the first trains on even routing; in the second only counts of rows take time on links, and
+  moves take none.
+"""
 
 
 def markdown(name: str, cell: dict[str, Any]) -> str:
     """All tables of one cell."""
-    shape = shapes.SHAPES[cell["cell"]["shape"]]
-    lines = [f"## {name}", ""]
-    ratios = shapes.ratios(shape, cell["link"], cell["attention"])
-    lines.append(
+    shape, launches = shapes.SHAPES[cell["cell"]["shape"]], cell["launches"]
+    lines = [
+        f"## {name}", "",
         f"{shape.layers} layers, hidden {shape.hidden}, expert {shape.ffn}, {shape.experts} experts, "
-        f"top {shape.top_k}, {shape.tokens} tokens per rank; attention takes {cell['attention'] * 1e3:.1f} ms, "
-        f"a node's link carries {cell['link'] / 1e6:.1f} MB/s. "
-        + "; ".join(f"{key}: {value:.2f}" for key, value in ratios.items())
-        + "."
-    )
-    said = "; ".join(f"{key}: {value}" for key, value in cell["environment"].items())
-    rounds = sorted({len(samples[BASE]) for samples in cell["samples"].values()})
-    lines += ["", f"{said}; {' or '.join(map(str, rounds))} rounds."]
-    for workload in cell["samples"]:
+        f"top {shape.top_k}, {shape.tokens} tokens per rank.",
+    ]  # fmt: skip
+    for number, launch in enumerate(launches, 1):
+        ratios = shapes.ratios(shape, launch["link"], launch["attention"])
+        said = {**launch["environment"], **{key: f"{value:.2f}" for key, value in ratios.items()}}
+        before = {} if number == 1 else launches[number - 2]["environment"]
+        rounds = sorted({len(samples[BASE]) for samples in launch["samples"].values()})
+        lines += [
+            "",
+            f"Launch {number} of {len(launches)}: attention takes {launch['attention'] * 1e3:.1f} ms, a node's link "
+            f"carries {launch['link'] / 1e6:.1f} MB/s, {' or '.join(map(str, rounds))} rounds; "
+            # Once is enough where launches agree.
+            + "; ".join(f"{key}: {value}" for key, value in said.items() if before.get(key) != value)
+            + ".",
+        ]
+    for workload in workloads_of(cell):
         lines += [
             "", f"### {workload}", "",
-            "| system | step, s | times as fast as static EP | max/mean rows | MB leaving a node | MB of a rank |",
-            "|---|---|---|---|---|---|",
+            "| system | step, s | of it moves, ms | times as fast as static EP | max/mean rows | MB leaving a node "
+            f"| MB of a rank | CPU ms: in its quota / beside it | waits, %: {' / '.join(KINDS)} | of the bound "
+            "| overlaps |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
-        for line in rows_of(cell, workload):
-            balance = f"{line['imbalance']:.2f}" if "imbalance" in line else "-"
-            lines.append(
-                f"| {line['system']} | {_spread(line['seconds'])} | {_spread(line['speed-up'])} "
-                f"| {balance} | {line['sent'] / 1e6:.1f} | {line['bytes'] / 1e6:.1f} |"
-            )
+        lines += [_row(line) for line in lines_of(cell, workload)]
     return "\n".join(lines) + "\n"
+
+
+def _row(line: dict[str, Any]) -> str:
+    waits = line.get("waits")
+    columns = [
+        line["system"], line["seconds"], _shown(line.get("moves"), 1e3, 0), line["speed-up"],
+        _shown(line.get("imbalance"), 1, 2), f"{line['sent'] / 1e6:.1f}", f"{line['bytes'] / 1e6:.1f}",
+        f"{line['cpu'] * 1e3:.0f} / {_shown(line.get('beside'), 1e3, 0)}", _percents(waits),
+        _shown(line.get("bound"), 1, 2), OVERLAPS.get(line["system"], "all"),
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, columns)) + " |"
+
+
+def _shown(value: float | None, unit: float, digits: int) -> str:
+    return "-" if value is None else f"{value * unit:.{digits}f}"
+
+
+def _percents(shares: dict[str, float] | None) -> str:
+    return "-" if shares is None else " / ".join(f"{shares[kind] * 100:.0f}" for kind in KINDS)
 
 
 def summary(cells: dict[str, Any]) -> str:
     """One line for every cell and workload: how many times as long as Hecate others take in the same round."""
     lines = ["| cell | workload | static EP | paper's rule | the fastest other |", "|---|---|---|---|---|"]
-    for name, cell in cells.items():
-        for workload, samples in cell["samples"].items():
-            if OURS not in samples:
-                continue
-            ours = [sample["seconds"] for sample in samples[OURS]]
-            takes = {
-                system: quartiles([s["seconds"] / mine for s, mine in zip(found, ours, strict=True)])
-                for system, found in samples.items()
-                if system not in BOUNDS and system not in OWN
-            }
-            nearest = min(takes, key=lambda system: takes[system][1])
-            paper = _spread(takes[PAPER]) if PAPER in takes else "-"
-            lines.append(
-                f"| {name} | {workload} | {_spread(takes[BASE])} | {paper} | {nearest}: {_spread(takes[nearest])} |"
-            )
+    for name, workload in compared(cells):
+        cell = cells[name]
+        takes = {
+            system: times_as_long(cell, workload, system, OURS)
+            for system in systems_of(cell, workload)
+            if system not in BOUNDS and system not in OWN
+        }
+        nearest = min(takes, key=lambda system: takes[system].middle)
+        paper = takes.get(PAPER, "-")
+        lines.append(f"| {name} | {workload} | {takes[BASE]} | {paper} | {nearest}: {takes[nearest]} |")
     return "\n".join(lines) + "\n"
 
 
-def _spread(found: tuple[float, float, float]) -> str:
-    low, middle, high = found
-    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
+def means_table(cells: dict[str, Any]) -> str:
+    """Geometric means over all lines."""
+    lines = ["| other | beside | skewed routing | even routing | times the memory |", "|---|---|---|---|---|"]
+    for mean in means(cells):
+        kinds = [
+            "-" if value is None else f"{value:.2f} ({count} line{'s' * (count > 1)})"
+            for value, count in zip((mean.skewed, mean.even), mean.lines, strict=True)
+        ]
+        lines.append(f"| {mean.other} | {mean.ours} | {' | '.join(kinds)} | {mean.memory:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def bounds_table(cells: dict[str, Any]) -> str:
+    """What share of the bound Hecate reaches, and for what it waits."""
+    lines = [
+        f"| cell | workload | free links / hecate | waits, %: {' / '.join(KINDS)} | the rest, % |",
+        "|---|---|---|---|---|",
+    ]
+    for name, workload in compared(cells):
+        cell = cells[name]
+        waits = waits_of(cell, workload, OURS)
+        free = times_as_long(cell, workload, FREE, OURS) if FREE in systems_of(cell, workload) else "-"
+        rest = "-" if waits is None else f"{(1 - sum(waits.values())) * 100:.0f}"
+        lines.append(f"| {name} | {workload} | {free} | {_percents(waits)} | {rest} |")
+    return "\n".join(lines) + "\n"
+
+
+def text_of(cells: dict[str, Any]) -> str:
+    """The whole of ``compare.md``."""
+    parts = [
+        _HEAD,
+        "## In short\n",
+        "How many times as long as Hecate others take in the same round. *hecate (paper)*, the paper's rule on the\n"
+        "same engine, counts as another.\n",
+        summary(cells),
+        "Geometric means over these lines. Hecate has two replicas on a rank, as others that reserve room. LAER's\n"
+        "layout takes more memory; where Hecate was measured with as much, a line says so. Even routing is\n"
+        "*balanced*, all other is skewed.\n",
+        means_table(cells),
+        "What share of the bound on free links Hecate reaches, and for what the median rank waits.\n",
+        bounds_table(cells),
+        *(markdown(name, cell) for name, cell in cells.items()),
+    ]
+    return "\n".join(parts)
 
 
 def write(folder: Path) -> None:
@@ -130,104 +164,10 @@ def write(folder: Path) -> None:
     Raises:
         SystemExit: nothing was measured yet.
     """
-    cells = load(folder)
+    cells = store.load(folder)
     if not cells:
         raise SystemExit(f"compare: no samples in {folder}; run python -m benchmarks.compare first")
-    text = [
-        "# Hecate beside its rivals, measured",
-        "",
-        "Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`. Medians, quartiles in",
-        "brackets; speed-ups are of steps in the same round. *MB of a rank*: parameters, gradients, optimizer",
-        "states, and the slots that experts are gathered into, on the rank with most. Bounds are no systems: the",
-        "first trains on even routing; in the second nothing but the counts of rows takes time on links.",
-        "",
-        "## In short",
-        "",
-        "How many times as long as Hecate others take in the same round: median, and quartiles in brackets. *hecate",
-        "(paper)*, the paper's rule on the same engine, counts as another.",
-        "",
-        summary(cells),
-    ]
-    text += [markdown(name, cell) for name, cell in cells.items()]
-    (folder / "compare.md").write_text("\n".join(text))
+    (folder / "compare.md").write_text(text_of(cells))
     for name, cell in cells.items():
-        draw(folder / f"compare.{name}.png", name, cell)
-        draw_timelines(folder / f"compare.{name}.timeline.png", cell)
-
-
-def draw(path: Path, name: str, cell: dict[str, Any]) -> None:
-    """Step time, imbalance, bytes between nodes and bytes in memory, by system and workload."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = {
-        "step, s": "seconds",
-        "max/mean rows": "imbalance",
-        "MB leaving a node": "sent",
-        "MB of a rank": "bytes",
-    }
-    workloads = list(cell["samples"])
-    systems = list(cell["samples"][workloads[0]])
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 11), layout="constrained", sharex=True)
-    width = 0.8 / len(systems)
-    colors = [plt.get_cmap("tab20")(number) for number in range(len(systems))]
-    for axis, (title, key) in zip(axes, panels.items(), strict=True):
-        for place, workload in enumerate(workloads):
-            found = {line["system"]: line for line in rows_of(cell, workload)}
-            for number, system in enumerate(systems):
-                value = found[system].get(key)
-                if value is None:
-                    continue
-                x, label = place + (number - len(systems) / 2) * width, system if place == 0 else None
-                if key == "seconds":
-                    low, middle, high = value
-                    spread = [[middle - low], [high - middle]]
-                    axis.bar(x, middle, width, yerr=spread, color=colors[number], label=label, error_kw={"lw": 0.7})
-                else:
-                    axis.bar(x, value if key == "imbalance" else value / 1e6, width, color=colors[number])
-        axis.set_ylabel(title)
-    axes[0].set_title(f"{name}: {shapes.WORLD_SIZE} ranks in {shapes.NODES} nodes")
-    figure.legend(fontsize=8, ncols=5, loc="outside lower center")
-    axes[-1].set_xticks(range(len(workloads)), workloads)
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
-
-
-def draw_timelines(path: Path, cell: dict[str, Any]) -> None:
-    """One step of static EP and of Hecate, on the workload that was hardest for static EP: a line for each rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    hardest = max(cell["timelines"], key=lambda w: statistics.median(s["seconds"] for s in cell["samples"][w][BASE]))
-    shown = {
-        name: cell["timelines"][hardest][name] for name in (BASE, "hecate") if name in cell["timelines"][hardest]
-    }
-    kinds = {"tokens": "tab:blue", "experts": "tab:orange", "counts": "tab:gray", "dense gradients": "tab:green"}
-    figure, axes = plt.subplots(len(shown), 1, figsize=(11, 3 * len(shown)), layout="constrained", sharex=True)
-    for axis, (name, ranks) in zip(axes if len(shown) > 1 else [axes], shown.items(), strict=True):
-        for rank, spans in enumerate(ranks):
-            for _, operator, begun, ended, waited, ready in spans:
-                axis.broken_barh([(begun, ended - begun)], (rank + 0.5, 0.35), color=kinds[_kind(operator)])
-                axis.broken_barh([(waited, ready - waited)], (rank + 0.1, 0.35), color="black")
-        axis.set(title=f"{name}, {hardest}", ylabel="rank", yticks=[rank + 0.5 for rank in range(len(ranks))])
-        axis.set_yticklabels(list(map(str, range(len(ranks)))))
-    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (*kinds.values(), "black")]
-    labels = [*(f"{kind} travel" for kind in kinds), "compute waits"]
-    figure.legend(patches, labels, fontsize=8, ncols=5, loc="outside lower center")
-    figure.supxlabel("seconds", fontsize=10)
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
-
-
-_KINDS = {
-    "rows": "tokens", "counts": "counts", "replicas": "experts", "experts": "experts", "dense": "dense gradients",
-    "bucket": "dense gradients",
-}  # fmt: skip
-
-
-def _kind(operator: str) -> str:
-    return _KINDS[collective_named(operator).carries]
+        plots.draw(folder / f"compare.{name}.png", name, cell)
+        plots.draw_timelines(folder / f"compare.{name}.timeline.png", cell)

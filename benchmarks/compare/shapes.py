@@ -22,6 +22,10 @@ WORLD_SIZE = NODES * RANKS_PER_NODE
 # Of a core for each rank; what is left of two cores is for threads that communicate.
 CORES = 0.15
 VOCABULARY = 128
+# Of DDP's buckets of gradients, which are 25 MB as it ships: a matrix here has SCALE**2 times fewer elements than the
+# paper's, so a bucket holds as many matrices as it would there. With 25 MB all gradients would be in one, and would
+# wait for the whole backward.
+BUCKET_MB = 25 / SCALE**2
 
 
 @dataclass(frozen=True, kw_only=True)

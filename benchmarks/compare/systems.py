@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,13 +23,16 @@ from torch.distributed.tensor import DTensor
 
 import hecate
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.cells import BOUNDS
+from benchmarks.compare.cells import BOUNDS, VARIANTS
+from benchmarks.compare.moves import Moves, moments_seconds
+from benchmarks.compare.waits import seconds_waited
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.state.layer_plan import LayerPlan
@@ -39,13 +43,12 @@ REPLICAS = 2
 
 
 def policies(shape: shapes.Shape) -> dict[str, Policy]:
-    """Systems on Hecate's engine. Only the policy differs."""
+    """Systems on Hecate's engine. Only the policy differs, and of variants the options."""
     # LAER's layout, a rank's share of the experts and two more, lies beside what the rank owns.
     more = REPLICAS + shape.experts // shapes.WORLD_SIZE
-    return {
+    found: dict[str, Policy] = {
         "static EP": Static(),
         "hecate": Hecate(objective="time", replicas=REPLICAS),
-        **dict.fromkeys(CHUNKS, Hecate(objective="time", replicas=REPLICAS)),
         "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
         "hecate (LAER's memory)": Hecate(objective="time", replicas=more),
         "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS, reshard_every=100),
@@ -55,10 +58,12 @@ def policies(shape: shapes.Shape) -> dict[str, Policy]:
         "LAER": Laer(replicas=REPLICAS),
         "post-gate": PostGate(replicas=REPLICAS),
     }
+    return found | {name: found[variant.of] for name, variant in VARIANTS.items()}
 
 
-# Of systems that say how many chunks rows travel in, instead of leaving it to Hecate.
-CHUNKS = {"hecate (one chunk)": 1, "hecate (two chunks)": 2}
+def options(name: str) -> Mapping[str, Any]:
+    """What a system on Hecate's engine says to ``hecate.Config``, beside its policy."""
+    return VARIANTS[name].options if name in VARIANTS else {}
 
 
 class System:
@@ -84,6 +89,10 @@ class System:
     def begin(self) -> None:
         """Forget all steps: a new workload begins."""
 
+    def moves(self) -> dict[str, float]:
+        """Seconds of moves between steps, for each step of the workload so far; see :class:`Moves`."""
+        return Moves().per_step()
+
     def learn(self, rates: Rates) -> None:
         """Hear how fast the machine is."""
 
@@ -108,10 +117,10 @@ class System:
 class Engine:
     """A model that Hecate compiled. Policies that keep owners as they are share one, if their graphs are the same."""
 
-    def __init__(self, shape: shapes.Shape, policy: Policy, rates: Rates, chunks: Any = "auto") -> None:
+    def __init__(self, shape: shapes.Shape, policy: Policy, rates: Rates, given: Mapping[str, Any]) -> None:
         config = hecate.Config(
-            backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates, chunks=chunks
-        )  # fmt: skip
+            backend="aot_eager", policy=copy.deepcopy(policy), replicas=REPLICAS, rates=rates, **given
+        )
         self.model = hecate.compile(shapes.build(shape), config)
         state = compiled_model_of(self.model, "the benchmark")
         self.placer, self.layers, self.owner_mover = state.placer, state.layers, state.owner_mover
@@ -119,57 +128,100 @@ class Engine:
     @staticmethod
     def key(name: str, policy: Policy) -> tuple[Any, ...]:
         """Equal for policies that may share."""
-        return policy.replicates, policy.calibrates, name if policy.reshard_every else "", CHUNKS.get(name, "auto")
+        given = tuple(sorted((option, repr(value)) for option, value in options(name).items()))
+        return policy.replicates, policy.calibrates, name if policy.reshard_every else "", given
 
 
 class EngineSystem(System):
     """A policy on Hecate's engine.
 
     Before a step the policy is walked through the steps of the trace that it has not seen, as the engine does it but
-    without computing: place and observe, and own after every ``reshard_every`` steps. Then experts move to their
-    owners, outside of what is timed.
+    without computing: place and observe, and own after every ``reshard_every`` steps. There experts move to their new
+    owners with their optimizer state, and that is timed.
     """
 
     def __init__(self, engine: Engine, shape: shapes.Shape, policy: Policy, *, learns: bool = True) -> None:
         super().__init__(engine.model, shape, learns=learns)
         self.engine, self.fresh, self.every = engine, policy, policy.reshard_every
+        self.keeps_states = isinstance(policy, FlexMoE)
         self.begin()
 
     def begin(self) -> None:
         engine = self.engine
-        self.policy, self.seen = copy.deepcopy(self.fresh), 0
+        self.policy, self.seen, self.moved = copy.deepcopy(self.fresh), 0, Moves()
         # Experts move between timed steps, and not in them; the optimizer has noted their owners by then.
         self.policy.reshard_every = 0 if self.optimizer.state else self.every
         self.plans = [LayerPlan(loads=deque(maxlen=self.policy.window)) for _ in engine.layers]
         self.owners = [Owners.contiguous(layer.num_experts, layer.world.size) for layer in engine.layers]
+        self.placed = [Placement.owned(owners) for owners in self.owners]
 
     def catch_up(self, counts: Ints, step: int) -> None:
-        placer, layers = self.engine.placer, self.engine.layers
-        placer.policy, where = self.policy, [layer.owners for layer in layers]
-        for layer, plan, owners in zip(layers, self.plans, self.owners, strict=True):
-            layer.placer.plan, layer.placer.owners = plan, owners
+        layers = self.engine.layers
+        self._take_over()
         for index in range(self.seen, step + 1):
             if self.every and index and index % self.every == 0:
-                new = self.policy.choose_owners([layer.placer.view for layer in layers])
-                for layer, owners in zip(layers, new, strict=True):
-                    layer.placer.plan.forget()
-                    if owners != layer.owners:
-                        layer.placer.change_owners(owners)
-            if index == step:
-                break
+                self._change_owners()
             for number, layer in enumerate(layers):
                 layer.placer.plan_ahead()
-                layer.placer.plan.planned = None
-                layer.placer.observe(counts[index, number])
-        self.seen, self.owners = step + 1, [layer.owners for layer in layers]
-        for layer, owners in zip(layers, where, strict=True):
-            layer.placer.owners = owners
-        self.engine.owner_mover.move(list(zip(layers, self.owners, strict=True)))
+                self._note_replicas(number)
+                if index < step:
+                    layer.placer.plan.planned = None
+                    layer.placer.observe(counts[index, number])
+        # A step may be asked for again.
+        for layer in layers:
+            layer.placer.plan_ahead()
+        self.seen = self.moved.steps = step + 1
+        self.owners = [layer.owners for layer in layers]
+
+    def _take_over(self) -> None:
+        """The model is this system's again: its policy, its plans, and experts with the owners it left them with."""
+        engine = self.engine
+        engine.placer.policy = self.policy
+        for layer, plan in zip(engine.layers, self.plans, strict=True):
+            layer.placer.plan = plan
+        planned = [plan.planned for plan in self.plans]
+        # Others, and an earlier workload, moved them; no system would, so it is not timed.
+        self._move(self.owners)
+        for plan, placement in zip(self.plans, planned, strict=True):
+            plan.planned = placement
+
+    def _move(self, owners: list[Owners]) -> None:
+        self.engine.owner_mover.move(list(zip(self.engine.layers, owners, strict=True)))
         # A step without gradients only moves the optimizer's state to where its experts are.
         self.optimizer.zero_grad()
         self.optimizer.step()
+
+    def _change_owners(self) -> None:
+        """As between two steps of training. From barrier to barrier; the time of choosing is Hecate's only.
+
+        The searches of other policies are this benchmark's, and theirs might be faster.
+        """
+        layers = self.engine.layers
+        dist.barrier()
+        begun = time.perf_counter()
+        # A policy asks how long owners will stay. In timed steps it is 0, so that the engine moves none there.
+        self.policy.reshard_every, engines = self.every, self.policy.reshard_every
+        new = self.policy.choose_owners([layer.placer.view for layer in layers])
+        self.policy.reshard_every = engines
+        if not isinstance(self.policy, Hecate):
+            dist.barrier()
+            begun = time.perf_counter()
         for layer in layers:
-            layer.placer.plan_ahead()
+            layer.placer.plan.forget()
+        self._move(new)
+        dist.barrier()
+        self.moved.owners += time.perf_counter() - begun
+
+    def _note_replicas(self, number: int) -> None:
+        if self.keeps_states:
+            placer = self.engine.layers[number].placer
+            planned = placer.plan.planned
+            assert planned is not None
+            self.moved.moments += moments_seconds(self.placed[number], planned, placer.view.costs)
+            self.placed[number] = planned
+
+    def moves(self) -> dict[str, float]:
+        return self.moved.per_step()
 
     def learn(self, rates: Rates) -> None:
         self.engine.placer.set_rates(rates, because="given to the benchmark")
@@ -179,8 +231,10 @@ class EngineSystem(System):
 
     def saw(self) -> dict[str, Any]:
         layers = self.engine.layers
+        spans = [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()]
         return {
-            "spans": [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()],
+            "spans": spans,
+            "waits": seconds_waited(spans),
             "rows": [layer.rows for layer in layers],
             "replicas": [layer.replicas for layer in layers],
             "held": [self._held(layer) for layer in layers],
@@ -231,10 +285,14 @@ def _fsdp(model: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def _ddp(model: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=shapes.BUCKET_MB)
+
+
 EXTERNAL: dict[str, Callable[[Any], nn.Module]] = {
     "transformers EP": _transformers_ep,
     "FSDP2": _fsdp,
-    "DDP": nn.parallel.DistributedDataParallel,
+    "DDP": _ddp,
 }
 
 
@@ -308,7 +366,7 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
         policy = policies(shape)[played]
         key = Engine.key(played, policy)
         if key not in engines:
-            engines[key] = Engine(shape, policy, rates, CHUNKS.get(played, "auto"))
+            engines[key] = Engine(shape, policy, rates, options(played))
         # Gradients that came over free links are wrong, so nothing is learned from them.
         system = EngineSystem(engines[key], shape, policy, learns=not free)
         entries[name] = Entry(system=system, balanced=name == "bound: balanced routing", free=free)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.compare import cells, store
+import benchmarks.compare.__main__ as compare
+from benchmarks.compare import against, cells, store
 from benchmarks.compare.__main__ import chosen, order
 
 ONE, TWO = cells.full()[:2]
@@ -75,3 +77,47 @@ def test_cells_beyond_the_full_table_run_if_asked_for() -> None:
     assert chosen(["gpt-moe-s.a"], everything=False) == cells.short()
     with pytest.raises(SystemExit, match="no cell nonsense"):
         chosen(["nonsense"], everything=True)
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cells, three launches of each; the fourth launch fails."""
+    ran: list[str] = []
+
+    def run_cell(cell: cells.Cell, attention: float, timeout: float) -> dict[str, Any]:
+        ran.append(cell.name)
+        if len(ran) == 4:
+            raise SystemExit("cut off")
+        return {"cell": cell.as_json(), "attention": attention, "timelines": {}}
+
+    def main(*options: str) -> None:
+        names = [option for name in ("modern.a", "modern.b") for option in ("--cell", name)]
+        monkeypatch.setattr("sys.argv", ["compare", "--no-self-test", *names, *options])
+        compare.main()
+
+    monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
+    monkeypatch.setattr(compare, "calibrate", lambda: 0.01)
+    monkeypatch.setattr(compare, "run_cell", run_cell)
+    monkeypatch.setattr(compare.report, "write", lambda folder: ran.append("report"))
+    monkeypatch.setattr(store, "code_digest", lambda: "x")
+    with pytest.raises(SystemExit, match="cut off"):
+        main()
+    assert {name: len(cell["launches"]) for name, cell in store.load(tmp_path).items()} == {
+        "modern.a": 2, "modern.b": 1,
+    }  # fmt: skip
+    main("--continue")
+    assert ran[4:] == ["modern.b", "modern.a", "modern.b", "report"]
+    assert [len(cell["launches"]) for cell in store.load(tmp_path).values()] == [3, 3]
+    digests = iter("xxy")
+    monkeypatch.setattr(store, "code_digest", lambda: next(digests))
+    with pytest.raises(SystemExit, match="changed while it was measured"):
+        main()
+    assert [len(cell["launches"]) for cell in store.load(tmp_path).values()] == [1, 3]
+
+
+def test_against_launches_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "run_cell", lambda cell, attention, timeout: {"ran": cell.as_json()})
+    given = ["gpt-moe-l.b", "static EP,hecate", "zipf", 2, 0.01, 9.0, str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["-c", json.dumps(given)])
+    exec(against._LAUNCH, {})
+    ran = json.loads((tmp_path / "out").read_text())["ran"]
+    assert (ran["shape"], ran["link"], ran["rounds"], ran["workloads"]) == ("gpt-moe-l", "b", 2, ["zipf"])

@@ -1,0 +1,82 @@
+"""Launches of cells on disk: ``compare.CELL.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.cells import Cell
+
+ROOT = Path(__file__).parents[2]
+# What a sample depends on: the engine, and of the benchmark what ranks run.
+_MEASURES = ("rank", "systems", "moves", "waits", "routing", "shapes", "workloads", "machine", "calibrate")
+_CODE = ("hecate_compile", "passes", "runtime", "benchmarks/policies", "benchmarks/emulator", "benchmarks/traces")
+
+_KINDS = (".py", ".npz")
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """What was measured: name of a cell -> its ``cell`` and its ``launches``, the last of which has timelines."""
+    return {
+        path.name[len("compare.") : -len(".json")]: _as_launches(json.loads(path.read_text()))
+        for path in sorted(folder.glob("compare.*.json"))
+    }
+
+
+def _as_launches(found: dict[str, Any]) -> dict[str, Any]:
+    """Files used to have one launch, and nothing around it."""
+    if "launches" in found:
+        return found
+    return {"cell": found["cell"], "launches": [{key: value for key, value in found.items() if key != "cell"}]}
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Where a cell is."""
+    return folder / f"compare.{name}.json"
+
+
+def launches_of(folder: Path, cell: Cell, code: str) -> int:
+    """How many launches of ``cell`` there are, to add to.
+
+    Args:
+        code: what :func:`code_digest` says now.
+
+    Raises:
+        SystemExit: those on disk have other systems, workloads, steps or code.
+    """
+    found = load(folder).get(cell.name)
+    if found is None:
+        return 0
+    same = found["cell"] == json.loads(json.dumps(cell.as_json()))
+    if not same or any(launch.get("code") != code for launch in found["launches"]):
+        what = "code" if same else "options"
+        raise SystemExit(
+            f"compare: {path_of(folder, cell.name)} was measured with other {what}; without --continue it is replaced"
+        )
+    return len(found["launches"])
+
+
+def add(folder: Path, cell: Cell, launch: dict[str, Any], *, first: bool) -> Path:
+    """Write a launch beside those that are there; the first one replaces what was there."""
+    target = path_of(folder, cell.name)
+    before = [] if first or not target.exists() else _as_launches(json.loads(target.read_text()))["launches"]
+    # Only the last one is drawn, and spans are most of a file.
+    before = [{key: value for key, value in one.items() if key != "timelines"} for one in before]
+    # A run that is cut off here leaves the old file.
+    draft = target.with_suffix(".draft")
+    draft.write_text(json.dumps({"cell": cell.as_json(), "launches": [*before, launch]}) + "\n")
+    os.replace(draft, target)
+    return target
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Equal for equal code; launches of different code are not of one table."""
+    files = [path for folder in _CODE for path in sorted((root / folder).rglob("*.*")) if path.suffix in _KINDS]
+    files += [root / "benchmarks" / "compare" / f"{name}.py" for name in _MEASURES]
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
