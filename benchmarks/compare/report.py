@@ -224,8 +224,8 @@ def draw_timelines(path: Path, cell: dict[str, Any]) -> None:
 
 
 _KINDS = {
-    "rows": "tokens", "counts": "counts", "replicas": "experts", "experts": "experts", "dense": "dense gradients",
-    "bucket": "dense gradients",
+    "rows": "tokens", "counts": "counts", "tickets": "counts", "replicas": "experts", "experts": "experts",
+    "dense": "dense gradients", "bucket": "dense gradients",
 }  # fmt: skip
 
 
