@@ -378,7 +378,7 @@ def _is_cat(node: Node) -> bool:
 
 # --- casts and indexes ---
 
-_CASTS = ("to", "float", "bfloat16", "half", "contiguous", "type_as", "clone")
+_CASTS = ("to", "float", "double", "bfloat16", "half", "contiguous", "type_as", "clone")
 
 
 def _is_cast(node: Node) -> bool:

@@ -56,7 +56,9 @@ def hop(rows: list[torch.Tensor], sent: list[np.ndarray]) -> list[torch.Tensor]:
 
 
 @FAST
-@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.integers(1, 8), st.integers(0, 99))
+@given(
+    cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.integers(1, 8), st.integers(0, 99)
+)
 def test_rows_cross_once_and_arrive_in_slot_order(drawn: tuple[Case, Placement], choices: int, seed: int) -> None:
     case, placement = drawn
     topology, ranks = case.topology, range(case.topology.world_size)
@@ -100,7 +102,9 @@ def test_rows_cross_once_and_arrive_in_slot_order(drawn: tuple[Case, Placement],
 
     # Back: the transpose.
     values = [torch.randint(0, 9, (len(route), 1), generator=generator) for route in routes]
-    by_relay = [torch.empty_like(v).index_copy_(0, torch.from_numpy(into[r].receive_index), v) for r, v in enumerate(values)]
+    by_relay = [
+        torch.empty_like(v).index_copy_(0, torch.from_numpy(into[r].receive_index), v) for r, v in enumerate(values)
+    ]
     home = hop(by_relay, [i.received for i in into])
     sums = [
         torch.zeros(int(t.received.sum()), 1, dtype=torch.int64).index_add_(0, torch.from_numpy(t.middle_index), h)
