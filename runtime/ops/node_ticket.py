@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +31,15 @@ from hecate.runtime.placement.topology import Topology
 NODE_TICKET_PARTS = 4
 
 
+@lru_cache(maxsize=8)
 def relays_of(topology: Topology) -> Ints:
     """The rank that takes the rows of each rank for each node, int64 ``[W, N]``."""
     found = np.empty((topology.world_size, topology.num_nodes), dtype=np.int64)
     for ranks in topology.members:
         for place, rank in enumerate(ranks):
             found[rank] = [others[place % len(others)] for others in topology.members]
+    # Callers share it.
+    found.setflags(write=False)
     return found
 
 

@@ -49,3 +49,32 @@ def test_equals_one_process(size: int) -> None:
             assert result["gradient"] < 1e-5, (family, result["worst"])
             assert (result["graphs"], result["breaks"], result["recompiles"]) == (1, 0, 0), family
             assert min(result["replicas"]) > 0, family
+
+
+def measure_others() -> dict[str, Any]:
+    """On one of two ranks, each a node: what else rows by node must get along with."""
+    from hecate import Topology
+
+    options: dict[str, Any] = {
+        "policy": "anything", "dispatch": "nodes", "topology": Topology((0, 1)), "layers": 1, "steps": 2,
+    }  # fmt: skip
+    return {
+        "inductor": measure("qwen3_moe", backend="inductor", **options),
+        "owners only": measure("plain", **(options | {"policy": "static"})),
+        "wire": measure("qwen3_moe", wire_dtype=torch.bfloat16, **options),
+        "bf16": measure("qwen3_moe", dtype="bfloat16", **options),
+        "one-hot": measure("qwen3_moe", one_hot=True, **options),
+    }
+
+
+@pytest.mark.distributed
+def test_with_other_options() -> None:
+    for ranks in run_ranks("tests.hecate_compile.test_node_dispatch:measure_others", 2, timeout=600):
+        for name, result in ranks.items():
+            # bf16 has 8 bits; see test_parity.
+            rounded = name in ("wire", "bf16")
+            assert result["skipped"] == [], (name, result["skipped"])
+            assert result["loss"] < (1e-2 if rounded else 1e-5), name
+            assert result["gradient"] < (5e-2 if rounded else 1e-5), (name, result["worst"])
+            assert (result["gradient"] > 1e-5) == rounded, "it is bf16"
+            assert (result["graphs"], result["breaks"]) == (1, 0), name
