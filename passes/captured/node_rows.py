@@ -171,7 +171,7 @@ class _Exit:
         Raises:
             Refused: something else uses the rows.
         """
-        rows = self.exit
+        rows = last_inside = self.exit
         casts: list[Node] = []
         while True:
             user = _only_user(rows)
@@ -180,9 +180,14 @@ class _Exit:
                 casts.append(user)
                 rows = user
             elif (factor := _factor(user, rows)) is not None:
+                for node in (last_inside, *casts):
+                    # Of what is computed elsewhere now, not even the length can be asked here.
+                    if len(node.users) != 1:
+                        raise Refused(f"the length of {describe(node)} is used behind the experts")
                 self.factors.append(factor)
                 self.inside += [*casts, user]
                 casts, rows = [], user
+                last_inside = user
             elif parts is not None and (whole := _joined(parts)) is not None:
                 self.joined.append((whole, rows))
                 rows = whole
@@ -331,7 +336,7 @@ def _parts_of(user: Node, rows: Node) -> list[Node] | None:
 
 def _joined(parts: Sequence[Node]) -> Node | None:
     """The concatenation of exactly these parts, if nothing else uses them."""
-    users = {user for part in parts for user in part.users if not _is_length(user)}
+    users = {user for part in parts for user in part.users}
     whole = next(iter(users)) if len(users) == 1 else None
     return whole if whole is not None and _is_cat(whole) and list(arg(whole, 0)) == list(parts) else None
 

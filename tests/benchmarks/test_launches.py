@@ -1,0 +1,77 @@
+"""Launches: their order, their files, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import cells, store
+from benchmarks.compare.__main__ import chosen, order
+
+ONE, TWO = cells.full()[:2]
+
+
+def test_launches_take_turns_among_cells() -> None:
+    names = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: 0, TWO.name: 0}, 2)]
+    assert names == [(0, ONE.name), (0, TWO.name), (1, ONE.name), (1, TWO.name)]
+    missing = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: 2, TWO.name: 1}, 3)]
+    assert missing == [(1, TWO.name), (2, ONE.name), (2, TWO.name)]
+
+
+def test_a_launch_is_on_disk_as_soon_as_it_ends(tmp_path: Path) -> None:
+    for number in range(2):
+        store.add(tmp_path, ONE, {"code": "x", "timelines": {}, "number": number}, first=number == 0)
+        assert store.launches_of(tmp_path, ONE, "x") == number + 1
+    found = store.load(tmp_path)[ONE.name]
+    assert [launch["number"] for launch in found["launches"]] == [0, 1]
+    assert ["timelines" in launch for launch in found["launches"]] == [False, True], "only the last one is drawn"
+    assert found["cell"]["shape"] == ONE.shape
+    # A new run replaces them with its first launch, and not before.
+    store.add(tmp_path, ONE, {"code": "x", "number": 7}, first=True)
+    assert [launch["number"] for launch in store.load(tmp_path)[ONE.name]["launches"]] == [7]
+    assert [path.name for path in tmp_path.iterdir()] == [f"compare.{ONE.name}.json"]
+
+
+def test_only_launches_of_the_same_cell_and_code_are_added_to(tmp_path: Path) -> None:
+    assert store.launches_of(tmp_path, ONE, "x") == 0
+    store.add(tmp_path, ONE, {"code": "x"}, first=True)
+    with pytest.raises(SystemExit, match="other code"):
+        store.launches_of(tmp_path, ONE, "y")
+    with pytest.raises(SystemExit, match="other options"):
+        store.launches_of(tmp_path, replace(ONE, rounds=99), "x")
+
+
+def test_a_file_of_before_is_one_launch(tmp_path: Path) -> None:
+    old = {"cell": {"shape": "gpt-moe-s"}, "samples": {"zipf": {}}, "link": 1.0}
+    store.path_of(tmp_path, "old").write_text(json.dumps(old))
+    assert store.load(tmp_path) == {
+        "old": {"cell": old["cell"], "launches": [{"samples": {"zipf": {}}, "link": 1.0}]}
+    }
+
+
+def test_code_is_what_a_sample_depends_on(tmp_path: Path) -> None:
+    for folder in ("hecate_compile/runtime", "benchmarks/compare", "benchmarks/traces"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in (*store._MEASURES, "report"):
+        (tmp_path / "benchmarks" / "compare" / f"{name}.py").touch()
+    before = store.code_digest(tmp_path)
+    (tmp_path / "benchmarks" / "compare" / "report.py").write_text("changed")
+    assert store.code_digest(tmp_path) == before
+    (tmp_path / "hecate_compile" / "runtime" / "queue.py").write_text("changed")
+    after = store.code_digest(tmp_path)
+    (tmp_path / "benchmarks" / "traces" / "natural.npz").write_bytes(b"changed")
+    assert len({before, after, store.code_digest(tmp_path)}) == 3
+
+
+def test_cells_beyond_the_full_table_run_if_asked_for() -> None:
+    assert [cell.name for cell in chosen(None, everything=False)] == ["gpt-moe-s.a"]
+    assert len(chosen(None, everything=True)) == 6
+    (large,) = chosen(["gpt-moe-l.a"], everything=False)
+    assert large.name == "gpt-moe-l.a" and large not in cells.full()
+    # The short cell keeps its systems.
+    assert chosen(["gpt-moe-s.a"], everything=False) == cells.short()
+    with pytest.raises(SystemExit, match="no cell nonsense"):
+        chosen(["nonsense"], everything=True)
