@@ -35,7 +35,7 @@ from hecate.passes.captured.choose_dispatch import choose_node_rows
 from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
 from hecate.passes.captured.node_rows import NodeRows
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
 from hecate.passes.fx import Builder, arg, calls, computed_from
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
@@ -239,10 +239,19 @@ def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
     """What relays pass on, added to where each row goes."""
     region = nodes.region
     here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens))
-    tokens = nodes.tokens[0] if len(nodes.tokens) == 1 else here.call(torch.cat, list(nodes.tokens))
+    pieces = [_numbers(here, index) for index in nodes.tokens]
+    tokens = pieces[0] if len(pieces) == 1 else here.call(torch.cat, pieces)
     route = torch.ops.hecate.route_nodes.default
     parts = here.call(route, tokens, ticket.counts, ticket.placement, *ticket.rest, region.layer)
     return replace(ticket, by_node=tuple(here.parts(parts, NODE_TICKET_PARTS)))
+
+
+def _numbers(here: Builder, index: Node) -> Node:
+    """The numbers of tokens, of a mask too."""
+    value = value_of(index)
+    if value is None or value.dtype != torch.bool:
+        return index
+    return here.method("squeeze", here.method("nonzero", index), 1)
 
 
 def _exchange(

@@ -9,7 +9,7 @@ Rows may be exchanged by nodes (``hecate.runtime.ops.exchange_nodes``) if
 What models multiply a result with before they sum, the routing weight of its row, moves into the region; it travels
 as another entry, a single value for each row. Recognized are
 
-    hidden[index]; out.index_add(0, index, y)                                 any index of tokens
+    hidden[index]; out.index_add(0, index, y)                                 any index of tokens, also a mask
     hidden[order // k]; y[inverse of order].view(T, k, H).sum(1)              as transformers' grouped_mm has it
     cat([hidden[i0], ...]); a, ... = split(y); out.index_add_(0, i0, a) ...   from group_expert_loops
 
@@ -40,7 +40,7 @@ class NodeRows:
     Attributes:
         region: with the multiplications by routing weights in it, and the weights among its entries.
         weights: those entries ``[R, 1]``; the others are gathered by token.
-        tokens: the token of each row, int; the concatenation of several where the rows are one.
+        tokens: the token of each row, int, or a mask of tokens; the concatenation of several where the rows are one.
         choices: rows of each token; 0 where the graph does not tell.
     """
 
@@ -103,20 +103,33 @@ def _pieces(rows: Node) -> list[Node]:
 
 def _gather(rows: Node) -> tuple[Node, Node]:
     """The tensor of tokens and the index of ``tokens[index]``."""
-    if is_getitem(rows):
+    flat = _named(rows, ("reshape", "view")) and is_getitem(arg(rows, 0))
+    if flat and _adds_a_line(arg(rows, 0), rows):
+        source, (_, index) = arg(arg(rows, 0), 0), arg(arg(rows, 0), 1)
+    elif is_getitem(rows):
         source, index = arg(rows, 0), arg(rows, 1)
     elif _named(rows, ("index_select",)) and len(rows.args) == 3 and arg(rows, 1) == 0:
         source, index = arg(rows, 0), arg(rows, 2)
     else:
         raise Refused(f"its rows come from {describe(rows)}, which is no gather by token")
-    if not isinstance(source, Node) or not _is_line_of_numbers(value_of(index)):
-        raise Refused(f"its rows come from {describe(rows)}, which is no gather by the numbers of tokens")
+    if not isinstance(source, Node) or not _is_line(value_of(index)):
+        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token")
     return source, index
 
 
-def _is_line_of_numbers(value: Any) -> bool:
-    """Whether it is a line of integers. A mask is none: its rows have other numbers than its length says."""
-    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in (torch.int64, torch.int32)
+def _is_line(value: Any) -> bool:
+    """Whether it is a line of integers, the numbers of tokens, or of booleans, a mask of them."""
+    kinds = (torch.int64, torch.int32, torch.bool)
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in kinds
+
+
+def _adds_a_line(gathered: Node, rows: Node) -> bool:
+    """Whether ``rows`` is ``x[None, index].reshape(-1, H)``, which is ``x[index]``."""
+    index, source, flat = arg(gathered, 1), value_of(arg(gathered, 0)), value_of(rows)
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not None:
+        return False
+    shapes = isinstance(source, torch.Tensor) and isinstance(flat, torch.Tensor) and source.ndim == flat.ndim == 2
+    return shapes and str(source.shape[1]) == str(flat.shape[1])
 
 
 def _choices(index: Node) -> int:
@@ -281,14 +294,24 @@ def _summed_by_choice(rows: Node, choices: int, whole: Any) -> Node:
 
 
 def _is_sum_by_index(node: Node) -> bool:
-    return _named(node, ("index_add", "index_add_"))
+    return _named(node, ("index_add", "index_add_", "index_put", "index_put_"))
 
 
 def _added(rows: Node) -> tuple[Node, Node]:
-    """The sum ``out.index_add(0, index, rows)`` that uses the rows, and its index."""
+    """The sum ``out.index_add(0, index, rows)`` or ``out.index_put((index,), rows, True)``, and its index."""
     node = _only_user(rows)
     given = operands(node)
-    if not _is_sum_by_index(node) or len(given) != 4 or given[1] != 0 or given[3] is not rows or given[0] is rows:
+    if _named(node, ("index_put", "index_put_")) and len(given) == 4 and given[3] is True:
+        where = given[1]
+        if given[2] is rows and given[0] is not rows and isinstance(where, (tuple, list)) and len(where) == 1:
+            return node, where[0]
+    if (
+        not _named(node, ("index_add", "index_add_"))
+        or len(given) != 4
+        or given[1] != 0
+        or given[3] is not rows
+        or given[0] is rows
+    ):
         raise Refused(f"its results go to {describe(node)}, which is no sum over the rows of a token")
     return node, given[2]
 
