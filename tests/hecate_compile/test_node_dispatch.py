@@ -49,7 +49,7 @@ def measure_all(size: int) -> dict[str, Any]:
         late = {"checkpointed": True, "dense": "shard", "rematerialize": True}
         found["late"] = train(dispatch="nodes", topology=Topology((0, 1)), **late)
     if size == 4:
-        found["bytes"] = {how: count_bytes(how, (0, 1, 1, 0)) for how in ("rows", "nodes")}
+        found["bytes"] = {how: count_bytes(how, (0, 1, 1, 0)) for how in ("rows", "nodes", "auto")}
     return found
 
 
@@ -64,7 +64,11 @@ def count_bytes(dispatch: Any, nodes: tuple[int, ...]) -> dict[str, Any]:
     reference.model.layers[0].mlp.gate.register_forward_hook(
         lambda module, args, result: owners.extend((t // 2).tolist() for t in result if not t.is_floating_point())
     )
-    config = hecate.Config(backend="aot_eager", policy="static", dispatch=dispatch, topology=hecate.Topology(nodes))
+    # With a link between nodes that is slow enough for the second hop to pay.
+    config = hecate.Config(
+        backend="aot_eager", policy="static", dispatch=dispatch, topology=hecate.Topology(nodes),
+        rates=hecate.Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e3),
+    )  # fmt: skip
     hecate.compile(model, config)
     run_step(model, batch(0))
     mine = batch(0).chunk(len(nodes))[dist.get_rank()]
@@ -125,7 +129,8 @@ def test_late_collectives_and_checkpointed_layers_change_nothing() -> None:
 @pytest.mark.timeout(1000)
 def test_bytes_between_nodes_are_those_of_pairs_of_token_and_node() -> None:
     nodes, row = (0, 1, 1, 0), WIDTH * 4
-    by_rows, by_nodes = ([rank[how] for rank in found(4, "bytes")] for how in ("rows", "nodes"))
+    by_rows, by_nodes, auto = ([rank[how] for rank in found(4, "bytes")] for how in ("rows", "nodes", "auto"))
+    assert auto == by_nodes
     crossing = [
         [nodes[owner] for owner in choices if nodes[owner] != nodes[rank]]
         for rank, of_rank in enumerate(by_nodes) for choices in of_rank["owners"]
