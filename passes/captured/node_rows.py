@@ -432,14 +432,16 @@ def _after_casts(rows: Node) -> Node:
     return rows
 
 
-def _same_index(a: Sequence[Node], b: Sequence[Node]) -> bool:
+def _same_index(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether indexes are the same node, or the same quotient of the same node."""
     if len(a) != len(b):
         return False
     return all(one is other or _same_quotient(one, other) for one, other in zip(a, b, strict=True))
 
 
-def _same_quotient(a: Node, b: Node) -> bool:
+def _same_quotient(a: Any, b: Any) -> bool:
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return False
     alike = (a.op, a.target, a.args, a.kwargs) == (b.op, b.target, b.args, b.kwargs)
     return bool(alike) and calls(a, operator.floordiv)
 

@@ -141,6 +141,10 @@ REFUSED: dict[str, tuple[Callable[[Layer], Node], str]] = {
         ),
         "another index",
     ),
+    "rows of their own": (
+        lambda a: a.g.method("index_put", a.hidden, (a.tokens,), a.experts(), False),
+        "no sum over the rows of a token",
+    ),
     "other choices": (lambda a: a.summed(a.experts(), choices=4), "does not put the 2 rows of a token together"),
     "another order": (
         lambda a: a.summed(a.experts(), a.inverse(a.g.call(torch.argsort, a.g.input(torch.rand(R))))),
