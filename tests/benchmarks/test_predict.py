@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import cells, predict, shapes, store
+from benchmarks.compare import cells, predict, report, shapes
 from hecate.runtime.placement.policy import Static
 from hecate.simulator.step import PredictedSpan
 
@@ -17,8 +17,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def measured(**seconds: list[float]) -> dict[str, Any]:
-    samples = {name: [{"seconds": s, "moves": 9.0} for s in times] for name, times in seconds.items()}
-    return {"cell": {"cell": {"shape": "modern"}, "launches": [{"samples": {"zipf": samples}}]}}
+    return {"cell": {"samples": {"zipf": {name: [{"seconds": s} for s in times] for name, times in seconds.items()}}}}
 
 
 def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> None:
@@ -30,29 +29,8 @@ def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> Non
     assert predict.errors(found, wrong)["order"] == 0.5
 
 
-def test_launches_are_predicted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = (measured(slow=[t], fast=[t / 2])["cell"]["launches"][0] for t in (1.0, 2.0, 4.0))
-    cell = {"cell": {"shape": "modern", "systems": ["slow"]}, "launches": [first, second, third]}
-    monkeypatch.setattr(
-        predict, "predict_launch",
-        lambda shape, names, launch: {"zipf": {"slow": 3 * launch["samples"]["zipf"]["slow"][0]["seconds"]}},
-    )  # fmt: skip
-    assert predict.predict(cell) == {"zipf": {"slow": 6.0}}
-    assert predict.measured_seconds(cell, "zipf", "slow") == (1.0, 2.0, 4.0, 3)
-    # Launches of slow and fast overlap, so nothing is said about their order.
-    assert predict.errors({"cell": cell}, {"cell": {"zipf": {"slow": 2.0, "fast": 5.0}}})["order"] == 1.0
-
-
-def test_cells_that_the_simulator_was_not_tuned_on_are_named() -> None:
-    found = {"modern.a": measured(one=[1.0])["cell"], "gpt-moe-s.a": measured(one=[1.0])["cell"]}
-    found["gpt-moe-s.a"]["cell"] = {"shape": "gpt-moe-s"}
-    said = predict.said_of(found, {"modern.a": {"zipf": {"one": 1.5}}, "gpt-moe-s.a": {"zipf": {"one": 1.0}}})
-    assert said[1].startswith("- Tuned on (gpt-moe-s.a; 1 lines): median error 0.0%")
-    assert said[2].startswith("- Not tuned on (modern.a; 1 lines): median error 50.0%, worst 50.0%")
-
-
 def test_the_table_of_errors_is_made_from_samples() -> None:
-    measured_cells = store.load(RESULTS)
+    measured_cells = report.load(RESULTS)
     predicted = json.loads((RESULTS / "simulated.json").read_text())
     again = "measured again since: run python -m benchmarks.compare.predict benchmarks/results"
     assert set(predicted) == set(measured_cells), again
@@ -63,10 +41,9 @@ def test_the_table_of_errors_is_made_from_samples() -> None:
 @pytest.mark.skipif(cells.ENGINE_CHANGED, reason="the committed steps were measured with an earlier engine")
 def test_the_simulator_still_says_what_the_table_says() -> None:
     """Static EP's planning takes next to nothing, so its prediction is the same on every machine."""
-    cell = store.load(RESULTS)["bert-moe.a"]
+    cell = report.load(RESULTS)["bert-moe.a"]
     cell["cell"]["systems"] = ["static EP"]
-    for launch in cell["launches"]:
-        launch["samples"] = {"zipf": {"static EP": launch["samples"]["zipf"]["static EP"]}}
+    cell["samples"] = {"zipf": {"static EP": cell["samples"]["zipf"]["static EP"]}}
     table = json.loads((RESULTS / "simulated.json").read_text())["bert-moe.a"]["zipf"]["static EP"]
     again = "the simulator was changed: run python -m benchmarks.compare.predict benchmarks/results"
     assert predict.predict(cell)["zipf"]["static EP"] == pytest.approx(table, rel=0.02), again
