@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hecate.passes.base import Chunks
+from hecate.passes.base import Chunks, RowDispatch
 from hecate.runtime.placement.hecate_policy import Hecate, Objective, Replicas
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
@@ -51,6 +51,10 @@ class Config:
         calibrate: let ``"hecate"`` add replicas after the gate, on the critical path, where predicted to pay.
         chunks: parts into which the rows of a layer are cut, so that one part travels while another is computed;
             ``"auto"`` takes two where that is predicted to pay: with several nodes, or on GPUs.
+        dispatch: how rows travel between nodes. ``"rows"``: every choice of a token is a row, straight to a holder of
+            its expert. ``"nodes"``: a token's row crosses to each node once, and a rank there passes it on
+            to the holders; results are summed there, and cross once. A layer in which that cannot be proven right
+            stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay.
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, half
             as much more traffic of experts and their gradients. The planner counts it.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
@@ -79,6 +83,7 @@ class Config:
     reshard_every: int = 50
     calibrate: bool = False
     chunks: Chunks = "auto"
+    dispatch: RowDispatch = "auto"
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     topology: Topology | None = None
@@ -89,7 +94,9 @@ class Config:
     experts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        choices = {"dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective}
+        choices = {
+            "dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective, "dispatch": RowDispatch,
+        }  # fmt: skip
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from hecate.runtime.placement.planner import Rates
 
 Chunks = int | Literal["auto"]
+RowDispatch = Literal["rows", "nodes", "auto"]
 
 _UNKNOWN = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
 
@@ -26,6 +27,8 @@ class PassContext:
         part: "forward" or "backward", once autograd has parted them.
         layer_names: layer id -> name of the experts module, for messages.
         chunks: parts into which the rows of a layer are cut, or "auto": two where that is predicted to pay.
+        dispatch: how rows travel between nodes: each by itself, once for each token and node, or as is predicted to
+            pay.
         tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where nothing travels
             beside compute. For predictions that all ranks must make alike.
         rematerialize: gather experts again in the backward.
@@ -43,6 +46,7 @@ class PassContext:
     part: str = "forward"
     layer_names: Mapping[int, str] = field(default_factory=dict)
     chunks: Chunks = 1
+    dispatch: RowDispatch = "rows"
     tokens: int = 0
     rematerialize: bool = False
     prefetch_bytes: int | None = None

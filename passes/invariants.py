@@ -2,7 +2,8 @@
 
 A captured graph (:func:`verify`):
 
-1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``.
+1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``; one by
+   nodes (with a middle index) from one ``route_nodes``, which has the ticket of one ``route``.
 2. A grouped matmul on slots (own experts, replicas) uses the offsets of a ``route`` (or ``count_rows`` at one
    rank), one on gathered experts never does.
 3. Every route's result is used: rows that leave come back.
@@ -28,6 +29,7 @@ from hecate.passes.final.collective_notes import read_note
 from hecate.passes.fx import arg, calls, is_getitem, operands
 from hecate.runtime.comm.collective import collective_of, start_of, wait_of
 from hecate.runtime.ops.experts import own_experts
+from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
 
 
@@ -49,7 +51,7 @@ def verify(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         collective = collective_of(node.target) if node.op == "call_function" else None
         if collective is not None and collective.carries == "rows":
-            route = _route_of(node, node.args[1:4])
+            route = _node_route_of(node) if collective.hops == 2 else _route_of(node, node.args[1:4])
             if collective.homeward:
                 backs.add(route)
         elif calls(node, torch.ops.hecate.grouped_mm, torch.ops.hecate.grouped_mm_pair):
@@ -74,6 +76,19 @@ def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
     if len(set(chunks)) != 1:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different chunks")
     return routes[0]
+
+
+def _node_route_of(node: Node) -> Node:
+    """The route behind the ticket of an exchange by nodes."""
+    ticket: Any = node.args[1 : 1 + NODE_TICKET_PARTS]
+    for index, part in enumerate(ticket):
+        by_node = is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route_nodes)
+        if not by_node or arg(part, 1) != index or arg(part, 0) is not arg(ticket[0], 0):
+            raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route by nodes: {part}")
+    made = arg(ticket[0], 0)
+    if made.args[-1] != node.args[-1]:
+        raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different layers")
+    return _route_of(made, made.args[3:6])
 
 
 def _check_offsets(node: Node) -> None:

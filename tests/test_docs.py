@@ -16,8 +16,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = ("A pass", "A policy", "A collective")
 
 
-def train_models() -> dict[str, Any]:
-    """Every MoE block of docs/models.md in a small language model, on one rank."""
+def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Every MoE block of docs/models.md in a small language model, on one rank.
+
+    Args:
+        nodes: of each rank; rows then cross to each once, where that can be.
+    """
     import torch
 
     import hecate
@@ -33,7 +37,8 @@ def train_models() -> dict[str, Any]:
             torch.manual_seed(0)
             models.append(PlainLanguageModel(kind, layers=1))
         model, reference = models
-        hecate.compile(model, hecate.Config(backend="aot_eager"))
+        by_node = {} if nodes is None else {"dispatch": "nodes", "topology": hecate.Topology(nodes)}
+        hecate.compile(model, hecate.Config(backend="aot_eager", **by_node))
         rank = torch.distributed.get_rank()
         parts = [batch(0, rows=4), batch(1, rows=4)]
         model(parts[rank], parts[rank])["loss"].backward()

@@ -149,6 +149,7 @@ class Backend:
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
             chunks=self.config.chunks,
+            dispatch=self.config.dispatch,
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,

@@ -23,6 +23,7 @@ class LayerStats:
         rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
         expert_rows: rows of each expert over all ranks, length E.
         bytes_sent: bytes of rows that each rank sent to others, forward and backward, length W.
+        node_bytes_sent: those of them that went to other nodes, length W.
         replicas: copies of experts on ranks that do not own them, over all ranks.
         expert_bytes_sent: bytes of experts and their gradients that each rank sent to others, length W.
     """
@@ -31,6 +32,7 @@ class LayerStats:
     rows: tuple[int, ...]
     expert_rows: tuple[int, ...]
     bytes_sent: tuple[int, ...]
+    node_bytes_sent: tuple[int, ...]
     replicas: int
     expert_bytes_sent: tuple[int, ...]
 
@@ -72,20 +74,21 @@ class Stats:
 def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
     seen = [layer for layer in layers if layer.counts is not None]
-    mine = [[layer.rows, layer.bytes_sent, layer.expert_bytes_sent] for layer in seen]
-    numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 3)
+    mine = [[layer.rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent] for layer in seen]
+    numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 4)
     everyone = collectives.all_gather_even(numbers, world).cpu()
     found = []
     for index, layer in enumerate(seen):
         assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
-        rows, sent, experts_sent = everyone[:, index].t().tolist()
+        rows, sent, crossed, experts_sent = everyone[:, index].t().tolist()
         found.append(
             LayerStats(
                 name=layer.name,
                 rows=tuple(rows) if world.size > 1 else (int(per_expert.sum()),),
                 expert_rows=tuple(per_expert.tolist()),
                 bytes_sent=tuple(sent),
+                node_bytes_sent=tuple(crossed),
                 replicas=layer.replicas,
                 expert_bytes_sent=tuple(experts_sent),
             )

@@ -67,7 +67,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
     Args:
         model: not compiled yet; on the meta device it needs no memory for the experts of other ranks.
         inputs: a batch of one rank. Its tensors' values do not matter.
-        config: its topology and rates are replaced by the cluster's.
+        config: its topology and rates are replaced by the cluster's, and ``dispatch="auto"`` by ``"rows"``: counts do
+            not say which rows are of one token.
 
     Raises:
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
@@ -83,7 +84,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         # Dynamo would take graphs of an earlier capture with as many ranks for these.
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))
+        dispatch = config.dispatch if config.dispatch != "auto" else "rows"
+        compiled = compile(model, replace(config, topology=cluster.topology, rates=rates, dispatch=dispatch))
         with capturing() as graphs, suppress(NotRun):
             compiled(**inputs)
     finally:
@@ -108,8 +110,13 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
 
 def _rows(forward: Captured) -> torch.Tensor:
     """What a rank sends to experts, as a fake tensor ``[rows, ...]``."""
-    for node in forward.graph.graph.nodes:
-        if node.target is torch.ops.hecate.exchange_start.default:
+    hecate = torch.ops.hecate
+    nodes = [n for n in forward.graph.graph.nodes if n.op == "call_function"]
+    # Where rows cross to nodes, what else is exchanged is a routing weight for each.
+    by_node = any(n.target is hecate.exchange_nodes_start.default for n in nodes)
+    start = hecate.exchange_nodes_start.default if by_node else hecate.exchange_start.default
+    for node in nodes:
+        if node.target is start:
             rows: torch.Tensor = arguments_of(node)["rows"].meta["val"]
             if isinstance(rows.shape[0], int):
                 return rows

@@ -216,7 +216,10 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
     collective, arguments = start_of(node.target), arguments_of(node)
     assert collective is not None
     tensors = [part.meta["val"] for part in payload_of(node)]
-    if depends_on_routing(collective):
+    if collective.carries == "tickets":
+        # A number for each row.
+        unit: float = 4
+    elif depends_on_routing(collective):
         # One line of each tensor.
         unit = float(sum(clock.number(prod(t.shape[1:])) * wire_itemsize(node, t) for t in tensors))
         if collective.carries == "rows":
@@ -230,4 +233,4 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
 
 def depends_on_routing(collective: Collective) -> bool:
     """Whether its bytes depend on rows or on who holds which experts."""
-    return collective.carries in ("rows", "replicas", "experts")
+    return collective.carries in ("rows", "tickets", "replicas", "experts")

@@ -160,7 +160,7 @@ class _Links:
             return np.full(self.cluster.ranks, start.unit)
         assert start.layer is not None
         carried = self.layers[start.layer]
-        if collective.carries == "rows":
+        if collective.carries in ("rows", "tickets"):
             return carried.rows.sum(0 if collective.homeward else 1) * start.unit
         if collective.carries == "replicas" and collective.role == "reduce":
             return _per_rank(carried.layer.placement) * start.unit
@@ -184,7 +184,9 @@ class _Links:
             return [np.full((size, size), 1 / size)]
         if carried is None:
             raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
-        if collective.carries == "rows":
+        if collective.carries in ("rows", "tickets"):
+            # As if rows that cross to a node once went straight to each holder: counts do not say which are of one
+            # token.
             return [carried.rows.T if collective.homeward else carried.rows]
         if collective.carries == "replicas":
             if collective.role == "reduce":

@@ -6,6 +6,7 @@ costs a start. More than two parts gain next to nothing (docs/decisions.md).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -45,15 +46,49 @@ def _two_pay(region: Region, context: PassContext) -> bool:
 
     Counted is one row for each token, the least that a layer can have.
     """
-    weights = [value for gather in region.gathers if (value := value_of(gather)) is not None and value.ndim == 3]
-    if not context.tokens or not weights:
+    size = row_size(region)
+    if not context.tokens or size is None:
         return False
-    row_flops = sum(2 * int(weight.shape[1]) * int(weight.shape[2]) for weight in weights)
-    row_bytes = sum(_row_bytes(entry, weights) for entry in region.entries)
-    exchange = context.tokens * row_bytes * (context.world_size - 1) / context.world_size / context.link_bytes
-    compute = context.tokens * row_flops / context.rates.flops
-    start = _START_SECONDS["cuda" if weights[0].is_cuda else "cpu"]
-    return 2 * min(exchange, compute) > _MORE_EXCHANGES * start
+    exchange = context.tokens * size.bytes * (context.world_size - 1) / context.world_size / context.link_bytes
+    return hidden_seconds(size, context.tokens, exchange, context) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSize:
+    """What one row of a region takes.
+
+    Attributes:
+        bytes: of all its entries.
+        flops: of all matmuls, forward.
+        start: seconds of one more exchange, with the operators around it.
+    """
+
+    bytes: int
+    flops: int
+    start: float
+
+
+def row_size(region: Region) -> RowSize | None:
+    """Of rows that go to the experts; None where the graph does not tell."""
+    weights = [value for gather in region.gathers if (value := value_of(gather)) is not None and value.ndim == 3]
+    if not weights:
+        return None
+    return RowSize(
+        bytes=sum(_row_bytes(entry, weights) for entry in region.entries),
+        flops=sum(2 * int(weight.shape[1]) * int(weight.shape[2]) for weight in weights),
+        start=_START_SECONDS["cuda" if weights[0].is_cuda else "cpu"],
+    )
+
+
+def hidden_seconds(size: RowSize, rows: float, exchange: float, context: PassContext) -> float:
+    """What two chunks save in a step, less what they cost; below zero where they do not pay.
+
+    Args:
+        rows: that a rank computes.
+        exchange: seconds of one of them.
+    """
+    compute = rows * size.flops / context.rates.flops
+    return 2 * min(exchange, compute) - _MORE_EXCHANGES * size.start
 
 
 def _row_bytes(entry: Node, weights: list[torch.Tensor]) -> int:

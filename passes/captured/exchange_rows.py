@@ -13,6 +13,8 @@ Changes  w = gather(shard)                          placement, replicas = place(
 
          With ``Config(chunks=n)`` the rows of a layer are cut into n parts that travel and are computed one after the
          other, so that one part travels while another is computed; counts, placement and route are made once.
+         With ``Config(dispatch="nodes")`` a token's row crosses to each node once, where that is proven right (see
+         ``node_rows``); what results are multiplied with before they are summed is then done where they are made.
 Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
 
 At one rank there is nobody to exchange with: the experts are read in place and the rows are only counted.
@@ -22,17 +24,21 @@ Every other region falls back to the gather, with the reason.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.captured.choose_dispatch import choose_node_rows
 from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.captured.node_rows import NodeRows
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
 from hecate.passes.fx import Builder, arg, calls, computed_from
 from hecate.runtime.ops.experts import hold, own_experts
+from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
 
 
@@ -47,11 +53,23 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=str(reason)))
             continue
-        chunks = chunks_of(region, context)
-        if context.world_size > 1 and context.chunks not in ("auto", chunks):
-            why = "its results are used before all of it is computed, so its rows travel in one part"
+        nodes = None
+        try:
+            nodes = choose_node_rows(facts, region, context)
+        except Refused as reason:
+            why = f"its rows travel each by itself: {reason}"
             skipped.append(Skip(where=context.name(layer), reason=why, fallback=False))
-        _rewrite(region, context, chunks)
+        chunks = 1 if nodes is not None else chunks_of(region, context)
+        if context.world_size > 1 and context.chunks not in ("auto", chunks):
+            used_early = "its results are used before all of it is computed"
+            why = "its rows cross to each node once" if nodes is not None else used_early
+            skipped.append(
+                Skip(where=context.name(layer), reason=f"{why}, so its rows travel in one part", fallback=False)
+            )
+        if nodes is not None:
+            _rewrite_by_node(nodes, context)
+        else:
+            _rewrite(region, context, chunks)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
@@ -87,6 +105,19 @@ def _rewrite(region: Region, context: PassContext, chunks: int) -> None:
         _replace(region, _compute_chunks(region, tickets, new, replicas))
 
 
+def _rewrite_by_node(nodes: NodeRows, context: PassContext) -> None:
+    """The same, with rows that cross to each node once."""
+    region = nodes.region
+    slots = _fill_slots(region, context)
+    (ticket,) = _route(region, context, slots, 1)
+    ticket = _route_nodes(nodes, ticket)
+    new = dict(zip(region.gathers, slots.own, strict=True))
+    replicas = dict(zip(region.gathers, slots.replicas, strict=False))
+    _exchange(region, ticket, new, alone=nodes.weights)
+    _copy_body(region, context, new, replicas)
+    _replace(region, {exit: _send_back(region, new[exit], exit, ticket) for exit in region.exits})
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Ticket:
     """The nodes of one chunk's ticket.
@@ -94,10 +125,15 @@ class _Ticket:
     Attributes:
         offsets: ends of the slots' rows.
         rest: splits, send index and receive index.
+        by_node: splits, send index, middle index and receive index for rows that cross to each node once.
+        counts, placement: what it was made from.
     """
 
     offsets: Node
     rest: tuple[Node, Node, Node]
+    by_node: tuple[Node, ...] = ()
+    counts: Node
+    placement: Node
 
 
 def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
@@ -191,14 +227,45 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
     tickets = []
     for chunk in range(chunks):
         offsets, splits, send_index, receive_index = parts[TICKET_PARTS * chunk :][:TICKET_PARTS]
-        tickets.append(_Ticket(offsets=offsets, rest=(splits, send_index, receive_index)))
+        tickets.append(
+            _Ticket(
+                offsets=offsets, rest=(splits, send_index, receive_index), counts=counts, placement=slots.placement
+            )
+        )
     return tickets
 
 
-def _exchange(region: Region, ticket: _Ticket, new: dict[Node, Node], here: Builder | None = None) -> None:
+def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
+    """What relays pass on, added to where each row goes."""
+    region = nodes.region
+    here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens))
+    pieces = [_numbers(here, index) for index in nodes.tokens]
+    tokens = pieces[0] if len(pieces) == 1 else here.call(torch.cat, pieces)
+    route = torch.ops.hecate.route_nodes.default
+    parts = here.call(route, tokens, ticket.counts, ticket.placement, *ticket.rest, region.layer)
+    return replace(ticket, by_node=tuple(here.parts(parts, NODE_TICKET_PARTS)))
+
+
+def _numbers(here: Builder, index: Node) -> Node:
+    """The numbers of tokens, of a mask too."""
+    value = value_of(index)
+    if value is None or value.dtype != torch.bool:
+        return index
+    return here.method("squeeze", here.method("nonzero", index), 1)
+
+
+def _exchange(
+    region: Region,
+    ticket: _Ticket,
+    new: dict[Node, Node],
+    here: Builder | None = None,
+    *,
+    alone: Sequence[Node] = (),
+) -> None:
     """The rows travel, and so does what is looked up by expert.
 
     Args:
+        alone: entries that travel each row by itself, even if others cross to nodes.
         here: where the exchanges are written; by default where the rows are first used: in that grad mode, and after
             whatever happened to them before.
     """
@@ -206,7 +273,10 @@ def _exchange(region: Region, ticket: _Ticket, new: dict[Node, Node], here: Buil
     for entry in region.entries:
         user = min(user for user in entry.users if user in body)
         at = here if here is not None else Builder(graph, before=user)
-        new[entry] = at.call(hecate.exchange.default, entry, *ticket.rest, region.layer)
+        if ticket.by_node and entry not in alone:
+            new[entry] = at.call(hecate.exchange_nodes.default, entry, *ticket.by_node, region.layer)
+        else:
+            new[entry] = at.call(hecate.exchange.default, entry, *ticket.rest, region.layer)
     new[region.offsets] = ticket.offsets
     if region.ids is not None:
         at = here if here is not None else Builder(graph, after=max(ticket.offsets, *ticket.rest))
@@ -292,7 +362,9 @@ def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Nod
     """A result goes home."""
     here = Builder(result.graph, after=result)
     rows = here.length(region.entries[0])
-    home = here.call(torch.ops.hecate.exchange_back.default, result, *ticket.rest, rows, region.layer)
+    hecate = torch.ops.hecate
+    back = hecate.exchange_nodes_back.default if ticket.by_node else hecate.exchange_back.default
+    home = here.call(back, result, *(ticket.by_node or ticket.rest), rows, region.layer)
     if "example_value" in exit.meta:
         home.meta["example_value"] = exit.meta["example_value"]
     return home

@@ -69,8 +69,7 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
         if not gathers:
             continue
         try:
-            loop = _Loop.of(*_find_turns(gathers))
-            _check_order(facts, loop)
+            loop = _find_loop(facts, gathers, by_node=context.dispatch == "nodes" and context.nodes > 1)
         except Refused as reason:
             skipped.append(Skip(where=context.name(layer), reason=f"loop over experts: {reason}"))
             continue
@@ -106,6 +105,28 @@ class _Loop:
         last = max(inputs)
         delayed = sorted(closure_forward([turn.exit for turn in turns], until=last))
         return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
+
+
+def _find_loop(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> _Loop:
+    """The loop of one layer, checked.
+
+    Args:
+        by_node: take into it what results are multiplied with, if possible (see ``node_rows``).
+
+    Raises:
+        Refused: it cannot be grouped.
+    """
+    turns, repeats = _find_turns(gathers)
+    if by_node:
+        try:
+            loop = _Loop.of(_with_weights(turns, repeats), repeats)
+            _check_order(facts, loop)
+            return loop
+        except Refused:
+            pass
+    loop = _Loop.of(turns, repeats)
+    _check_order(facts, loop)
+    return loop
 
 
 def _is_one_expert(node: Node) -> bool:
@@ -147,6 +168,33 @@ def _find_turns(gathers: Sequence[Node]) -> tuple[list[_Turn], int]:
     _check_forms(first)
     check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
     return turns, repeats
+
+
+def _with_weights(turns: Sequence[_Turn], repeats: int) -> list[_Turn]:
+    """The turns, each with the multiplication by its rows' routing weights ``[n, 1]`` behind it.
+
+    Raises:
+        Refused: not every turn has one, or they differ.
+    """
+    found = []
+    for turn in turns:
+        users = list(turn.exit.users)
+        if len(users) != 1 or not (calls(users[0], operator.mul, torch.mul) or users[0].target == "mul"):
+            raise Refused("its results are not multiplied with weights")
+        (user,) = users
+        weights = [other for other in operands(user) if other is not turn.exit]
+        value = value_of(weights[0]) if len(weights) == 1 else None
+        is_weight = isinstance(value, torch.Tensor) and value.ndim == 2 and str(value.shape[1]) == "1"
+        if not is_weight or _num_rows(weights[0]) != _num_rows(turn.entries[0]):
+            raise Refused("its results are not multiplied with weights")
+        found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights[0]), exit=user))
+    if len({turn.entries[-1] for turn in found}) != len(found):
+        raise Refused("turns have the same weights")
+    for number, turn in enumerate(found[1:], start=1):
+        _check_same(found[0], turn, number // repeats)
+    first = found[0]
+    check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
+    return found
 
 
 def _num_rows(entry: Node) -> str:

@@ -36,7 +36,7 @@ def write_note(node: Node, context: PassContext, predicted: float = 0.0, behind:
 def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
     arguments = arguments_of(node)
     match carries:
-        case "rows" | "counts" | "replicas" | "experts":
+        case "rows" | "counts" | "tickets" | "replicas" | "experts":
             return context.name(arguments["layer"])
         case "dense":
             return f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"

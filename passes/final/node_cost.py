@@ -25,7 +25,7 @@ from torch.utils.flop_counter import (
 from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
-from hecate.runtime.comm.collective import Collective, start_of, wait_of, whole_of
+from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.runtime.state.layer import get_layer
 
@@ -109,12 +109,20 @@ class Clock:
                     if (one := whole_of(user.target) or start_of(user.target)) is not None and one.carries == "rows"
                     and not one.homeward
                 ]  # fmt: skip
+                if not sent:
+                    # All of them cross to a node once; it knows the token of each.
+                    users = [user for part in rows for user in part.users]
+                    sent = [arguments_of(user)["tokens"] for user in users if _routes_nodes(user)]
                 if sent:
                     chunks = len(_value(node)) // TICKET_PARTS
                     count = -(-self.number(_value(sent[0]).shape[0]) // chunks)
                     for index, part in enumerate(_value(node)):
                         if index % TICKET_PARTS >= 2:
                             self._guess(part.shape[0], count)
+            elif _routes_nodes(node) and isinstance(_value(node), (tuple, list)):
+                # As if no two rows of a token went to the same node.
+                for part in _value(node)[1:3]:
+                    self._guess(part.shape[0], self.number(_value(arguments_of(node)["tokens"]).shape[0]))
 
     def _guess(self, size: Any, number: int) -> None:
         expression = _expression(size)
@@ -178,6 +186,12 @@ def _started_by(start: Node) -> Collective:
     return collective
 
 
+def _routes_nodes(node: Node) -> bool:
+    """Whether it tells ranks what to pass on inside their nodes."""
+    collective = collective_of(node.target) if node.op == "call_function" else None
+    return collective is not None and collective.carries == "tickets"
+
+
 def payload_of(start: Node) -> list[Node]:
     """What travels: the rows, or the list of parameters or gradients that comes first."""
     first = next(iter(arguments_of(start).values()))
@@ -187,7 +201,7 @@ def payload_of(start: Node) -> list[Node]:
 def wire_itemsize(start: Node, tensor: Tensor) -> int:
     """Bytes of one element of what a collective carries, as it travels."""
     if _started_by(start).carries == "rows":
-        return get_layer(arguments_of(start)["layer"]).travels_as(tensor.dtype).itemsize
+        return get_layer(arguments_of(start)["layer"]).wire_of(tensor).itemsize
     return tensor.element_size()
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 Role = Literal["exchange", "gather", "reduce"]
-Carries = Literal["rows", "counts", "replicas", "experts", "dense", "bucket"]
+Carries = Literal["rows", "counts", "tickets", "replicas", "experts", "dense", "bucket"]
 RingRounds = Literal[0, 1, 2]
 SavedInCheckpoints = Literal["always", "unless rematerialized", "as the user says"]
 GatheredAgain = Literal["always", "if rematerialized", "never"]
@@ -27,10 +27,12 @@ class Collective:
         whole, start, wait: the operator, and the halves that a graph may put in different places.
         role: ``"exchange"``: its result is needed at once. ``"gather"``: parameters on their way to a use that comes
             later. ``"reduce"``: gradients on their way to their owners, needed at the end.
-        carries: ``"rows"`` of tokens (arguments: rows, splits, send index, receive index, ..., layer), ``"counts"``
-            of rows, ``"replicas"`` of a layer's experts (or their gradients), all ``"experts"`` of a layer, sharded
-            ``"dense"`` parameters, or a ``"bucket"`` of whole ones' gradients.
+        carries: ``"rows"`` of tokens (arguments: rows, the parts of a ticket, ..., layer), ``"counts"``
+            of rows, ``"tickets"`` for ranks that pass rows on, ``"replicas"`` of a layer's experts (or their
+            gradients), all ``"experts"`` of a layer, sharded ``"dense"`` parameters, or a ``"bucket"`` of whole ones'
+            gradients.
         homeward: of rows, that they return to where they came from.
+        hops: of rows, how often each of them is sent: 2 for those that a rank of another node passes on.
         ring_rounds: how often its bytes pass around all ranks: 2 for an all-reduce (sum, then share), 1 for an
             all-gather, 0 if everybody sends straight to where it belongs.
         saved_in_checkpoints: whether a layer under ``torch.utils.checkpoint`` keeps its result, instead of
@@ -47,6 +49,7 @@ class Collective:
     role: Role
     carries: Carries
     homeward: bool = False
+    hops: Literal[1, 2] = 1
     ring_rounds: RingRounds = 0
     saved_in_checkpoints: SavedInCheckpoints = "as the user says"
     gathered_again: GatheredAgain = "never"

@@ -7,15 +7,16 @@ imported, and lists them at its top:
 |---|---|
 | ``experts`` | experts come to ranks, and their gradients go back: all of a layer, or replicas |
 | ``exchange`` | who has how many rows, where they go, and the rows themselves, there and back |
+| ``exchange_nodes`` | the same for rows that cross to each node once, and are passed on inside it |
 | ``grouped_mm`` | what computes on slots |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``registration`` | how an operator or a collective is registered |
-| ``sparse_collectives``, ``ticket`` | how replicas and rows travel, without operators |
+| ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
 
-R', S and n are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r, the
-length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the CPU
-(2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
+R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r,
+the length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the
+CPU (2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
 
 ``layer`` is the number of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
 of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead. Those that

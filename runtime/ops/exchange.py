@@ -45,7 +45,7 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     def finish(gathered: Tensor) -> Tensor:
         placer.model.check(gathered[:, -3:])
         record.counts = gathered[:, :-3].contiguous()
-        record.bytes_sent = 0
+        record.bytes_sent = record.node_bytes_sent = 0
         placer.observe(record.counts.numpy())
         return record.counts.clone()
 
@@ -113,10 +113,9 @@ def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
 def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     send, receive = splits.tolist()
-    dtype, wire = rows.dtype, record.travels_as(rows.dtype)
-    record.set_row_bytes(rows.shape[1:].numel() * wire.itemsize)
+    dtype, wire = rows.dtype, record.wire_of(rows)
+    record.count_rows_sent(rows, send)
     leaving, order = rows.index_select(0, send_index).to(wire), receive_index.clone()
-    record.bytes_sent += _bytes_to_others(leaving, send, record.world.rank)
 
     def run() -> Tensor:
         return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order).to(dtype)
@@ -133,10 +132,10 @@ def _exchange_back(
 ) -> Job:
     record = get_layer(layer)
     receive, send = splits.tolist()
-    dtype, wire = rows.dtype, record.travels_as(rows.dtype)
+    dtype, wire = rows.dtype, record.wire_of(rows)
+    record.count_rows_sent(rows, send)
     by_source = torch.empty_like(rows, dtype=wire, memory_format=torch.contiguous_format)
     by_source.index_copy_(0, receive_index, rows.to(wire))
-    record.bytes_sent += _bytes_to_others(by_source, send, record.world.rank)
     order = send_index.clone()
 
     def run() -> Tensor:
@@ -155,11 +154,6 @@ def _exchange_back_fake(
     rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
 ) -> Tensor:
     return rows.new_empty((num_rows, *rows.shape[1:]))
-
-
-def _bytes_to_others(rows: Tensor, send: list[int], rank: int) -> int:
-    row_bytes = rows.element_size() * rows[0:1].numel() if rows.shape[0] else 0
-    return (sum(send) - send[rank]) * row_bytes
 
 
 define_collective(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.topology import Topology
 
 
 def gather_experts(shards: list[Tensor], owners: Owners) -> Tensor:
@@ -114,6 +115,59 @@ def exchange_back(
     for rows, row_positions, row_ranks in zip(arrived, where, whose, strict=True):
         for row, position, rank in zip(rows, row_positions, row_ranks, strict=True):
             out[rank][position] = row
+    return out
+
+
+def relay_of(rank: int, node: int, topology: Topology) -> int:
+    """The rank of ``node`` that passes on what ``rank`` sends there: the one with the same place, or itself."""
+    place = topology.members[topology.node_of[rank]].index(rank)
+    members = topology.members[node]
+    return members[place % len(members)]
+
+
+def route_nodes(
+    tokens: list[Tensor], offsets: list[Tensor], placement: Placement, sends: list[Ints], topology: Topology
+) -> list[list[tuple[int, int]]]:
+    """Of each rank, for every row that arrives: the sender, and the row there that stands for it.
+
+    That is the first row of the same token that goes to the same node; first in the order of what is sent: by
+    destination, slot and place.
+    """
+    positions = [torch.arange(int(offs[-1])) for offs in offsets]
+    where, _ = exchange(positions, offsets, placement, sends)
+    whose, _ = exchange([torch.full_like(p, rank) for rank, p in enumerate(positions)], offsets, placement, sends)
+    arrivals = [list(zip(whose[rank].tolist(), where[rank].tolist(), strict=True)) for rank in range(len(tokens))]
+    first: dict[tuple[int, int, int], int] = {}
+    for rank, rows in enumerate(arrivals):
+        for source, row in rows:
+            first.setdefault((source, topology.node_of[rank], int(tokens[source][row])), row)
+    return [
+        [(source, first[source, topology.node_of[rank], int(tokens[source][row])]) for source, row in rows]
+        for rank, rows in enumerate(arrivals)
+    ]
+
+
+def exchange_nodes(rows: list[Tensor], routes: list[list[tuple[int, int]]]) -> list[Tensor]:
+    """Of each rank the rows that arrive, each the one that stands for it.
+
+    Args:
+        routes: from :func:`route_nodes`.
+    """
+    width = rows[0].shape[1:]
+    return [
+        torch.stack([rows[source][row] for source, row in route]) if route else rows[0].new_empty((0, *width))
+        for route in routes
+    ]
+
+
+def exchange_nodes_back(
+    arrived: list[Tensor], routes: list[list[tuple[int, int]]], num_rows: list[int]
+) -> list[Tensor]:
+    """The way back: rows are added up where one stood for them; all other rows are zero."""
+    out = [arrived[0].new_zeros((count, *arrived[0].shape[1:])) for count in num_rows]
+    for rows, route in zip(arrived, routes, strict=True):
+        for row, (source, position) in zip(rows, route, strict=True):
+            out[source][position] += row
     return out
 
 

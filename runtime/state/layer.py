@@ -34,6 +34,7 @@ class Layer:
         rows: rows that this rank computed in the last step.
         replicas: expert copies that travelled in the last step, over all ranks.
         bytes_sent: rows that this rank sent to others in the last step, forward and backward.
+        node_bytes_sent: those of them that it sent to other nodes.
         expert_bytes_sent: experts and gradients that it sent to others in the last step.
     """
 
@@ -47,6 +48,7 @@ class Layer:
     rows: int = 0
     replicas: int = 0
     bytes_sent: int = 0
+    node_bytes_sent: int = 0
     expert_bytes_sent: int = 0
 
     @property
@@ -69,10 +71,26 @@ class Layer:
         narrower = wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
         return wire if wire is not None and narrower else dtype
 
-    def set_row_bytes(self, row_bytes: int) -> None:
-        """One row, as it travels; known from the first exchange on."""
-        if self.sizes.row_bytes != row_bytes:
+    def wire_of(self, rows: torch.Tensor) -> torch.dtype:
+        """What ``rows`` ``[R, ...]`` travel in. One value a row, a routing weight, is not worth rounding."""
+        return self.travels_as(rows.dtype) if rows.shape[1:].numel() > 1 else rows.dtype
+
+    def count_rows_sent(self, rows: torch.Tensor, *hops: list[int]) -> None:
+        """Rows like those of ``rows`` ``[R, ...]`` travel.
+
+        Args:
+            hops: how many of them to each rank, length W, each time that they are sent.
+        """
+        width = rows.shape[1:].numel()
+        row_bytes = width * self.wire_of(rows).itemsize
+        # The size of a row is known from the first exchange on.
+        if width > 1 and self.sizes.row_bytes != row_bytes:
             self.placer.sizes = replace(self.sizes, row_bytes=row_bytes)
+        node_of, rank = self.placer.model.topology.node_of, self.world.rank
+        for send in hops:
+            self.bytes_sent += row_bytes * (sum(send) - send[rank])
+            here = sum(count for count, node in zip(send, node_of, strict=True) if node == node_of[rank])
+            self.node_bytes_sent += row_bytes * (sum(send) - here)
 
 
 LAYERS: Registry[Layer] = Registry("MoE layer")

@@ -128,6 +128,7 @@ def test_unknown_pass_name_lists_the_passes() -> None:
         ({"disable_passes": "exchange_rows"}, "is a string, expected a tuple"),
         ({"mixed_precision": torch.bfloat16}, "expected a torch.distributed.fsdp.MixedPrecisionPolicy"),
         ({"wire_dtype": torch.float32}, "expected torch.bfloat16, torch.float16 or None"),
+        ({"dispatch": "node"}, "expected one of"),
         ({"chunks": 0}, "expected a whole number of at least 1"),
         ({"chunks": "two"}, "expected a whole number of at least 1"),
     ],

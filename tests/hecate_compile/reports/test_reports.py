@@ -52,10 +52,22 @@ def test_timeline_of_a_single_rank_is_refused(model: torch.nn.Module, tmp_path: 
 
 def test_imbalance() -> None:
     layer = LayerStats(
-        name="x", rows=(6, 2), expert_rows=(6, 2), bytes_sent=(0, 0), replicas=0, expert_bytes_sent=(0, 0)
+        name="x",
+        rows=(6, 2),
+        expert_rows=(6, 2),
+        bytes_sent=(0, 0),
+        node_bytes_sent=(0, 0),
+        replicas=0,
+        expert_bytes_sent=(0, 0),
     )
     empty = LayerStats(
-        name="y", rows=(0, 0), expert_rows=(0, 0), bytes_sent=(0, 0), replicas=0, expert_bytes_sent=(0, 0)
+        name="y",
+        rows=(0, 0),
+        expert_rows=(0, 0),
+        bytes_sent=(0, 0),
+        node_bytes_sent=(0, 0),
+        replicas=0,
+        expert_bytes_sent=(0, 0),
     )
     assert layer.imbalance == 1.5
     assert empty.imbalance == 1.0

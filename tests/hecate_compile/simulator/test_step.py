@@ -35,6 +35,18 @@ def made() -> Capture:
     return capture(model, {"input_ids": ids, "labels": ids}, SPEC, hecate.Config(replicas=1))
 
 
+def test_rows_by_node_are_priced_as_single_rows(made: Capture) -> None:
+    """Counts do not say which rows are of one token; the program runs, with what relays are told beside it."""
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    config = hecate.Config(replicas=1, dispatch="nodes")
+    by_node = capture(build("qwen3_moe"), {"input_ids": ids, "labels": ids}, SPEC, config)
+    assert (by_node.rows, by_node.row_bytes) == (made.rows, made.row_bytes)
+    step = layer_step(by_node, owned(by_node))
+    spans = Simulator(by_node, SPEC).step([step, step]).spans
+    assert [span.operator for span in spans].count("route_nodes") == 2
+    assert [span.operator for span in spans].count("exchange_nodes_back") == 4
+
+
 def layer_step(made: Capture, placement: Placement, rows: np.ndarray = ROWS) -> LayerStep:
     computed = np.zeros((made.layers[0].num_experts, 4), dtype=np.int64)
     computed[0] = rows.sum(0)

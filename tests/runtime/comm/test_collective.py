@@ -34,7 +34,8 @@ def test_all_are_here() -> None:
     """A new one is one more line here, and then the tests below say what it still lacks."""
     assert {collective.name for collective in collectives()} == {
         "gather_experts", "reduce_scatter_experts", "sparse_all_gather", "sparse_reduce_scatter", "top_up",
-        "gather_counts", "exchange", "exchange_back", "gather_dense", "reduce_scatter_dense", "average_gradients",
+        "gather_counts", "exchange", "exchange_back", "route_nodes", "exchange_nodes", "exchange_nodes_back",
+        "gather_dense", "reduce_scatter_dense", "average_gradients",
     }  # fmt: skip
 
 
@@ -52,10 +53,11 @@ def test_a_record_is_found_by_its_name_and_its_operators(collective: Collective)
 def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
     assert collective.role in get_args(Role) and collective.carries in get_args(Carries)
     assert collective.ring_rounds in (0, 1, 2)
+    assert collective.hops == 1 or collective.carries == "rows"
     assert not collective.homeward or collective.carries == "rows"
     assert collective.gathered_again == "never" or collective.role == "gather"
     # Rows and plans belong to one step: computed again, they would be those of a later one.
-    if collective.carries in ("rows", "counts"):
+    if collective.carries in ("rows", "counts", "tickets"):
         assert collective.saved_in_checkpoints == "always"
     names = [argument.name for argument in collective.whole._schema.arguments]
     of_layer = collective.carries not in ("dense", "bucket")

@@ -138,6 +138,81 @@ def test_exchange_and_back(name: str, replicas: str, padding: int) -> None:
     on_threads(check)
 
 
+def tokens_of(rank: int, count: int) -> torch.Tensor:
+    """The token of each of ``count`` rows ``[count]``; some have one row, some several."""
+    return torch.randint(0, max(1, count // 2), (count,), generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_exchange_nodes_and_back(replicas: str, topology: str, wire: torch.dtype | None) -> None:
+    """Values, gradients and bytes; rank 2 has no rows, and two rows of each other rank are padding."""
+    placement, nodes = Placement.with_replicas(OWNERS["shuffled"], REPLICAS[replicas]), TOPOLOGIES[topology]
+    everyone = [routed(rank, padding=2) for rank in range(3)]
+    # Small whole numbers, which sums and bf16 keep.
+    rows_of, offsets_of = [rows.mul(4).round() for rows, _ in everyone], [offsets for _, offsets in everyone]
+    tokens = [tokens_of(rank, len(rows)) for rank, rows in enumerate(rows_of)]
+    counts = torch.stack([o.diff(prepend=o.new_zeros(1)) for o in offsets_of]).long()
+    sends = [assign_tokens(counts.numpy(), placement, nodes, rank).sends for rank in range(3)]
+    routes = reference.route_nodes(tokens, offsets_of, placement, sends, nodes)
+    arrived = reference.exchange_nodes(rows_of, routes)
+    lengths = [len(rows) for rows in rows_of]
+
+    def check(world: World) -> None:
+        rank, layer = world.rank, replicating_layer(world, placement, nodes)
+        layer.wire_dtype = wire
+        rows, offsets = rows_of[rank].clone().requires_grad_(), offsets_of[rank]
+        hecate = torch.ops.hecate
+        placed, held = hecate.place(rows, layer.id)
+        gathered = hecate.gather_counts(offsets, placed, layer.id)
+        slots = placement.owners.counts[rank] + len(held)
+        _, *ticket = hecate.route(gathered, placed, offsets, slots, 1, layer.id)
+        by_node = hecate.route_nodes(tokens[rank], gathered, placed, *ticket, layer.id)
+        out = hecate.exchange_nodes(rows, *by_node, layer.id)
+        assert torch.equal(out, arrived[rank])
+        back = hecate.exchange_nodes_back(out * 2, *by_node, lengths[rank], layer.id)
+        assert torch.equal(back, reference.exchange_nodes_back([a * 2 for a in arrived], routes, lengths)[rank])
+        grads = [torch.randn(n, 4, generator=torch.Generator().manual_seed(r)).round() for r, n in enumerate(lengths)]
+        back.backward(grads[rank])
+        there = [g * 2 for g in reference.exchange_nodes(grads, routes)]
+        assert torch.equal(rows.grad, reference.exchange_nodes_back(there, routes, lengths)[rank])
+        # Each pair of a token and another node crosses once in each direction, forward and backward.
+        pairs = [
+            (source, int(tokens[source][row]), nodes.node_of[to])
+            for to, route in enumerate(routes) for source, row in route
+            if nodes.node_of[to] != nodes.node_of[source]
+        ]  # fmt: skip
+        leaving = sum(source == rank for source, *_ in set(pairs))
+        relayed = sum(reference.relay_of(source, node, nodes) == rank for source, _, node in set(pairs))
+        row_bytes = 4 * (2 if wire is not None else 4)
+        assert layer.node_bytes_sent == 2 * row_bytes * (leaving + relayed)
+        assert layer.bytes_sent >= layer.node_bytes_sent
+        assert layer.sizes.row_bytes == row_bytes
+
+    on_threads(check)
+
+
+def test_a_value_for_each_row_is_no_row() -> None:
+    """Routing weights travel as they are, and tell nothing about the size of a row."""
+
+    def check(world: World) -> None:
+        placement = Placement.owned(OWNERS["shuffled"])
+        layer, hecate = replicating_layer(world, placement, TOPOLOGIES["two nodes"]), torch.ops.hecate
+        layer.wire_dtype = torch.bfloat16
+        rows, offsets = routed(world.rank)
+        placed, _ = hecate.place(rows, layer.id)
+        counts = hecate.gather_counts(offsets, placed, layer.id)
+        _, *ticket = hecate.route(counts, placed, offsets, placement.owners.counts[world.rank], 1, layer.id)
+        hecate.exchange(rows, *ticket, layer.id)
+        weights = hecate.exchange(rows[:, :1] + 1e-3, *ticket, layer.id)
+        back = hecate.exchange_back(weights, *ticket, len(rows), layer.id)
+        assert torch.equal(back, rows[:, :1] + 1e-3)
+        assert layer.sizes.row_bytes == 4 * 2
+
+    on_threads(check)
+
+
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_rows_in_chunks(replicas: str, chunks: int) -> None:
@@ -468,6 +543,18 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     ),
     "exchange_back": (
         torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6), 6,
+    ),
+    "route_nodes": (
+        torch.tensor([0, 1, 0, 2, 2, 1]), torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([[6], [6]]),
+        torch.arange(6), torch.arange(6),
+    ),
+    "exchange_nodes": (
+        torch.randn(6, 3, requires_grad=True), torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]),
+        torch.tensor([0, 1, 0, 2, 2, 1]), torch.randperm(6),
+    ),
+    "exchange_nodes_back": (
+        torch.randn(6, 3, requires_grad=True), torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]),
+        torch.tensor([0, 1, 0, 2, 2, 1]), torch.randperm(6), 6,
     ),
     "grouped_mm": (
         torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True), torch.tensor([2, 6]),

@@ -1,0 +1,58 @@
+"""Whether the rows of a layer travel each by itself, or cross to each node once.
+
+With k choices that are spread evenly over N nodes, k (N - 1) / N rows of a token leave its node, to fewer than N - 1
+others. Crossing once saves the difference on the link between nodes. It costs a second hop for all rows inside nodes,
+which comes behind the first and not beside it, and more starts.
+"""
+
+from __future__ import annotations
+
+from hecate.passes.base import PassContext, Refused
+from hecate.passes.captured.chunk_rows import RowSize, hidden_seconds, row_size
+from hecate.passes.captured.find_region import Region
+from hecate.passes.captured.node_rows import NodeRows, prove_node_rows
+from hecate.passes.captured.torch_values import GraphFacts
+
+# Exchanges of a layer in forward and backward, and how many more collectives start when rows cross once: a second hop
+# of each, the weights there and their gradients back, and what relays must know.
+_EXCHANGES, _MORE_STARTS = 4, 7
+# Predictions that are closer leave everything as it was.
+_LEAST_GAIN = 0.1
+
+
+def choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) -> NodeRows | None:
+    """The region as it is exchanged by nodes; None where rows travel each by itself.
+
+    Equal on all ranks: it sees the graph, and numbers that all ranks agreed on.
+
+    Raises:
+        Refused: the user asked for nodes, and they cannot be had, with the reason.
+    """
+    if context.dispatch == "rows" or context.world_size == 1:
+        return None
+    if context.dispatch == "nodes":
+        if context.nodes == 1:
+            raise Refused("all ranks are on one node")
+        return prove_node_rows(facts, region)
+    if context.nodes == 1 or not context.tokens or context.chunks not in ("auto", 1):
+        return None
+    try:
+        found = prove_node_rows(facts, region)
+    except Refused:
+        return None
+    size = row_size(region)
+    return found if size is not None and found.choices and _nodes_pay(found.choices, size, context) else None
+
+
+def _nodes_pay(choices: int, size: RowSize, context: PassContext) -> bool:
+    """Whether a step's exchanges are predicted to take clearly less time by node."""
+    tokens, rows = context.tokens, context.tokens * choices
+    node = context.ranks_per_node / context.world_size
+    inside = size.bytes / context.rates.rank_bytes
+    crossing = size.bytes / context.link_bytes
+    by_rows = max(rows * (1 - node) * crossing, rows * (node - 1 / context.world_size) * inside)
+    nodes_per_token = (context.nodes - 1) * (1 - (1 - node) ** choices)
+    by_nodes = tokens * nodes_per_token * crossing + rows * (1 - 1 / context.ranks_per_node) * inside
+    hidden = hidden_seconds(size, rows, by_rows, context) if context.chunks == "auto" else 0.0
+    before = _EXCHANGES * by_rows - max(0.0, hidden)
+    return _EXCHANGES * by_nodes + _MORE_STARTS * size.start < (1 - _LEAST_GAIN) * before

@@ -1,0 +1,193 @@
+"""The plan of an exchange in which a token's row crosses to another node once.
+
+Pure functions on integers, no communication. A row takes two hops:
+
+    sender ──▶ relay in the node ──▶ holders of the token's experts in that node
+
+The relay of a sender in another node is the rank with the same place there (modulo the node's size), so the ranks of
+a node share the work; in its own node a rank is its own relay. The first row of a token that goes to a node stands
+for all of its rows that go there; the relay makes as many copies as there are choices. Holders get them in the same
+order as in an exchange of single rows (``hecate.runtime.ops.ticket``), from which this plan is made.
+
+All splits but two follow from the counts: how many rows of each sender stand for others, and which copies of them go
+where. Only the sender knows these, and says so to its relays in one message each (:func:`leaving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.ops.ticket import join_segments
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.topology import Topology
+
+# Of an exchange by nodes: splits, send index, middle index, receive index.
+NODE_TICKET_PARTS = 4
+
+
+@lru_cache(maxsize=8)
+def relays_of(topology: Topology) -> Ints:
+    """The rank that takes the rows of each rank for each node, int64 ``[W, N]``."""
+    found = np.empty((topology.world_size, topology.num_nodes), dtype=np.int64)
+    for ranks in topology.members:
+        for place, rank in enumerate(ranks):
+            found[rank] = [others[place % len(others)] for others in topology.members]
+    # Callers share it.
+    found.setflags(write=False)
+    return found
+
+
+def message_lengths(counts: Ints, placement: Placement, topology: Topology) -> Ints:
+    """Numbers in the message from each rank to each, int64 ``[W, W]``; known to both before it is written.
+
+    A message has room for every row that may go to the node, which is every row of an expert with a holder there.
+
+    Args:
+        counts: rows that each rank has for each expert, int64 ``[W, E]``.
+    """
+    held = topology.sum_nodes((placement.matrix > 0).T.astype(np.int64)) > 0
+    lengths = np.zeros((topology.world_size, topology.world_size), dtype=np.int64)
+    most = counts @ held.T + 1 + topology.node_sizes
+    np.put_along_axis(lengths, relays_of(topology), most, axis=1)
+    return lengths
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leaving:
+    """What a rank sends.
+
+    Attributes:
+        send_index: which row goes at each position of the send buffer, int64 ``[U]``.
+        sent: rows to each rank, int64 ``[W]``.
+        messages: what relays must know, rank by rank, int32: how many rows come, how many copies go to each rank of
+            the node, and for each copy the row that it is of; then zeros.
+    """
+
+    send_index: Ints
+    sent: Ints
+    messages: NDArray[np.int32]
+
+
+def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology: Topology, rank: int) -> Leaving:
+    """What ``rank`` sends to its relays.
+
+    Args:
+        tokens: the token of each row, int64 ``[R]``.
+        sent, send_index: rows to each rank, and their order, of the exchange of single rows: int64 ``[W]``, ``[C]``.
+        lengths: of this rank's messages to each rank, int64 ``[W]``.
+    """
+    # Step 1: the first copy of each token for each node. Copies are ordered by (destination, slot).
+    destinations = np.repeat(np.arange(len(sent)), sent)
+    nodes, who = topology.nodes[destinations], tokens[send_index]
+    if len(who):
+        who = who - who.min()
+    width = int(who.max()) + 1 if len(who) else 1
+    keys = nodes * width + who
+    number = np.empty(topology.num_nodes * width, dtype=np.int64)
+    copies = np.arange(len(keys))
+    # Of equal keys the last written stays.
+    number[keys[::-1]] = copies[::-1]
+    firsts = copies[number[keys] == copies]
+
+    # Step 2: these leave, relay by relay. From here on ``number`` is the place of a row in its relay's part.
+    mine = relays_of(topology)[rank]
+    relays = mine[nodes[firsts]]
+    order = np.argsort(relays, kind="stable")
+    firsts, relays = firsts[order], relays[order]
+    leave = np.bincount(relays, minlength=len(sent)).astype(np.int64)
+    number[keys[firsts]] = np.arange(len(firsts)) - (np.cumsum(leave) - leave)[relays]
+
+    # Step 3: what each relay must know.
+    messages = np.zeros(int(lengths.sum()), dtype=np.int32)
+    starts = np.cumsum(lengths) - lengths
+    for node, relay in enumerate(mine.tolist()):
+        members = topology.members[node]
+        rows = number[keys[nodes == node]]
+        message = messages[starts[relay] : starts[relay] + lengths[relay]]
+        message[0] = leave[relay]
+        message[1 : 1 + len(members)] = sent[list(members)]
+        message[1 + len(members) :][: len(rows)] = rows
+    return Leaving(send_index=send_index[firsts], sent=leave, messages=messages)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Passing:
+    """What a rank passes on inside its node.
+
+    Attributes:
+        received: rows from each rank in the first hop, int64 ``[W]``.
+        middle_index: which received row goes at each position of the second send buffer, int64 ``[M]``.
+        sent: copies to each rank in the second hop, int64 ``[W]``.
+    """
+
+    received: Ints
+    middle_index: Ints
+    sent: Ints
+
+
+def passing(messages: NDArray[np.int32], lengths: Ints, topology: Topology, rank: int) -> Passing:
+    """What ``rank`` passes on for the ranks whose relay it is.
+
+    Args:
+        messages: from each rank, int32, one behind the other.
+        lengths: of these messages, int64 ``[W]``.
+    """
+    members = topology.members[topology.node_of[rank]]
+    received, sent = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
+    copies: list[list[Ints]] = [[] for _ in members]
+    starts, before = np.cumsum(lengths) - lengths, 0
+    for source in np.flatnonzero(lengths).tolist():
+        message = messages[starts[source] : starts[source] + lengths[source]].astype(np.int64)
+        received[source], to_members = message[0], message[1 : 1 + len(members)]
+        ends = 1 + len(members) + np.cumsum(to_members)
+        for place, (end, count) in enumerate(zip(ends.tolist(), to_members.tolist(), strict=True)):
+            copies[place].append(message[end - count : end] + before)
+            sent[members[place]] += count
+        before += int(received[source])
+    parts = [part for of_member in copies for part in of_member]
+    return Passing(
+        received=received, middle_index=np.concatenate(parts) if parts else np.empty(0, dtype=np.int64), sent=sent
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arriving:
+    """What a rank gets for its slots.
+
+    Attributes:
+        received: copies from each rank in the second hop, int64 ``[W]``.
+        receive_index: which of them goes at each position of the slot order, int64 ``[R']``.
+    """
+
+    received: Ints
+    receive_index: Ints
+
+
+def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int) -> Arriving:
+    """What ``rank`` gets, by relay instead of by sender.
+
+    Args:
+        received, receive_index: rows from each rank, and their order, of the exchange of single rows: int64 ``[W]``,
+            ``[R']``.
+    """
+    relays = relays_of(topology)[:, topology.node_of[rank]]
+    sources = np.lexsort((np.arange(len(relays)), relays))
+    starts = np.cumsum(received) - received
+    # The rows of each sender stand together, in the order of relays; where they stood in the order of senders.
+    position = join_segments(starts[sources], received[sources])
+    moved = np.empty_like(position)
+    moved[position] = np.arange(len(position))
+    by_relay = np.bincount(relays, received, minlength=len(relays)).astype(np.int64)
+    return Arriving(received=by_relay, receive_index=moved[receive_index])
+
+
+def splits_of(out: Leaving, through: Passing, into: Arriving) -> Ints:
+    """Rows to and from each rank in the first hop, and in the second: int64 ``[4, W]``."""
+    lines: Sequence[Ints] = (out.sent, through.received, through.sent, into.received)
+    return np.stack(lines)
