@@ -11,8 +11,8 @@ from benchmarks.compare.workloads import RECORDED, WORKLOADS
 
 # Policies on Hecate's engine, systems as they ship, and bounds, which are no systems.
 ON_ENGINE = (
-    "static EP", "hecate", "hecate (calibrate)", "hecate (LAER's memory)", "hecate (paper)", "FasterMoE", "SmartMoE",
-    "FlexMoE", "LAER", "post-gate",
+    "static EP", "hecate", "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)", "hecate (paper)",
+    "FasterMoE", "SmartMoE", "FlexMoE", "LAER", "post-gate",
 )  # fmt: skip
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")
 
@@ -35,6 +35,7 @@ class Variant:
 # A line here is all that another one needs.
 VARIANTS: dict[str, Variant] = {
     "static EP (node-wise)": Variant(of="static EP", options={"dispatch": "nodes"}, shown=True),
+    "hecate (node-wise)": Variant(of="hecate", options={"dispatch": "nodes"}),
     "hecate (one chunk)": Variant(of="hecate", options={"chunks": 1}),
     "hecate (two chunks)": Variant(of="hecate", options={"chunks": 2}),
 }

@@ -13,7 +13,13 @@ BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
 # LAER's layout takes more memory than Hecate's replicas; with as much Hecate is this line.
 LARGE, OURS_LARGE = "LAER", "hecate (LAER's memory)"
 # The time objective in all settings, which is not compared with itself.
-OWN = (OURS, "hecate (calibrate)", OURS_LARGE, *(name for name, variant in VARIANTS.items() if variant.of == OURS))
+OWN = (
+    OURS,
+    "hecate (auto)",
+    "hecate (calibrate)",
+    OURS_LARGE,
+    *(name for name, variant in VARIANTS.items() if variant.of == OURS),
+)
 FREE = "bound: free links"
 Samples = Sequence[dict[str, Any]]
 

@@ -49,6 +49,7 @@ def policies(shape: shapes.Shape) -> dict[str, Policy]:
     found: dict[str, Policy] = {
         "static EP": Static(),
         "hecate": Hecate(objective="time", replicas=REPLICAS),
+        "hecate (auto)": Hecate(objective="time", replicas="auto"),
         "hecate (calibrate)": Hecate(objective="time", replicas=REPLICAS, calibrates=True),
         "hecate (LAER's memory)": Hecate(objective="time", replicas=more),
         "hecate (paper)": Hecate(objective="paper", replicas=REPLICAS, reshard_every=100),
@@ -63,7 +64,8 @@ def policies(shape: shapes.Shape) -> dict[str, Policy]:
 
 def options(name: str) -> Mapping[str, Any]:
     """What a system on Hecate's engine says to ``hecate.Config``, beside its policy."""
-    return VARIANTS[name].options if name in VARIANTS else {}
+    # Rows travel each by itself, unless a system is here to show otherwise.
+    return {"dispatch": "rows"} | dict(VARIANTS[name].options if name in VARIANTS else {})
 
 
 class System:

@@ -34,7 +34,8 @@ def choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) ->
         if context.nodes == 1:
             raise Refused("all ranks are on one node")
         return prove_node_rows(facts, region)
-    if context.nodes == 1 or not context.tokens or context.chunks not in ("auto", 1):
+    # Replicas keep most rows in their node, and the planner counts on single rows between nodes.
+    if context.replicates or context.nodes == 1 or not context.tokens or context.chunks not in ("auto", 1):
         return None
     try:
         found = prove_node_rows(facts, region)

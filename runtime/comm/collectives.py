@@ -32,6 +32,17 @@ def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     return full[list(experts)].clone()
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
+
+    To wait here would keep what comes next from being started.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
 def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
     """Send ``send[w]`` consecutive rows to rank w and return the received ones in rank order.
 

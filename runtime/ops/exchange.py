@@ -35,12 +35,7 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
         # Now, and not above: what has run before this is known when it runs.
         device = world.counts_device
         signature = torch.tensor([plans, *collectives.proof(world)], device=device)
-        gathered = collectives.all_gather_even(torch.cat([counts.to(device), signature]), world)
-        if not gathered.is_cuda:
-            return gathered
-        # Not waited for here, which would keep what comes next from being started.
-        on_host = torch.empty(gathered.shape, dtype=gathered.dtype, device="cpu", pin_memory=True)
-        return on_host.copy_(gathered, non_blocking=True)
+        return collectives.on_host(collectives.all_gather_even(torch.cat([counts.to(device), signature]), world))
 
     def finish(gathered: Tensor) -> Tensor:
         placer.model.check(gathered[:, -3:])

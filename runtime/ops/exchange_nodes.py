@@ -48,16 +48,15 @@ def _route_nodes(
     send, receive = lengths[rank].tolist(), lengths[:, rank].tolist()
 
     def run() -> Tensor:
-        messages = torch.from_numpy(out.messages).to(world.control_device)
-        return collectives.all_to_all(messages, send, receive, world)
+        messages = torch.from_numpy(out.messages).to(world.counts_device)
+        return collectives.on_host(collectives.all_to_all(messages, send, receive, world))
 
     def finish(messages: Tensor) -> list[Tensor]:
-        # Here and not above: it waits for the device.
-        through = passing(messages.cpu().numpy(), lengths[:, rank], topology, rank)
+        through = passing(messages.numpy(), lengths[:, rank], topology, rank)
         indexes = (out.send_index, through.middle_index, into.receive_index)
         return [torch.from_numpy(splits_of(out, through, into)), *(on_device(index, device) for index in indexes)]
 
-    return Job(world.queue, run, finish=finish, label=record.placer.label("route_nodes"))
+    return Job(world.queue, run, finish=finish, on_host=True, label=record.placer.label("route_nodes"))
 
 
 def _route_nodes_fake(

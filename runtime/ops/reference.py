@@ -133,7 +133,7 @@ def route_nodes(
     That is the first row of the same token that goes to the same node; first in the order of what is sent: by
     destination, slot and place.
     """
-    positions = [torch.arange(int(offs[-1])) for offs in offsets]
+    positions = [torch.arange(int(offs[-1]), device="cpu") for offs in offsets]
     where, _ = exchange(positions, offsets, placement, sends)
     whose, _ = exchange([torch.full_like(p, rank) for rank, p in enumerate(positions)], offsets, placement, sends)
     arrivals = [list(zip(whose[rank].tolist(), where[rank].tolist(), strict=True)) for rank in range(len(tokens))]
