@@ -14,8 +14,7 @@ from tests.support.ranks import run_ranks
 # Grouped matmuls without and with biases are in test_parity (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS).
 CHOSEN = {
     "switch_transformers": "a dictionary of experts, the hit ones, top 1 with capacity, an encoder and a decoder",
-    "step3p7_text": "fused experts, the hit ones",
-    "openai_privacy_filter": "the same under a decorator, in float32, with biases",
+    "step3p7_text": "fused experts, the hit ones",  # openai_privacy_filter under a decorator too
     "llama4_text": "bmm over all tokens",
     "qwen3_next": "linear attention: a backward whose strides were not traced",
     "deepseek_v32": "an indexer that is read without gradients",
