@@ -1,4 +1,4 @@
-"""A tenth of the families, with every way of writing MoE; `python -m benchmarks.families` takes all of them."""
+"""Three families; HECATE_TESTS=all and `python -m benchmarks.families` take all of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from benchmarks.families.models import FAMILIES, not_covered
 from tests.support.extent import ALL
 from tests.support.ranks import run_ranks
 
-# Grouped matmuls without and with biases are in test_parity (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS).
+# Grouped matmuls without and with biases are in test_parity (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS), other
+# ways of writing MoE in the blocks of docs/models.md, parameters that are read without gradients in test_user_code.
 CHOSEN = {
-    "switch_transformers": "a dictionary of experts, the hit ones, top 1 with capacity, an encoder and a decoder",
-    "step3p7_text": "fused experts, the hit ones",  # openai_privacy_filter under a decorator too
     "llama4_text": "bmm over all tokens",
     "qwen3_next": "linear attention: a backward whose strides were not traced",
-    "deepseek_v32": "an indexer that is read without gradients",
     "dbrx": "refused, and trained with policy='replicate'",
 }
 

@@ -228,9 +228,9 @@ def test_a_hundred_steps_of_changing_placements() -> None:
 
 
 def degenerate() -> dict[str, Any]:
-    """Fewer experts than ranks; no slots; ranks without tokens; one expert with all rows; both objectives."""
+    """No slots, too many of them, both objectives, after the gate. Fewer experts than ranks are in test_training."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "fewer experts than ranks": ({"num_experts": 2}, {"replicas": 1}),
+        "an expert per rank": ({"num_experts": 2}, {"replicas": 1}),
         "no slots": ({}, {"replicas": 0}),
         "more slots than experts": ({}, {"replicas": 50}),
         "the paper's rule": (
@@ -238,8 +238,7 @@ def degenerate() -> dict[str, Any]:
             {"objective": "paper", "rates": Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9, hidden_seconds=1e-4)},
         ),
         "calibrated": ({}, {"calibrate": True}),
-        "calibrated, no slots": ({}, {"calibrate": True, "replicas": 0}),
-        "a node per rank": ({}, {"topology": Topology((0, 1, 2))}),
+        "a node per rank": ({}, {"topology": Topology((0, 1))}),
     }
     found = {}
     for name, (model_options, options) in cases.items():
@@ -255,7 +254,7 @@ def degenerate() -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_degenerate_settings() -> None:
-    for ranks in run_ranks(f"{_HERE}:degenerate", 3):
+    for ranks in run_ranks(f"{_HERE}:degenerate", 2):
         for name, result in ranks.items():
             assert result["worst"] < 1e-5, name
             if "no slots" in name or name == "the paper's rule":
