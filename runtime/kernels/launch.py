@@ -24,13 +24,8 @@ except ImportError:
     tl = SimpleNamespace(constexpr=int)
 
 # Triton decides by this variable when a kernel is defined.
-INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
-    "1",
-    "true",
-    "on",
-    "yes",
-    "y",
-)
+_YES = ("1", "true", "on", "yes", "y")
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in _YES
 _ALLOWED = os.environ.get("HECATE_KERNELS", "1") != "0"
 _TUNES = os.environ.get("HECATE_AUTOTUNE", "1") != "0"
 
@@ -59,7 +54,7 @@ def tuned(
 
     Args:
         configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
-        key: arguments for whose values, and for the dtypes of all tensors, a choice holds. None that change each step.
+        key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step.
         varying: numbers that change each step: the kernel is not compiled again for them.
         restore: tensors that the kernel changes in place; each trial is undone.
     """
