@@ -51,9 +51,8 @@ def test_no_rows(launches: list[str]) -> None:
     assert gather_rows(whole_numbers(0, 4), none).shape == (0, 4)
     assert gather_rows(whole_numbers(3, 0), index_of(1, 1)).shape == (2, 0)
     assert not scatter_rows(whole_numbers(0, 4), none, 3).any()
-    assert combine_rows(
-        whole_numbers(0, 4), index_of(-1, -1).view(1, 2), torch.ones(1, 2, device=DEVICE)
-    ).tolist() == [[0.0] * 4]
+    sums = combine_rows(whole_numbers(0, 4), index_of(-1, -1).view(1, 2), torch.ones(1, 2, device=DEVICE))
+    assert sums.shape == (1, 4) and not sums.any()
     assert not launches
 
 
@@ -93,7 +92,7 @@ def test_a_choice_without_a_row_may_have_any_weight() -> None:
 @FEW
 @given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 300), st.integers(0, 2**16))
 def test_combine_rows_adds_in_order(tokens: int, choices: int, width: int, seed: int) -> None:
-    """In float32 with random numbers, so the order shows. A GPU may round a product and a sum once instead of twice."""
+    """Random numbers, so the order shows. A GPU may round a product and a sum once instead of twice."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(5, width, generator=generator).to(DEVICE)
     positions = torch.randint(-1, 5, (tokens, choices), generator=generator).to(DEVICE)
