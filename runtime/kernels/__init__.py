@@ -16,5 +16,6 @@ A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, 
 the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called
 with any tensors that its docstring allows, and CPUs compute what they would without this folder.
 
-They know no operators, no ranks and no layers. Nothing in them waits for the device.
+They know no operators, no ranks and no layers. Where kernels run, the host waits for the device only while one is
+tuned.
 """

@@ -186,6 +186,6 @@ def _grouped_mm(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-        a_at += BLOCK_K
-        b_at += BLOCK_K * stride_k
+        a_at = a_at + BLOCK_K
+        b_at = b_at + BLOCK_K * stride_k
     tl.store(target, total.to(out.dtype.element_ty), mask=mask_out)

@@ -9,7 +9,8 @@ Two environment variables, both read once:
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,9 @@ _YES = ("1", "true", "on", "yes", "y")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in _YES
 _ALLOWED = os.environ.get("HECATE_KERNELS", "1") != "0"
 _TUNES = os.environ.get("HECATE_AUTOTUNE", "1") != "0"
+
+# A kernel remembers the arguments of its running launch, and collectives may have a thread of their own.
+_ONE_AT_A_TIME = Lock()
 
 # Triton's own part of a configuration; the rest are constants of the kernel.
 _OF_TRITON = ("num_warps", "num_stages")
@@ -85,5 +89,6 @@ def launch(
     Args:
         grid: the number of programs, from the constants of a configuration; at least 1.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    current: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _ONE_AT_A_TIME, current:
         kernel[lambda meta: (grid(meta),)](*args, **constants)
