@@ -18,6 +18,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which is for Linux")
 
 
+@pytest.mark.slow
 def test_kernels_equal_their_references() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # Options and the worker's name of this run are not for that one.
