@@ -4,8 +4,9 @@ Offsets stay on the device. Each slot's rows are cut into tiles, and a program f
 is its own: the host launches as many as there can be at most, and those without a tile end at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +136,20 @@ def rows_per_slot(rows: int, slots: int) -> int:
     return next((size for size in (16, 64, 256) if mean <= size), 1024)
 
 
-@tuned(CONFIGS, key=["K", "columns", "stride_n", "per_slot", "PRECISION"], varying=["rows", "slots", "owned"])
+def fits_registers(given: Mapping[str, Any]) -> bool:
+    """Whether a configuration of :func:`_grouped_mm` does without memory beside registers and tiles.
+
+    float32 without TF32 is multiplied number by number, in a loop that is written out: larger tiles have no room,
+    and take seconds to compile.
+    """
+    numbers = given["BLOCK_M"] * given["BLOCK_N"] * given["BLOCK_K"] // given["num_warps"]
+    return given["x"].dtype != torch.float32 or given["PRECISION"] != "ieee" or numbers <= 65536
+
+
+@tuned(
+    CONFIGS, key=["K", "columns", "stride_n", "per_slot", "PRECISION"], varying=["rows", "slots", "owned"],
+    suits=fits_registers,
+)  # fmt: skip
 def _grouped_mm(
     x, own, replicas, offs, out, rows, slots, owned, columns,
     x_stride, own_stride, replicas_stride, stride_k, stride_n, per_slot,

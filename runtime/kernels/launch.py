@@ -50,6 +50,7 @@ def tuned(
     *,
     varying: Sequence[str] = (),
     restore: Sequence[str] = (),
+    suits: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[Any], Any]:
     """Declare a kernel with the configurations that it may have.
 
@@ -61,6 +62,7 @@ def tuned(
         key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step.
         varying: numbers that change each step: the kernel is not compiled again for them.
         restore: tensors that the kernel changes in place; each trial is undone.
+        suits: whether a configuration is worth a trial, from its numbers and the arguments by name.
     """
 
     def declare(kernel: Any) -> Any:
@@ -71,9 +73,17 @@ def tuned(
             configs=[_config(config) for config in chosen],
             key=list(key),
             restore_value=list(restore) if restore and len(chosen) > 1 else None,
+            prune_configs_by=None if suits is None else {"early_config_prune": _only(suits)},
         )(triton.jit(do_not_specialize=list(varying))(kernel))
 
     return declare
+
+
+def _only(suits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., list[Any]]:
+    def prune(configs: Sequence[Any], arguments: Mapping[str, Any], **constants: Any) -> list[Any]:
+        return [config for config in configs if suits({**arguments, **constants, **config.all_kwargs()})]
+
+    return prune
 
 
 def _config(config: Mapping[str, int]) -> Any:
