@@ -39,6 +39,7 @@ from hecate.runtime.kernels import (
     launch,
     pack_experts,
     scatter_rows,
+    split_rows,
     sum_replicas,
     weight_grads,
 )
@@ -63,9 +64,10 @@ class Sizes:
     inner: int = 768
     owned: int = 16
     replicas: int = 4
+    ranks: int = 64
 
 
-SMALL = Sizes(tokens=24, choices=3, hidden=40, inner=24, owned=3, replicas=2)
+SMALL = Sizes(tokens=24, choices=3, hidden=40, inner=24, owned=3, replicas=2, ranks=6)
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,25 @@ def _expand(make: Maker, dtype: torch.dtype) -> Case:
     )
 
 
+def _split(make: Maker, dtype: torch.dtype) -> Case:
+    """Nodes of two ranks, and two holders of each expert on two nodes."""
+    ranks, experts = make.sizes.ranks, 8 * make.sizes.owned
+    counts = (make.numbers(ranks, experts, dtype=torch.float32).exp() * make.sizes.choices).long()
+    total, expert = counts.sum(0), torch.arange(experts, device=make.device)
+    wanted = torch.zeros(experts, ranks, dtype=torch.int64, device=make.device)
+    wanted[expert, expert % ranks] = total // 2
+    wanted[expert, (expert + 2) % ranks] += total - total // 2
+    order = torch.arange(ranks, device=make.device)
+    operands = counts, wanted, order, order // 2, ranks - 1
+    return Case(
+        torch.int64,
+        lambda: split_rows.split_rows(*operands),
+        lambda: split_rows.split_rows_reference(*operands),
+        None,
+        {torch.int64: 0.0},
+    )
+
+
 def _products(make: Maker, dtype: torch.dtype) -> Case:
     hidden, inner, offs = make.sizes.hidden, make.sizes.inner, make.offsets()
     x = make.numbers(make.rows, hidden, dtype=dtype)
@@ -284,6 +305,7 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case], Sequence[torch.dt
     "unpack_experts": (_unpack, DTYPES),
     "sum_replicas": (_sum, DTYPES),
     "expand_segments": (_expand, (torch.int64,)),
+    "split_rows": (_split, (torch.int64,)),
     "grouped_mm": (_products, DTYPES),
     "weight_grads": (_weight_grads, DTYPES),
 }

@@ -90,8 +90,8 @@ def test_extending(title: str) -> None:
 
 
 KERNELS = (
-    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows", "sum_replicas",
-    "weight_grads",
+    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows", "split_rows",
+    "sum_replicas", "weight_grads",
 )  # fmt: skip
 
 

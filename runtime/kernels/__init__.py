@@ -7,6 +7,7 @@
 | ``combine_rows`` | the weighted sum of each token's rows | ``[R,H], [T,K], [T,K] -> [T,H]`` |
 | ``pack_experts`` | experts picked into one buffer, and back, tensor by tensor | ``[E,...], [n] -> [n,width]`` |
 | ``sum_replicas`` | what came added to each slot, in order | ``[S,...], [m,width], [S+1], [m]``, in place |
+| ``split_rows`` | who sends how many rows to whom | ``[W,E], [E,W] -> [E,W], [W,E]`` |
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |
@@ -16,6 +17,6 @@ A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, 
 the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called
 with any tensors that its docstring allows, and CPUs compute what they would without this folder.
 
-They know no operators, no ranks and no layers. Where kernels run, the host waits for the device only while one is
-tuned.
+They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
+only while one is tuned.
 """

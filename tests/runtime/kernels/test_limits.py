@@ -14,9 +14,17 @@ from hecate.runtime.kernels import launch
 from hecate.runtime.kernels.combine_rows import combine_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.gather_rows import gather_rows
-from hecate.runtime.kernels.grouped_mm import MOST_SLOTS, grouped_mm, rows_per_slot, takes_products
+from hecate.runtime.kernels.grouped_mm import (
+    CONFIGS,
+    MOST_SLOTS,
+    fits_registers,
+    grouped_mm,
+    rows_per_slot,
+    takes_products,
+)
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
 from hecate.runtime.kernels.scatter_rows import scatter_rows
+from hecate.runtime.kernels.split_rows import split_rows
 from hecate.runtime.kernels.sum_replicas import sum_replicas
 from hecate.runtime.kernels.weight_grads import weight_grads
 
@@ -26,6 +34,7 @@ SHORT = torch.zeros(2, dtype=torch.int32)
 META = torch.zeros(2, dtype=torch.int64, device="meta")
 OWN = torch.zeros(2, 4, 5)
 OFFS = torch.tensor([1, 3])
+LONG = torch.zeros(2, 3, dtype=torch.int64)
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rows without dimensions": (lambda: gather_rows(torch.tensor(1.0), INDEX), ValueError, r"rows \[R, ...\]"),
@@ -61,6 +70,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "numbers of no ranges": (lambda: expand_segments(INDEX[:0], INDEX[:0], 3), ValueError, "3 numbers of 0 ranges"),
     "ends": (lambda: expand_segments(INDEX, INDEX[:1], 3), ValueError, "2 rows, but an index of 1"),
+    "experts and ranks": (lambda: split_rows(LONG, LONG, INDEX, INDEX, 0), ValueError, r"got \[2, 3\], \[2, 3\]"),
+    "half rows": (lambda: split_rows(LONG, LONG.t().half(), INDEX, INDEX, 0), TypeError, "numbers of int64"),
+    "nodes of other ranks": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX[:1], 0), ValueError, "index of 1"),
+    "a rank too many": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX, 2), ValueError, "rank 2 of 2"),
     "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
     "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),
     "offsets of other slots": (lambda: grouped_mm(ROWS, OWN, OWN, OFFS), ValueError, r"4 slots, but offsets \[2\]"),
@@ -112,6 +125,15 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_few_sizes_of_slots_are_told_apart() -> None:
     assert [rows_per_slot(rows, 10) for rows in (0, 169, 170, 5_000, 10**6)] == [16, 16, 64, 1024, 1024]
     assert rows_per_slot(0, 0) == 16
+
+
+def test_float32_has_small_tiles() -> None:
+    def left(dtype: torch.dtype, precision: str) -> list[int]:
+        given = {"x": torch.zeros(1, dtype=dtype), "PRECISION": precision}
+        return [index for index, config in enumerate(CONFIGS) if fits_registers({**given, **config})]
+
+    assert left(torch.bfloat16, "ieee") == left(torch.float32, "tf32") == list(range(len(CONFIGS)))
+    assert left(torch.float32, "ieee") == [0, 1, 3]
 
 
 def test_everything_works_without_triton() -> None:

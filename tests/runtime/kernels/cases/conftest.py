@@ -14,12 +14,14 @@ from hecate.runtime.kernels import (
     grouped_mm,
     pack_experts,
     scatter_rows,
+    split_rows,
     sum_replicas,
     weight_grads,
 )
 
 MODULES = (
-    combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, sum_replicas, weight_grads,
+    combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, split_rows, sum_replicas,
+    weight_grads,
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hecate.runtime.kernels.grouped_mm import grouped_mm, grouped_mm_reference
@@ -76,6 +76,7 @@ def test_nothing_to_multiply(launches: list[str]) -> None:
     st.integers(1, 40),
     st.integers(1, 70),
 )
+@example([1], 0, 1, 1)
 def test_grouped_mm_with_any_slots(sizes: list[int], padding: int, k: int, n: int) -> None:
     offs = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
     x = whole_numbers(sum(sizes) + padding, k, most=2)
@@ -108,11 +109,42 @@ def test_weight_grads_of_rows_with_gaps() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_slots_gradient_does_not_know_the_rows_of_others() -> None:
+    left, right = whole_numbers(8, 5), whole_numbers(8, 6)
+    for part in (left, right):
+        part[3:] = torch.inf
+    found = torch.empty(2, 5, 6, device=DEVICE)
+    weight_grads(left, right, offsets(3, 5), found, found[:0])
+    assert torch.equal(found[0], left[:3].t() @ right[:3]) and not found[1].isfinite().any()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 3, 32, 70]), min_size=1, max_size=9),
+    st.integers(0, 3),
+    st.integers(1, 70),
+    st.integers(1, 40),
+)
+@example([1], 0, 1, 1)
+def test_weight_grads_with_any_slots(sizes: list[int], padding: int, a: int, b: int) -> None:
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    left, right = (whole_numbers(sum(sizes) + padding, n, most=2, seed=n) for n in (a, b))
+    found, expected = (torch.full((len(sizes), a, b), torch.nan, device=DEVICE) for _ in range(2))
+    weight_grads(left, right, offs, found[: len(sizes) // 2], found[len(sizes) // 2 :])
+    weight_grads_reference(left, right, offs, [expected])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_random_numbers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, own = (torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((60, 96), (3, 96, 33)))
-    offs = offsets(10, 10, 58)
+    x, own, grad = (
+        torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((60, 96), (3, 96, 33), (60, 33))
+    )
+    offs, tolerance = offsets(10, 10, 58), 1e-4 if dtype == torch.float32 else 2e-2
     found, expected = grouped_mm(x, own, own[:0], offs), grouped_mm_reference(x, [own], offs)
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    found, expected = torch.empty_like(own), torch.empty_like(own)
+    weight_grads(x, grad, offs, found, found[:0])
+    weight_grads_reference(x, grad, offs, [expected])
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
