@@ -89,7 +89,15 @@ def test_extending(title: str) -> None:
     assert all(expected[title] in names for names in ranks)
 
 
-@pytest.mark.parametrize("module", ["hecate.runtime.placement.planner"])
+KERNELS = (
+    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows", "split_rows",
+    "sum_replicas", "weight_grads",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "module", ["hecate.runtime.placement.planner", *(f"hecate.runtime.kernels.{name}" for name in KERNELS)]
+)
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted > 0 and found.failed == 0

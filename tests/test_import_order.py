@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.runtime.placement",),
     ("hecate.runtime.comm",),
     ("hecate.runtime.state",),
+    ("hecate.runtime.kernels",),
     ("hecate.runtime.ops",),
     ("hecate.runtime",),
     ("hecate.passes.base",),

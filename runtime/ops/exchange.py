@@ -19,6 +19,8 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
+from hecate.runtime.kernels.gather_rows import gather_rows
+from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.ops.experts import as_tensors, placement_fake
 from hecate.runtime.ops.registration import define, define_collective, differentiate
 from hecate.runtime.ops.ticket import make_ticket
@@ -110,10 +112,10 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     send, receive = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
-    leaving, order = rows.index_select(0, send_index).to(wire), receive_index.clone()
+    leaving, order = gather_rows(rows, send_index, wire), receive_index.clone()
 
     def run() -> Tensor:
-        return collectives.all_to_all(leaving, send, receive, record.world).index_select(0, order).to(dtype)
+        return gather_rows(collectives.all_to_all(leaving, send, receive, record.world), order, dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange"))
 
@@ -129,16 +131,13 @@ def _exchange_back(
     receive, send = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
-    by_source = torch.empty_like(rows, dtype=wire, memory_format=torch.contiguous_format)
-    by_source.index_copy_(0, receive_index, rows.to(wire))
+    by_source = scatter_rows(rows, receive_index, rows.shape[0], wire)
     order = send_index.clone()
 
     def run() -> Tensor:
-        returned = collectives.all_to_all(by_source, send, receive, record.world).to(dtype)
+        returned = collectives.all_to_all(by_source, send, receive, record.world)
         # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
-        complete = returned.shape[0] == num_rows
-        out = torch.empty_like(returned) if complete else returned.new_zeros((num_rows, *returned.shape[1:]))
-        return out.index_copy_(0, order, returned)
+        return scatter_rows(returned, order, num_rows, dtype)
 
     return Job(
         record.world.queue, run, meanwhile=record.placer.plan_ahead, label=record.placer.label("exchange_back")

@@ -13,17 +13,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from hecate.runtime.kernels import grouped_mm as products
+from hecate.runtime.kernels import weight_grads
 from hecate.runtime.ops.registration import define, differentiate
 
 # Groups that torch's kernel takes in one call.
 _MOST_GROUPS = 1023
+
+
+def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch", "kernel", "loop"]:
+    """Who multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
+
+    Torch's takes one operand. On a GPU without Triton two are joined for it.
+
+    Args:
+        others: what rows are multiplied with, each ``[S, K, N]``, or other rows ``[R, N]``.
+    """
+    native = _native_grouped_mm(x, others[0], offs)
+    if not (native and len(others) == 1) and products.takes_products(offs, x, *others):
+        return "kernel"
+    return "torch" if native else "loop"
 
 
 def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
@@ -52,32 +67,24 @@ def _for_kernel(w: Tensor) -> Tensor:
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    if _native_grouped_mm(x, w, offs):
+    how = _choose(x, [w], offs)
+    if how == "torch":
         out = torch._grouped_mm(x.contiguous(), _for_kernel(w), offs=offs.to(torch.int32))
         # The kernel leaves rows beyond the last offset unwritten.
         return out.masked_fill_(_padding(offs, x.shape[0]), 0)
-    return _loop(x, [w], offs)
+    return products.grouped_mm(x, w, w[:0], offs) if how == "kernel" else products.grouped_mm_reference(x, [w], offs)
 
 
 def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
     if replicas.shape[0] == 0:
         return _grouped_mm(x, own, offs)
-    if _native_grouped_mm(x, own, offs):
-        # The kernel takes one operand. The copy of the own experts lives as long as this product.
+    how = _choose(x, [own, replicas], offs)
+    if how == "torch":
+        # The copy of the own experts lives as long as this product.
         return _grouped_mm(x, torch.cat([own, replicas]), offs)
-    return _loop(x, [own, replicas], offs)
-
-
-def _loop(x: Tensor, operands: Sequence[Tensor], offs: Tensor) -> Tensor:
-    """A product for each slot of the operands that has rows; rows beyond the last offset are zero."""
-    out = x.new_empty((x.shape[0], operands[0].shape[2]))
-    start = 0
-    for w, end in zip(chain.from_iterable(operands), offs.tolist(), strict=True):
-        if start < end:
-            torch.mm(x[start:end], w, out=out[start:end])
-        start = end
-    out[start:].zero_()
-    return out
+    if how == "kernel":
+        return products.grouped_mm(x, own, replicas, offs)
+    return products.grouped_mm_reference(x, [own, replicas], offs)
 
 
 def _padding(offs: Tensor, num_rows: int) -> Tensor:
@@ -96,21 +103,23 @@ def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor
 
 
 def _grouped_mm_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    if _native_grouped_mm(x, grad, offs):
+    how = _choose(x, [grad], offs)
+    if how == "torch":
         return _native_weight_grad(x, grad, offs, transposed)
     out = _grouped_mm_weight_grad_fake(x, grad, offs, transposed)
-    _fill_weight_grads(x, grad, offs, [out.transpose(1, 2) if transposed else out], transposed)
+    _fill_weight_grads(x, grad, offs, [out, out[:0]], transposed, by_kernel=how == "kernel")
     return out
 
 
 def _grouped_mm_pair_weight_grad(
     x: Tensor, grad: Tensor, offs: Tensor, owned: int, replicas: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    if _native_grouped_mm(x, grad, offs):
+    how = _choose(x, [grad], offs)
+    if how == "torch":
         whole = _native_weight_grad(x, grad, offs, transposed)
         return whole[:owned], whole[owned:]
     out = _grouped_mm_pair_weight_grad_fake(x, grad, offs, owned, replicas, transposed)
-    _fill_weight_grads(x, grad, offs, [part.transpose(1, 2) if transposed else part for part in out], transposed)
+    _fill_weight_grads(x, grad, offs, out, transposed, by_kernel=how == "kernel")
     return out
 
 
@@ -124,16 +133,19 @@ def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool)
     return out.transpose(1, 2) if transposed else out
 
 
-def _fill_weight_grads(x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool) -> None:
-    """Write each slot's product into ``outs``, which lie in memory row by row."""
+def _fill_weight_grads(
+    x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool, *, by_kernel: bool
+) -> None:
+    """Write each slot's product into ``outs``, of own experts and of replicas.
+
+    What is transposed lies in memory row by row the other way round, and is written so.
+    """
     left, right = (grad, x) if transposed else (x, grad)
-    start = 0
-    for out, end in zip(chain.from_iterable(outs), offs.tolist(), strict=True):
-        if start < end:
-            torch.mm(left[start:end].t(), right[start:end], out=out)
-        else:
-            out.zero_()
-        start = end
+    own, replicas = (out.transpose(1, 2) for out in outs) if transposed else outs
+    if by_kernel:
+        weight_grads.weight_grads(left, right, offs, own, replicas)
+    else:
+        weight_grads.weight_grads_reference(left, right, offs, [own, replicas])
 
 
 def _grouped_mm_weight_grad_fake(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
+from hecate.runtime.kernels.sum_replicas import sum_replicas
 from hecate.runtime.ops.ticket import on_device, replicas_of, slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
@@ -171,13 +173,13 @@ def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
         return
     own = len(replicas.leaving)
     mine = _stage_of_rank(np.concatenate([replicas.leaving, replicas.experts]), stage, layer)
+    device = replicas.tensors[0].device
+    leave, arrive = on_device(mine.leave, device), on_device(mine.arrive - own, device)
     for group in _by_dtype([tensor.dtype for tensor in replicas.tensors]):
         tensors = [replicas.tensors[index] for index in group]
-        leave = [_select(replicas.copies[index], replicas.tensors[index], mine.leave) for index in group]
-        received = _exchange(leave, mine.send, mine.receive, layer)
-        arrive = on_device(mine.arrive - own, received.device)
-        for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
-            tensor.index_copy_(0, arrive, part)
+        packed = pack_experts([replicas.copies[index] for index in group], leave, behind=tensors)
+        received = collectives.all_to_all(packed, mine.send, mine.receive, layer.world)
+        unpack_experts(received, tensors, arrive)
 
 
 def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stage: Stage, layer: Layer) -> None:
@@ -185,51 +187,18 @@ def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stag
     if len(stage.experts) == 0:
         return
     mine = _stage_of_rank(slots, stage, layer)
-    # Each source adds at most once to a slot, but a slot gets several: one round for the first of each slot, one
-    # for the second, and so on. Within a round no slot occurs twice, so the order of addition is that of ranks.
-    rounds = _rounds(mine.leave)
+    device = totals[0].device
+    arrive = on_device(mine.arrive, device)
+    # Parts come ordered by rank, and a slot's keep that order.
+    order = on_device(np.argsort(mine.leave, kind="stable"), device)
+    starts = np.cumsum(np.bincount(mine.leave + 1, minlength=len(slots) + 1))
+    begins = on_device(starts, device)
     for group in _by_dtype(dtypes):
         tensors = [totals[index] for index in group]
-        sent = [tensor.index_select(0, on_device(mine.arrive, tensor.device)) for tensor in tensors]
-        wire = [part.to(dtypes[group[0]]) for part in sent]
-        received = _exchange(wire, mine.receive, mine.send, layer)
-        for tensor, part in zip(tensors, _unpack(received, tensors), strict=True):
-            for index in rounds:
-                where = on_device(index, tensor.device)
-                to = on_device(mine.leave[index], tensor.device)
-                tensor.index_add_(0, to, part.index_select(0, where).to(tensor.dtype))
-
-
-def _rounds(slots: Ints) -> list[Ints]:
-    """Split positions so that no slot occurs twice in a round; positions of a slot keep their order."""
-    order = np.argsort(slots, kind="stable")
-    first = np.flatnonzero(np.diff(slots[order], prepend=-1))
-    lengths = np.diff(first, append=len(slots))
-    turn = np.empty(len(slots), dtype=np.int64)
-    turn[order] = np.arange(len(slots)) - np.repeat(first, lengths)
-    return [np.flatnonzero(turn == round) for round in range(int(turn.max(initial=-1)) + 1)]
-
-
-def _select(first: Tensor, second: Tensor, index: Ints) -> Tensor:
-    """The rows ``index`` of ``first`` and ``second``, one behind the other."""
-    out = second.new_empty((len(index), *second.shape[1:]))
-    for tensor, begin in ((first, 0), (second, len(first))):
-        chosen = np.flatnonzero((index >= begin) & (index < begin + len(tensor)))
-        rows = tensor.index_select(0, on_device(index[chosen] - begin, tensor.device))
-        out.index_copy_(0, on_device(chosen, tensor.device), rows)
-    return out
-
-
-def _exchange(tensors: list[Tensor], send: list[int], receive: list[int], layer: Layer) -> Tensor:
-    """Move the experts in all tensors, packed: ``[sum(receive), width]``."""
-    packed = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
-    return collectives.all_to_all(packed, send, receive, layer.world)
-
-
-def _unpack(packed: Tensor, like: list[Tensor]) -> list[Tensor]:
-    widths = [tensor.shape[1:].numel() for tensor in like]
-    parts = packed.split(widths, dim=1)
-    return [part.reshape(-1, *tensor.shape[1:]) for part, tensor in zip(parts, like, strict=True)]
+        packed = pack_experts(tensors, arrive, dtype=dtypes[group[0]])
+        received = collectives.all_to_all(packed, mine.receive, mine.send, layer.world)
+        for tensor, part in zip(tensors, received.split(widths_of(tensors), dim=1), strict=True):
+            sum_replicas(tensor, part, begins, order)
 
 
 def _by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:

@@ -12,11 +12,14 @@ they come from their owners.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from hecate.runtime.kernels.expand_segments import expand_segments
+from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
@@ -67,6 +70,20 @@ def join_segments(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
+def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[torch.Tensor]:
+    """:func:`join_segments` of each pair of starts and lengths, on ``device``.
+
+    Where kernels run, only starts and ends go there, in one copy, and the numbers are written there.
+    """
+    if not runs_on(device):
+        return [on_device(join_segments(starts, lengths), device) for starts, lengths in ranges]
+    ends = [np.cumsum(lengths) for _, lengths in ranges]
+    tables = [part for (starts, _), end in zip(ranges, ends, strict=True) for part in (starts, end)]
+    moved = iter(on_device(np.concatenate(tables), device).split([len(table) for table in tables]))
+    totals = [int(end[-1]) if len(end) else 0 for end in ends]
+    return [expand_segments(starts, end, total) for starts, end, total in zip(moved, moved, totals, strict=True)]
+
+
 def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
     """Begin and length of one chunk's part of each segment; sender and receiver cut alike.
 
@@ -92,7 +109,7 @@ def make_ticket(
     begin, lengths = _cut(whole, experts, chunk, chunks)
     owners = placement.owner_array[experts]
     order = np.lexsort((experts, owners, owners != destinations, destinations))
-    send_index = join_segments((np.cumsum(whole) - whole + begin)[order], lengths[order])
+    leaving = (np.cumsum(whole) - whole + begin)[order], lengths[order]
     sent = np.bincount(destinations, lengths, minlength=len(quotas.receives)).astype(np.int64)
 
     # Step 2: what it receives, [W, S] rows of each source for each slot.
@@ -102,10 +119,11 @@ def make_ticket(
     arrival = (np.cumsum(flat) - flat).reshape(arriving.shape)
 
     # Step 3: from (source, slot) order to (slot, source) order.
-    receive_index = join_segments(arrival.T.reshape(-1), arriving.T.reshape(-1))
+    in_slots = arrival.T.reshape(-1), arriving.T.reshape(-1)
+    send_index, receive_index = join_on_device([leaving, in_slots], device)
     return Ticket(
         slot_offsets=on_device(np.cumsum(arriving.sum(0)).astype(np.int32), device),
         splits=torch.from_numpy(np.stack([sent, arriving.sum(1)])),
-        send_index=on_device(send_index, device),
-        receive_index=on_device(receive_index, device),
+        send_index=send_index,
+        receive_index=receive_index,
     )

@@ -91,6 +91,27 @@ def test_products_by_torchs_grouped_kernel(
     assert natives[1].stride() == loops[1].stride() or not owned
 
 
+def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own kernel where it takes the operands as they are, else Hecate's, else a loop."""
+    offs, x = torch.tensor([2, 5], dtype=torch.int32), torch.zeros(5, 8)
+    w, narrow = torch.zeros(2, 8, 16), torch.zeros(2, 8, 3)
+    cases = {
+        "bf16": (x.bfloat16(), [w.bfloat16()]), "pair": (x.bfloat16(), [w.bfloat16(), w.bfloat16()]),
+        "unaligned": (x.bfloat16(), [narrow.bfloat16()]), "fp32": (x, [w]), "fp16": (x.half(), [w.half()]),
+        "fp64": (x.double(), [w.double()]),
+    }  # fmt: skip
+
+    def choices() -> dict[str, str]:
+        return {name: grouped_mm._choose(rows, others, offs) for name, (rows, others) in cases.items()}
+
+    assert set(choices().values()) == {"loop"}
+    monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
+    without_triton = dict.fromkeys(cases, "loop") | {"bf16": "torch", "pair": "torch"}
+    assert choices() == without_triton
+    monkeypatch.setattr("hecate.runtime.kernels.grouped_mm.runs_on", lambda _: True)
+    assert choices() == dict.fromkeys(cases, "kernel") | {"bf16": "torch", "fp64": "loop"}
+
+
 def test_grouped_mm_without_rows_or_slots() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     assert torch.ops.hecate.grouped_mm(torch.zeros(0, 4), torch.zeros(0, 4, 5), none).shape == (0, 5)

@@ -1,0 +1,79 @@
+"""Ranges joined to one index on the device, so that the host need not write a number for each row."""
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import check_index
+
+CONFIGS = (
+    {"BLOCK": 512, "num_warps": 4},
+    {"BLOCK": 256, "num_warps": 4},
+    {"BLOCK": 1024, "num_warps": 8},
+)
+
+
+def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
+    """Join the ranges that begin at ``starts``; the first has ``ends[0]`` numbers, and the first g ``ends[g - 1]``.
+
+    >>> expand_segments(torch.tensor([7, 0, 3]), torch.tensor([2, 2, 5]), 5).tolist()
+    [7, 8, 3, 4, 5]
+
+    Args:
+        starts: int64 ``[G]``.
+        ends: int64 ``[G]``, on the same device, where each range ends in the result; the last is ``total``. It is not
+            checked.
+        total: how many numbers there are, since the host would wait for the device to read it.
+
+    Returns:
+        int64 ``[total]``.
+
+    Raises:
+        TypeError: ``starts`` or ``ends`` is not int64.
+        ValueError: their shapes or devices differ, or there are numbers without ranges.
+    """
+    check_index("expand_segments", starts, starts.device)
+    check_index("expand_segments", ends, starts.device, starts.shape[0])
+    segments = starts.shape[0]
+    if total < 0 or (total > 0 and segments == 0):
+        raise ValueError(f"expand_segments: {total} numbers of {segments} ranges")
+    if not runs_on(starts.device):
+        return expand_segments_reference(starts, ends, total)
+    out = torch.empty(total, dtype=torch.int64, device=starts.device)
+    if total > 0:
+        launch(
+            _expand_segments,
+            lambda meta: -(-total // meta["BLOCK"]),
+            starts.device,
+            starts.contiguous(), ends.contiguous(), out, segments, total,
+            # Halving an interval of so many leaves one place.
+            STEPS=segments.bit_length(),
+        )  # fmt: skip
+    return out
+
+
+def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tensor:
+    """:func:`expand_segments` in plain torch."""
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    shifts = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
+    return shifts + torch.arange(total, dtype=torch.int64, device=starts.device)
+
+
+@tuned(CONFIGS, key=["STEPS"], varying=["segments", "total"])
+def _expand_segments(starts, ends, out, segments, total, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = position < total
+    # The first range that ends behind the position: the answer is in [low, high]. Empty ranges are never it.
+    low = tl.zeros((BLOCK,), dtype=tl.int32)
+    high = tl.zeros((BLOCK,), dtype=tl.int32) + segments
+    for _step in range(STEPS):
+        middle = (low + high) // 2
+        undecided = low < high
+        end = tl.load(ends + middle, mask=undecided, other=0)
+        behind = undecided & (end > position)
+        before = undecided & (end <= position)
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(behind, middle, high)
+    first = tl.load(ends + low - 1, mask=mask & (low > 0), other=0)
+    start = tl.load(starts + low, mask=mask, other=0)
+    tl.store(out + position, start + position - first, mask=mask)

@@ -1,0 +1,71 @@
+"""Rows picked and packed for their way to other ranks, in the dtype that travels."""
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
+
+# Columns are a multiple of what 16 bytes hold for each thread, so loads and stores are vectors.
+CONFIGS = (
+    {"BLOCK_ROWS": 4, "BLOCK_COLS": 512, "num_warps": 4},
+    {"BLOCK_ROWS": 1, "BLOCK_COLS": 1024, "num_warps": 4},
+    {"BLOCK_ROWS": 2, "BLOCK_COLS": 2048, "num_warps": 8},
+    {"BLOCK_ROWS": 32, "BLOCK_COLS": 64, "num_warps": 4},
+)
+
+
+def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The rows ``index`` of ``rows``, one behind the other.
+
+    >>> gather_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])).tolist()
+    [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]
+
+    Args:
+        rows: ``[R, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
+        index: int64 ``[n]`` on the same device, from 0 to R - 1; it is not checked on a GPU.
+        dtype: of the result; by default that of ``rows``.
+
+    Returns:
+        ``[n, ...]``, contiguous.
+
+    Raises:
+        TypeError: ``index`` is not int64.
+        ValueError: a shape or a device does not fit.
+    """
+    check_rows("gather_rows", rows)
+    check_index("gather_rows", index, rows.device)
+    dtype = rows.dtype if dtype is None else dtype
+    if not (runs_on(rows.device) and rows.dtype in FLOATS and dtype in FLOATS):
+        return gather_rows_reference(rows, index, dtype)
+    source, count = flat_rows(rows), index.shape[0]
+    width = source.shape[1]
+    out = torch.empty((count, *rows.shape[1:]), dtype=dtype, device=rows.device)
+    if out.numel() > 0:
+        launch(
+            _gather_rows,
+            lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+            rows.device,
+            source, index.contiguous(), out, count, width, source.stride(0),
+        )  # fmt: skip
+    return out
+
+
+def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`gather_rows` in plain torch."""
+    return rows.index_select(0, index).to(dtype)
+
+
+@tuned(CONFIGS, key=["width"], varying=["count"])
+def _gather_rows(rows, index, out, count, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    # The columns of a row are next to each other in time, too.
+    blocks = tl.cdiv(width, BLOCK_COLS)
+    block = tl.program_id(0) // blocks
+    r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (r < count)[:, None] & (c < width)[None, :]
+    # int64, because rows times width may be more than int32 holds.
+    source = tl.load(index + r, mask=r < count, other=0)
+    values = tl.load(rows + source[:, None] * stride + c[None, :], mask=mask, other=0.0)
+    target = r.to(tl.int64)[:, None] * width + c[None, :]
+    tl.store(out + target, values.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,205 @@
+"""Rows times the matrices of their slots, own experts and replicas as two operands.
+
+Offsets stay on the device. Each slot's rows are cut into tiles, and a program finds out from the offsets which tile
+is its own: the host launches as many as there can be at most, and those without a tile end at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import FLOATS
+
+# Ends of slots that one program reads at once.
+MOST_SLOTS = 4095
+
+CONFIGS = (
+    {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
+)
+
+
+def takes_products(offs: Tensor, *operands: Tensor) -> bool:
+    """Whether the kernels of grouped products take these: floats of one dtype, where kernels run."""
+    first = operands[0]
+    return (
+        runs_on(first.device)
+        and first.dtype in FLOATS
+        and all(operand.dtype == first.dtype for operand in operands)
+        and offs.shape[0] <= MOST_SLOTS
+    )
+
+
+def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+    """Each row times the matrix of its slot: own experts first, replicas behind them. Sums are in float32.
+
+    >>> x, own = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.eye(2).unsqueeze(0)
+    >>> grouped_mm(x, own, 10 * own, torch.tensor([1, 2])).tolist()
+    [[1.0, 2.0], [30.0, 40.0], [0.0, 0.0]]
+
+    Args:
+        x: rows ``[R, K]``, slot by slot. The kernel takes float32, bfloat16 and float16, the reference any dtype.
+            float32 is multiplied in TF32 if ``torch.backends.cuda.matmul`` says so.
+        own, replicas: ``[E_r, K, N]`` and ``[K', K, N]`` with any strides; either may be empty.
+        offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R. It is not checked.
+
+    Returns:
+        ``[R, N]``, contiguous; rows beyond the last offset are zero.
+
+    Raises:
+        TypeError: dtypes differ, or ``offs`` is neither int32 nor int64.
+        ValueError: a shape or a device does not fit.
+    """
+    check_product("grouped_mm", x, own, replicas, offs)
+    if not takes_products(offs, x, own, replicas):
+        return grouped_mm_reference(x, [own, replicas], offs)
+    (rows, inner), slots, columns = x.shape, offs.shape[0], own.shape[2]
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if inner == 0 or slots == 0:
+        return out.zero_()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if own.stride()[1:] != replicas.stride()[1:] and own.shape[0] * replicas.shape[0] > 0:
+        # One kernel reads both the same way.
+        own, replicas = own.contiguous(), replicas.contiguous()
+    like = own if own.shape[0] > 0 else replicas
+    launch(
+        _grouped_mm,
+        # Every slot may have one tile that is not full, and so may the rows beyond the last.
+        lambda meta: (-(-rows // meta["BLOCK_M"]) + slots + 1) * -(-columns // meta["BLOCK_N"]),
+        x.device,
+        x, own, replicas, offs, out, rows, slots, own.shape[0], columns,
+        x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2), rows_per_slot(rows, slots),
+        K=inner, SLOTS=1 << slots.bit_length(), PRECISION=precision(), WIDEN=widens(x.dtype),
+    )  # fmt: skip
+    return out
+
+
+def grouped_mm_reference(x: Tensor, operands: Sequence[Tensor], offs: Tensor) -> Tensor:
+    """:func:`grouped_mm` in plain torch, which reads the offsets on the host: a product for each slot with rows."""
+    out = x.new_empty((x.shape[0], operands[0].shape[2]))
+    start = 0
+    for w, end in zip(chain.from_iterable(operands), offs.tolist(), strict=True):
+        if start < end:
+            torch.mm(x[start:end], w, out=out[start:end])
+        start = end
+    out[start:].zero_()
+    return out
+
+
+def check_product(who: str, x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> None:
+    """Raise TypeError or ValueError for what no grouped product can be made of."""
+    if x.dim() != 2 or own.dim() != 3 or own.shape[1:] != replicas.shape[1:] or x.shape[1] != own.shape[1]:
+        raise ValueError(
+            f"{who}: expected [R, K], [E_r, K, N], [K', K, N], got {list(x.shape)}, {list(own.shape)}, "
+            f"{list(replicas.shape)}"
+        )
+    if not x.dtype == own.dtype == replicas.dtype:
+        raise TypeError(f"{who}: dtypes differ: {x.dtype}, {own.dtype}, {replicas.dtype}")
+    if not x.device == own.device == replicas.device:
+        raise ValueError(f"{who}: devices differ: {x.device}, {own.device}, {replicas.device}")
+    check_offsets(who, offs, own.shape[0] + replicas.shape[0], x.device)
+
+
+def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``offs`` are the ends of so many slots."""
+    if offs.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{who}: expected offsets of int32 or int64, got {offs.dtype}")
+    if offs.shape != (slots,):
+        raise ValueError(f"{who}: {slots} slots, but offsets {list(offs.shape)}")
+    if offs.device != device:
+        raise ValueError(f"{who}: the offsets are on {offs.device}, the rows are on {device}")
+
+
+def precision() -> str:
+    """How the kernels multiply float32."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether operands must be made float32 before they are multiplied: the interpreter cannot multiply bfloat16."""
+    return INTERPRETED and dtype == torch.bfloat16
+
+
+def rows_per_slot(rows: int, slots: int) -> int:
+    """The order of magnitude of a slot's rows, for which a configuration is chosen: 16, 64, 256 or 1024."""
+    mean = rows // max(slots, 1)
+    return next((size for size in (16, 64, 256) if mean <= size), 1024)
+
+
+def fits_registers(given: Mapping[str, Any]) -> bool:
+    """Whether a configuration of :func:`_grouped_mm` does without memory beside registers and tiles.
+
+    float32 without TF32 is multiplied number by number, in a loop that is written out: larger tiles have no room,
+    and take seconds to compile.
+    """
+    numbers = given["BLOCK_M"] * given["BLOCK_N"] * given["BLOCK_K"] // given["num_warps"]
+    return given["x"].dtype != torch.float32 or given["PRECISION"] != "ieee" or numbers <= 65536
+
+
+@tuned(
+    CONFIGS, key=["K", "columns", "stride_n", "per_slot", "PRECISION"], varying=["rows", "slots", "owned"],
+    suits=fits_registers,
+)  # fmt: skip
+def _grouped_mm(
+    x, own, replicas, offs, out, rows, slots, owned, columns,
+    x_stride, own_stride, replicas_stride, stride_k, stride_n, per_slot,
+    K: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # All columns of a tile of rows come first, so that a slot's matrix stays in the cache from tile to tile.
+    blocks = tl.cdiv(columns, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    # Which slot the tile belongs to. One more slot stands for the rows beyond the last offset.
+    s = tl.arange(0, SLOTS)
+    begins = tl.load(offs + s - 1, mask=(s > 0) & (s <= slots), other=0).to(tl.int32)
+    begins = tl.where(s <= slots, begins, rows)
+    ends = tl.load(offs + s, mask=s < slots, other=0).to(tl.int32)
+    ends = tl.where(s < slots, ends, rows)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tiles, 0)
+    if tile >= tl.sum(tiles, 0):
+        return
+    slot = tl.sum((behind <= tile).to(tl.int32), 0)
+    chosen = s == slot
+    begin = tl.sum(tl.where(chosen, begins, 0), 0)
+    end = tl.sum(tl.where(chosen, ends, 0), 0)
+    first = tl.sum(tl.where(chosen, behind - tiles, 0), 0)
+    m = begin + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+
+    mask_out = (m < end)[:, None] & (n < columns)[None, :]
+    target = out + m.to(tl.int64)[:, None] * columns + n[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if slot >= slots:
+        tl.store(target, total.to(out.dtype.element_ty), mask=mask_out)
+        return
+
+    if slot < owned:
+        w = own + slot.to(tl.int64) * own_stride
+    else:
+        w = replicas + (slot - owned).to(tl.int64) * replicas_stride
+    k = tl.arange(0, BLOCK_K)
+    a_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    b_at = w + k.to(tl.int64)[:, None] * stride_k + n.to(tl.int64)[None, :] * stride_n
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        a = tl.load(a_at, mask=(m < end)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(b_at, mask=inside[:, None] & (n < columns)[None, :], other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_at = a_at + BLOCK_K
+        b_at = b_at + BLOCK_K * stride_k
+    tl.store(target, total.to(out.dtype.element_ty), mask=mask_out)

@@ -1,0 +1,104 @@
+"""Where kernels run, and how they are declared, tuned and launched.
+
+Two environment variables, both read once:
+
+- ``HECATE_KERNELS=0``: references everywhere. To find out whether a kernel is wrong.
+- ``HECATE_AUTOTUNE=0``: the first configuration of each kernel. Sums in a grouped matmul depend on the configuration
+  in their last bits, so this is also for runs that must repeat bit by bit.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    # Kernels name the type of their constants when they are defined, which they are without Triton, too.
+    tl = SimpleNamespace(constexpr=int)
+
+# Triton decides by this variable when a kernel is defined.
+_YES = ("1", "true", "on", "yes", "y")
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in _YES
+_ALLOWED = os.environ.get("HECATE_KERNELS", "1") != "0"
+_TUNES = os.environ.get("HECATE_AUTOTUNE", "1") != "0"
+
+# A kernel remembers the arguments of its running launch, and collectives may have a thread of their own.
+_ONE_AT_A_TIME = Lock()
+
+# Triton's own part of a configuration; the rest are constants of the kernel.
+_OF_TRITON = ("num_warps", "num_stages")
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run on tensors of ``device``: on CUDA, and under the interpreter on the CPU."""
+    if triton is None or not _ALLOWED:
+        return False
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
+def tuned(
+    configs: Sequence[Mapping[str, int]],
+    key: Sequence[str],
+    *,
+    varying: Sequence[str] = (),
+    restore: Sequence[str] = (),
+    suits: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> Callable[[Any], Any]:
+    """Declare a kernel with the configurations that it may have.
+
+    The first call with new values of ``key`` times all of them, for which it waits for the device. The interpreter
+    takes the first.
+
+    Args:
+        configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
+        key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step.
+        varying: numbers that change each step: the kernel is not compiled again for them.
+        restore: tensors that the kernel changes in place; each trial is undone.
+        suits: whether a configuration is worth a trial, from its numbers and the arguments by name.
+    """
+
+    def declare(kernel: Any) -> Any:
+        if triton is None:
+            return kernel
+        chosen = list(configs) if _TUNES and not INTERPRETED else list(configs[:1])
+        return triton.autotune(
+            configs=[_config(config) for config in chosen],
+            key=list(key),
+            restore_value=list(restore) if restore and len(chosen) > 1 else None,
+            prune_configs_by=None if suits is None else {"early_config_prune": _only(suits)},
+        )(triton.jit(do_not_specialize=list(varying))(kernel))
+
+    return declare
+
+
+def _only(suits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., list[Any]]:
+    def prune(configs: Sequence[Any], arguments: Mapping[str, Any], **constants: Any) -> list[Any]:
+        return [config for config in configs if suits({**arguments, **constants, **config.all_kwargs()})]
+
+    return prune
+
+
+def _config(config: Mapping[str, int]) -> Any:
+    constants = {name: value for name, value in config.items() if name not in _OF_TRITON}
+    return triton.Config(constants, **{name: config[name] for name in _OF_TRITON if name in config})
+
+
+def launch(
+    kernel: Any, grid: Callable[[Mapping[str, int]], int], device: torch.device, *args: Any, **constants: Any
+) -> None:
+    """Run ``kernel`` with ``args`` on ``device``, which need not be the current one.
+
+    Args:
+        grid: the number of programs, from the constants of a configuration; at least 1.
+    """
+    current: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _ONE_AT_A_TIME, current:
+        kernel[lambda meta: (grid(meta),)](*args, **constants)

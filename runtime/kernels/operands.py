@@ -1,0 +1,35 @@
+"""What kernels ask of their tensors."""
+
+import torch
+from torch import Tensor
+
+# What kernels load and store. Sums are in float32.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def flat_rows(rows: Tensor) -> Tensor:
+    """``[R, ...]`` as ``[R, width]`` with each row in one piece; a copy only where memory has gaps inside rows."""
+    flat = rows.reshape(rows.shape[0], rows.shape[1:].numel())
+    return flat if flat.shape[1] < 2 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def check_rows(who: str, rows: Tensor) -> None:
+    """Raise ValueError unless ``rows`` is ``[R, ...]``."""
+    if rows.dim() == 0:
+        raise ValueError(f"{who}: expected rows [R, ...], got a tensor without dimensions")
+
+
+def check_index(who: str, index: Tensor, device: torch.device, length: int | None = None) -> None:
+    """Raise TypeError unless ``index`` is int64, and ValueError unless it is ``[n]`` on ``device``.
+
+    Args:
+        length: what n must be.
+    """
+    if index.dtype != torch.int64:
+        raise TypeError(f"{who}: expected an index of int64, got {index.dtype}")
+    if index.dim() != 1:
+        raise ValueError(f"{who}: expected an index [n], got {list(index.shape)}")
+    if index.device != device:
+        raise ValueError(f"{who}: the index is on {index.device}, the rows are on {device}")
+    if length is not None and index.shape[0] != length:
+        raise ValueError(f"{who}: {length} rows, but an index of {index.shape[0]}")

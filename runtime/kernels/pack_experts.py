@@ -1,0 +1,187 @@
+"""All tensors of an expert in one row of one buffer, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import FLOATS, check_index, flat_rows
+
+# An expert is millions of numbers, so a program takes a piece of one.
+CONFIGS = (
+    {"BLOCK": 2048, "num_warps": 4},
+    {"BLOCK": 1024, "num_warps": 4},
+    {"BLOCK": 4096, "num_warps": 8},
+)
+
+
+def pack_experts(
+    tensors: Sequence[Tensor], index: Tensor, *, behind: Sequence[Tensor] = (), dtype: torch.dtype | None = None
+) -> Tensor:
+    """The experts ``index``, each as one row with its part of every tensor.
+
+    >>> matrices, biases = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([[5.0], [6.0]])
+    >>> pack_experts([matrices, biases], torch.tensor([1, 0])).tolist()
+    [[3.0, 4.0, 6.0], [1.0, 2.0, 5.0]]
+
+    Args:
+        tensors: ``[E, ...]`` each, of one dtype and at least one. The kernel takes float32, bfloat16 and float16.
+        index: int64 ``[n]`` on the same device, from 0 to E + K - 1; it is not checked on a GPU.
+        behind: of each tensor more experts, ``[K, ...]``, which count on from E.
+        dtype: of the result; by default that of the tensors.
+
+    Returns:
+        ``[n, width]``, contiguous; the width is that of all tensors together.
+
+    Raises:
+        TypeError: ``index`` is not int64, or dtypes differ.
+        ValueError: a shape or a device does not fit.
+    """
+    _check("pack_experts", tensors, index)
+    if behind:
+        _check("pack_experts", behind, index)
+        if [t.shape[1:] for t in tensors] != [t.shape[1:] for t in behind] or tensors[0].dtype != behind[0].dtype:
+            raise ValueError("pack_experts: the experts behind are of other shapes or dtype")
+    like = tensors[0]
+    dtype = like.dtype if dtype is None else dtype
+    if not (runs_on(like.device) and like.dtype in FLOATS and dtype in FLOATS):
+        return pack_experts_reference(tensors, index, behind, dtype)
+    widths = widths_of(tensors)
+    out = torch.empty((index.shape[0], sum(widths)), dtype=dtype, device=like.device)
+    index, begin = index.contiguous(), 0
+    for place, width in enumerate(widths):
+        first = flat_rows(tensors[place])
+        # The kernel takes two operands; without more experts it never looks at the second.
+        second = flat_rows(behind[place]) if behind else first[:0]
+        if out.shape[0] * width > 0:
+            launch(
+                _pack_experts,
+                _grid(index.shape[0], width),
+                like.device,
+                first, second, index, out[:, begin:], first.shape[0], width,
+                first.stride(0), second.stride(0), out.stride(0),
+            )  # fmt: skip
+        begin += width
+    return out
+
+
+def pack_experts_reference(
+    tensors: Sequence[Tensor], index: Tensor, behind: Sequence[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """:func:`pack_experts` in plain torch."""
+    parts = []
+    for place, first in enumerate(tensors):
+        part = first.index_select(0, index) if not behind else _pick(first, behind[place], index)
+        parts.append(part.to(dtype).reshape(index.shape[0], first.shape[1:].numel()))
+    return torch.cat(parts, dim=1)
+
+
+def _pick(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
+    """The rows ``index`` of both, one behind the other."""
+    out = first.new_empty((index.shape[0], *first.shape[1:]))
+    for tensor, start in ((first, 0), (second, first.shape[0])):
+        chosen = torch.nonzero((index >= start) & (index < start + tensor.shape[0])).flatten()
+        out.index_copy_(0, chosen, tensor.index_select(0, index.index_select(0, chosen) - start))
+    return out
+
+
+def unpack_experts(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> None:
+    """Write row i of ``packed`` over expert ``index[i]`` of every tensor, in place.
+
+    >>> matrices, biases = torch.zeros(2, 1, 2), torch.zeros(2, 1)
+    >>> unpack_experts(torch.tensor([[3.0, 4.0, 6.0]]), [matrices, biases], torch.tensor([1]))
+    >>> matrices.tolist(), biases.tolist()
+    ([[[0.0, 0.0]], [[3.0, 4.0]]], [[0.0], [6.0]])
+
+    Args:
+        packed: ``[n, width]`` in the dtype of the tensors.
+        tensors: ``[E, ...]`` each, contiguous, of one dtype and at least one.
+        index: int64 ``[n]`` on the same device, from 0 to E - 1, none twice; it is not checked on a GPU.
+
+    Raises:
+        TypeError: ``index`` is not int64, or dtypes differ.
+        ValueError: a shape or a device does not fit, or a tensor is not contiguous.
+    """
+    _check("unpack_experts", tensors, index)
+    widths = widths_of(tensors)
+    if packed.shape != (index.shape[0], sum(widths)):
+        raise ValueError(
+            f"unpack_experts: expected [{index.shape[0]}, {sum(widths)}] for these tensors, got {list(packed.shape)}"
+        )
+    if packed.dtype != tensors[0].dtype:
+        raise TypeError(f"unpack_experts: {packed.dtype} comes into tensors of {tensors[0].dtype}")
+    if packed.device != index.device:
+        raise ValueError(f"unpack_experts: what is packed is on {packed.device}, the index on {index.device}")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("unpack_experts: writes into contiguous tensors only")
+    if not (runs_on(packed.device) and packed.dtype in FLOATS):
+        unpack_experts_reference(packed, tensors, index)
+        return
+    packed, index, begin = flat_rows(packed), index.contiguous(), 0
+    for tensor, width in zip(tensors, widths, strict=True):
+        if packed.shape[0] * width > 0:
+            launch(
+                _unpack_experts,
+                _grid(packed.shape[0], width),
+                packed.device,
+                packed[:, begin:], index, tensor, width, packed.stride(0),
+            )  # fmt: skip
+        begin += width
+
+
+def unpack_experts_reference(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> None:
+    """:func:`unpack_experts` in plain torch."""
+    parts = packed.split(widths_of(tensors), dim=1)
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.index_copy_(0, index, part.reshape(part.shape[0], *tensor.shape[1:]))
+
+
+def widths_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How many numbers an expert has in each of ``tensors`` ``[E, ...]``."""
+    return [tensor.shape[1:].numel() for tensor in tensors]
+
+
+def _check(who: str, tensors: Sequence[Tensor], index: Tensor) -> None:
+    if not tensors or tensors[0].dim() == 0:
+        raise ValueError(f"{who}: expected tensors [E, ...], got none")
+    like = tensors[0]
+    check_index(who, index, like.device)
+    for tensor in tensors:
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{who}: tensors of {like.dtype} and {tensor.dtype} in one buffer")
+        if tensor.device != like.device:
+            raise ValueError(f"{who}: tensors on {like.device} and {tensor.device}")
+        if tensor.shape[:1] != like.shape[:1]:
+            raise ValueError(f"{who}: tensors of {list(like.shape[:1])} and {list(tensor.shape[:1])} experts")
+
+
+def _grid(count: int, width: int) -> Callable[[Mapping[str, int]], int]:
+    return lambda meta: count * -(-width // meta["BLOCK"])
+
+
+@tuned(CONFIGS, key=["width"], varying=["first_count"])
+def _pack_experts(
+    first, second, index, out, first_count, width, first_stride, second_stride, out_stride, BLOCK: tl.constexpr
+):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index + row)
+    # Only one of the two loads reads anything.
+    in_first = (c < width) & (expert < first_count)
+    in_second = (c < width) & (expert >= first_count)
+    one = tl.load(first + expert * first_stride + c, mask=in_first, other=0.0)
+    other = tl.load(second + (expert - first_count) * second_stride + c, mask=in_second, other=0.0)
+    values = tl.where(in_first, one, other)
+    tl.store(out + row * out_stride + c, values.to(out.dtype.element_ty), mask=c < width)
+
+
+@tuned(CONFIGS, key=["width"])
+def _unpack_experts(packed, index, tensor, width, stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(packed + row * stride + c, mask=c < width, other=0.0)
+    expert = tl.load(index + row)
+    tl.store(tensor + expert * width + c, values, mask=c < width)

@@ -1,0 +1,70 @@
+"""Rows that came back, brought to where they left from."""
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.gather_rows import CONFIGS
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
+
+
+def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Put row i of ``rows`` at ``index[i]``; rows where none came are zero.
+
+    >>> scatter_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 0]), 3).tolist()
+    [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
+
+    Args:
+        rows: ``[n, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
+        index: int64 ``[n]`` on the same device, from 0 to ``num_rows - 1``, none twice; it is not checked.
+        num_rows: of the result, at least n.
+        dtype: of the result; by default that of ``rows``.
+
+    Returns:
+        ``[num_rows, ...]``, contiguous.
+
+    Raises:
+        TypeError: ``index`` is not int64.
+        ValueError: a shape or a device does not fit, or there are more than ``num_rows`` rows.
+    """
+    check_rows("scatter_rows", rows)
+    check_index("scatter_rows", index, rows.device, rows.shape[0])
+    count = rows.shape[0]
+    if count > num_rows:
+        raise ValueError(f"scatter_rows: {count} rows for {num_rows} places")
+    dtype = rows.dtype if dtype is None else dtype
+    if not (runs_on(rows.device) and rows.dtype in FLOATS and dtype in FLOATS):
+        return scatter_rows_reference(rows, index, num_rows, dtype)
+    source = flat_rows(rows)
+    width = source.shape[1]
+    # If as many rows come as there are places, each is written.
+    make = torch.empty if count == num_rows else torch.zeros
+    out = make((num_rows, *rows.shape[1:]), dtype=dtype, device=rows.device)
+    if source.numel() > 0:
+        launch(
+            _scatter_rows,
+            lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+            rows.device,
+            source, index.contiguous(), out, count, width, source.stride(0),
+        )  # fmt: skip
+    return out
+
+
+def scatter_rows_reference(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """:func:`scatter_rows` in plain torch."""
+    cast, shape = rows.to(dtype), (num_rows, *rows.shape[1:])
+    out = cast.new_empty(shape) if rows.shape[0] == num_rows else cast.new_zeros(shape)
+    return out.index_copy_(0, index, cast)
+
+
+@tuned(CONFIGS, key=["width"], varying=["count"])
+def _scatter_rows(rows, index, out, count, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK_COLS)
+    block = tl.program_id(0) // blocks
+    r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (r < count)[:, None] & (c < width)[None, :]
+    source = r.to(tl.int64)[:, None] * stride + c[None, :]
+    values = tl.load(rows + source, mask=mask, other=0.0)
+    target = tl.load(index + r, mask=r < count, other=0)
+    tl.store(out + target[:, None] * width + c[None, :], values.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,155 @@
+"""Who sends how many rows of each expert to whom, found on the device."""
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.operands import check_index
+
+# A program compares each rank with each other one.
+MOST_RANKS = 128
+
+CONFIGS = (
+    {"num_warps": 4},
+    {"num_warps": 8},
+)
+
+
+def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """What one rank sends and receives, if as many rows as can be stay on their rank, and then on their node.
+
+    What is left lies on one line, rank by rank, and what is still wanted on another; where both lines meet, rows go
+    from the one to the other. First each node has two such lines, then all ranks have two together.
+
+    >>> counts, wanted = torch.tensor([[5, 2], [7, 0]]), torch.tensor([[8, 4], [0, 2]])
+    >>> sends, receives = split_rows(counts, wanted, torch.tensor([0, 1]), torch.tensor([0, 0]), rank=0)
+    >>> sends.tolist(), receives.tolist()
+    ([[5, 0], [0, 2]], [[5, 0], [3, 0]])
+
+    Args:
+        counts: rows that each rank has for each expert, int64 ``[W, E]``.
+        wanted: rows of each expert that each rank computes, int64 ``[E, W]``, as many as there are. Not checked.
+        order: the ranks, node by node, int64 ``[W]``.
+        nodes: the node of each of them, int64 ``[W]``.
+        rank: whose part it is.
+
+    Returns:
+        Rows of each expert to each rank, int64 ``[E, W]``, and from each rank of each expert, int64 ``[W, E]``.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: a shape or a device does not fit.
+    """
+    if counts.dim() != 2 or wanted.shape != counts.shape[::-1]:
+        raise ValueError(f"split_rows: expected [W, E] and [E, W], got {list(counts.shape)}, {list(wanted.shape)}")
+    if not counts.dtype == wanted.dtype == torch.int64:
+        raise TypeError(f"split_rows: expected numbers of int64, got {counts.dtype}, {wanted.dtype}")
+    if counts.device != wanted.device:
+        raise ValueError(f"split_rows: the rows are on {counts.device}, what is wanted is on {wanted.device}")
+    ranks, experts = counts.shape
+    check_index("split_rows", order, counts.device, ranks)
+    check_index("split_rows", nodes, counts.device, ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"split_rows: rank {rank} of {ranks}")
+    if not runs_on(counts.device) or ranks > MOST_RANKS:
+        return split_rows_reference(counts, wanted, order, nodes, rank)
+    sends, receives = torch.empty_like(wanted.contiguous()), torch.empty_like(counts.contiguous())
+    if experts > 0:
+        launch(
+            _split_rows,
+            lambda meta: experts,
+            counts.device,
+            counts.contiguous(), wanted.contiguous(), order.contiguous(), nodes.contiguous(), sends, receives,
+            rank, ranks, experts,
+            RANKS=1 << (ranks - 1).bit_length(),
+        )  # fmt: skip
+    return sends, receives
+
+
+def split_rows_reference(
+    counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """:func:`split_rows` in plain torch."""
+    have, want = counts.t()[:, order], wanted[:, order]
+    me = (order == rank).to(torch.int64)
+    kept = torch.minimum(have, want)
+    have, want = have - kept, want - kept
+    sends, receives = kept * me, kept * me
+    near = (nodes[:, None] == nodes[None, :]).to(torch.int64)
+    # Step 2 in nodes, step 3 among all.
+    for which in (near, torch.ones_like(near)):
+        mine = (which * me).sum(1)
+        behind = which * torch.ones_like(which).tril(-1)
+        amount = torch.minimum(_times(have, which), _times(want, which))
+        (first, last), (start, end) = (_met(rows, behind, amount) for rows in (have, want))
+        own = [(line * me).sum(1, keepdim=True) for line in (first, last, start, end)]
+        sends = sends + mine * _common(start, end, own[0], own[1])
+        receives = receives + mine * _common(first, last, own[2], own[3])
+        have, want = have - (last - first), want - (end - start)
+    return torch.empty_like(sends).index_copy_(1, order, sends), torch.empty_like(counts).index_copy_(
+        0, order, receives.t()
+    )
+
+
+def _times(rows: Tensor, which: Tensor) -> Tensor:
+    return (rows[:, None, :] * which).sum(2)
+
+
+def _met(rows: Tensor, behind: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each rank's rows begin and end on its line, as far as both lines meet."""
+    before = _times(rows, behind)
+    return torch.minimum(before, amount), torch.minimum(before + rows, amount)
+
+
+def _common(start: Tensor, end: Tensor, other_start: Tensor, other_end: Tensor) -> Tensor:
+    return (torch.minimum(end, other_end) - torch.maximum(start, other_start)).clamp_min(0)
+
+
+@tuned(CONFIGS, key=["RANKS"], varying=["rank", "ranks", "experts"])
+def _split_rows(counts, wanted, order, nodes, sends, receives, rank, ranks, experts, RANKS: tl.constexpr):
+    expert = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, RANKS)
+    inside = p < ranks
+    who = tl.load(order + p, mask=inside, other=0)
+    node = tl.load(nodes + p, mask=inside, other=-1)
+    have = tl.load(counts + who * experts + expert, mask=inside, other=0)
+    want = tl.load(wanted + expert * ranks + who, mask=inside, other=0)
+    me = inside & (who == rank)
+    near = node == tl.sum(tl.where(me, node, 0), 0)
+
+    # Rows stay where they are.
+    kept = tl.minimum(have, want)
+    have -= kept
+    want -= kept
+    sent = tl.where(me, kept, 0)
+    got = sent
+
+    # In nodes. The lines of a node begin at its first rank.
+    other = tl.load(nodes + p, mask=inside, other=-1)
+    same = node[:, None] == other[None, :]
+    earlier = same & (p[None, :] < p[:, None])
+    amount = tl.minimum(
+        tl.sum(tl.where(same, have[None, :], 0), 1), tl.sum(tl.where(same, want[None, :], 0), 1)
+    )  # fmt: skip
+    before = tl.sum(tl.where(earlier, have[None, :], 0), 1)
+    first, last = tl.minimum(before, amount), tl.minimum(before + have, amount)
+    before = tl.sum(tl.where(earlier, want[None, :], 0), 1)
+    start, end = tl.minimum(before, amount), tl.minimum(before + want, amount)
+    my_first, my_last = tl.sum(tl.where(me, first, 0), 0), tl.sum(tl.where(me, last, 0), 0)
+    my_start, my_end = tl.sum(tl.where(me, start, 0), 0), tl.sum(tl.where(me, end, 0), 0)
+    sent += tl.where(near, tl.maximum(tl.minimum(end, my_last) - tl.maximum(start, my_first), 0), 0)
+    got += tl.where(near, tl.maximum(tl.minimum(last, my_end) - tl.maximum(first, my_start), 0), 0)
+    have -= last - first
+    want -= end - start
+
+    # Anywhere.
+    last = tl.cumsum(have, 0)
+    first = last - have
+    end = tl.cumsum(want, 0)
+    start = end - want
+    my_first, my_last = tl.sum(tl.where(me, first, 0), 0), tl.sum(tl.where(me, last, 0), 0)
+    my_start, my_end = tl.sum(tl.where(me, start, 0), 0), tl.sum(tl.where(me, end, 0), 0)
+    sent += tl.maximum(tl.minimum(end, my_last) - tl.maximum(start, my_first), 0)
+    got += tl.maximum(tl.minimum(last, my_end) - tl.maximum(first, my_start), 0)
+    tl.store(sends + expert * ranks + who, sent, mask=inside)
+    tl.store(receives + who * experts + expert, got, mask=inside)

@@ -1,0 +1,67 @@
+"""Operators that call kernels, on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops import reference
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.state.layer import add_layer
+from tests.runtime.kernels.device import DEVICE, INTERPRETED, MARKS, whole_numbers
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grouped_mm_pair_and_its_gradients(dtype: torch.dtype, transposed: bool, launches: list[str]) -> None:
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
+    x = whole_numbers(9, 16, most=2, dtype=dtype).requires_grad_()
+    shape = (5, 16) if transposed else (16, 5)
+    own, more = (whole_numbers(n, *shape, most=2, seed=n, dtype=dtype).requires_grad_() for n in (2, 1))
+    used = [w.transpose(1, 2) if transposed else w for w in (own, more)]
+    out = torch.ops.hecate.grouped_mm_pair(x, *used, offs)
+    expected = reference.grouped_mm_pair(x, *used, offs)
+    assert torch.equal(out, expected)
+    grad = whole_numbers(9, 5, most=2, dtype=dtype)
+    ours, theirs = (torch.autograd.grad(one, (x, own, more), grad) for one in (out, expected))
+    for a, b, like in zip(ours, theirs, (x, own, more), strict=True):
+        assert torch.equal(a, b) and a.stride() == like.stride()
+    assert launches == ["grouped_mm", "grouped_mm", "weight_grads"]
+
+
+def test_a_single_operand(launches: list[str]) -> None:
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
+    x, w = whole_numbers(9, 16, most=2).requires_grad_(), whole_numbers(3, 16, 5, most=2).requires_grad_()
+    out = torch.ops.hecate.grouped_mm(x, w, offs)
+    expected = reference.grouped_mm(x, w, offs)
+    assert torch.equal(out, expected)
+    for a, b in zip(*(torch.autograd.grad(one.sum(), (x, w)) for one in (out, expected)), strict=True):
+        assert torch.equal(a, b)
+    assert launches == ["grouped_mm", "grouped_mm", "weight_grads"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="torch's own implementation for GPUs takes it")
+def test_float64_takes_the_reference(launches: list[str]) -> None:
+    offs = torch.tensor([1, 4], dtype=torch.int32, device=DEVICE)
+    torch.ops.hecate.grouped_mm(whole_numbers(5, 3, dtype=torch.float64), whole_numbers(2, 3, 2).double(), offs)
+    assert not launches
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_exchange_and_back(wire: torch.dtype | None, launches: list[str]) -> None:
+    layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
+    layer.wire_dtype = wire
+    rows = whole_numbers(8, 20).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    send_index, receive_index = (torch.randperm(6, generator=generator).to(DEVICE) for _ in range(2))
+    ticket = torch.tensor([[6], [6]]), send_index, receive_index
+    out = torch.ops.hecate.exchange(rows, *ticket, layer.id)
+    assert torch.equal(out, rows[send_index][receive_index])
+    back = torch.ops.hecate.exchange_back(out * 2, *ticket, 8, layer.id)
+    assert torch.equal(back[:6], rows[:6] * 2) and not back[6:].any()
+    (grad,) = torch.autograd.grad(back.sum(), rows)
+    assert grad[:6].eq(2).all() and not grad[6:].any()
+    assert launches == ["gather_rows"] * 2 + ["scatter_rows"] * 2 + ["gather_rows"] * 2 + ["scatter_rows"] * 2

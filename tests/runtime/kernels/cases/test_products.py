@@ -1,0 +1,150 @@
+"""Grouped products, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hecate.runtime.kernels.grouped_mm import grouped_mm, grouped_mm_reference
+from hecate.runtime.kernels.weight_grads import weight_grads, weight_grads_reference
+from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, whole_numbers
+
+pytestmark = MARKS
+# Rows of slots: none, less than a tile, more than one, none, and a few rows behind the last.
+OFFS = [0, 5, 75, 75, 140]
+ROWS = 147
+PAIRS = [(5, 0), (0, 5), (2, 3), (4, 1)]
+
+
+def offsets(*ends: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(ends, dtype=dtype, device=DEVICE)
+
+
+def weights(slots: int, k: int, n: int, dtype: torch.dtype, transposed: bool, seed: int = 0) -> torch.Tensor:
+    shape = (slots, n, k) if transposed else (slots, k, n)
+    w = whole_numbers(*shape, most=1, seed=seed, dtype=dtype)
+    return w.transpose(1, 2) if transposed else w
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("owned", "replicas"), PAIRS)
+def test_grouped_mm(owned: int, replicas: int, dtype: torch.dtype, transposed: bool, launches: list[str]) -> None:
+    x = whole_numbers(ROWS, 40, most=2, dtype=dtype)
+    own = weights(owned, 40, 70, dtype, transposed, seed=1)
+    more = weights(replicas, 40, 70, dtype, transposed, seed=2)
+    out = grouped_mm(x, own, more, offsets(*OFFS))
+    assert out.dtype == dtype and torch.equal(out, grouped_mm_reference(x, [own, more], offsets(*OFFS)))
+    assert out.any() and not out[OFFS[-1] :].any(), "rows beyond the last offset are zero"
+    assert launches == ["grouped_mm"]
+
+
+def test_operands_in_any_layout() -> None:
+    x, offs = whole_numbers(20, 80, most=2)[:, ::2], offsets(3, 11, 20, dtype=torch.int64)
+    own, more = weights(2, 40, 6, torch.float32, False), weights(1, 40, 6, torch.float32, True)
+    expected = grouped_mm_reference(x, [own, more], offs)
+    assert torch.equal(grouped_mm(x, own, more, offs), expected)
+    spread = torch.stack([own, own], dim=3)[..., 0]
+    assert torch.equal(grouped_mm(x, spread, more.contiguous(), offs), expected)
+
+
+def test_rows_beyond_the_last_offset_are_zero_whatever_the_matrices_hold() -> None:
+    x, own = whole_numbers(9, 4), torch.full((2, 4, 5), torch.nan, device=DEVICE)
+    assert not grouped_mm(x, own, own[:0], offsets(0, 0)).any()
+    x = torch.full((9, 4), torch.inf, device=DEVICE)
+    out = grouped_mm(x, torch.ones_like(own), own[:0], offsets(2, 2))
+    assert out[:2].isinf().all() and not out[2:].any()
+
+
+def test_nothing_to_multiply(launches: list[str]) -> None:
+    none = torch.zeros(0, 4, 5, device=DEVICE)
+    assert grouped_mm(whole_numbers(0, 4), none, none, offsets()).shape == (0, 5)
+    assert grouped_mm(whole_numbers(0, 4), torch.ones(2, 4, 5, device=DEVICE), none, offsets(0, 0)).shape == (0, 5)
+    assert not grouped_mm(whole_numbers(3, 4), none, none, offsets()).any()
+    empty = torch.zeros(2, 0, 5, device=DEVICE)
+    assert grouped_mm(whole_numbers(3, 0), empty, empty[:0], offsets(1, 3)).tolist() == [[0.0] * 5] * 3
+    weight_grads(whole_numbers(0, 4), whole_numbers(0, 5), offsets(), none, none)
+    assert not launches
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 3, 64, 70]), min_size=1, max_size=9),
+    st.integers(0, 66),
+    st.integers(1, 40),
+    st.integers(1, 70),
+)
+@example([1], 0, 1, 1)
+def test_grouped_mm_with_any_slots(sizes: list[int], padding: int, k: int, n: int) -> None:
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    x = whole_numbers(sum(sizes) + padding, k, most=2)
+    w = weights(len(sizes), k, n, torch.float32, False)
+    own, more = w[: len(sizes) // 2], w[len(sizes) // 2 :]
+    assert torch.equal(grouped_mm(x, own, more, offs), grouped_mm_reference(x, [own, more], offs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("owned", "replicas"), PAIRS)
+def test_weight_grads(owned: int, replicas: int, dtype: torch.dtype, launches: list[str]) -> None:
+    left, right = whole_numbers(ROWS, 70, most=1, dtype=dtype), whole_numbers(ROWS, 40, most=1, seed=1, dtype=dtype)
+    found, expected = (
+        [torch.full((slots, 70, 40), torch.nan, device=DEVICE, dtype=dtype) for slots in (owned, replicas)]
+        for _ in range(2)
+    )
+    weight_grads(left, right, offsets(*OFFS), *found)
+    weight_grads_reference(left, right, offsets(*OFFS), expected)
+    both = torch.cat(found)
+    assert torch.equal(both, torch.cat(expected))
+    assert both[1].any() and not both[0].any() and not both[3].any(), "zeros for slots without rows"
+    assert launches == ["weight_grads"]
+
+
+def test_weight_grads_of_rows_with_gaps() -> None:
+    left, right = whole_numbers(30, 20)[:, ::2], whole_numbers(30, 24)[:, 4:]
+    found, expected = (torch.empty(3, 10, 20, device=DEVICE) for _ in range(2))
+    weight_grads(left, right, offsets(4, 4, 25), found, found[:0])
+    weight_grads_reference(left, right, offsets(4, 4, 25), [expected])
+    assert torch.equal(found, expected)
+
+
+def test_a_slots_gradient_does_not_know_the_rows_of_others() -> None:
+    left, right = whole_numbers(8, 5), whole_numbers(8, 6)
+    for part in (left, right):
+        part[3:] = torch.inf
+    found = torch.empty(2, 5, 6, device=DEVICE)
+    weight_grads(left, right, offsets(3, 5), found, found[:0])
+    assert torch.equal(found[0], left[:3].t() @ right[:3]) and not found[1].isfinite().any()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 3, 32, 70]), min_size=1, max_size=9),
+    st.integers(0, 3),
+    st.integers(1, 70),
+    st.integers(1, 40),
+)
+@example([1], 0, 1, 1)
+def test_weight_grads_with_any_slots(sizes: list[int], padding: int, a: int, b: int) -> None:
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    left, right = (whole_numbers(sum(sizes) + padding, n, most=2, seed=n) for n in (a, b))
+    found, expected = (torch.full((len(sizes), a, b), torch.nan, device=DEVICE) for _ in range(2))
+    weight_grads(left, right, offs, found[: len(sizes) // 2], found[len(sizes) // 2 :])
+    weight_grads_reference(left, right, offs, [expected])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_random_numbers(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, own, grad = (
+        torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((60, 96), (3, 96, 33), (60, 33))
+    )
+    offs, tolerance = offsets(10, 10, 58), 1e-4 if dtype == torch.float32 else 2e-2
+    found, expected = grouped_mm(x, own, own[:0], offs), grouped_mm_reference(x, [own], offs)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    found, expected = torch.empty_like(own), torch.empty_like(own)
+    weight_grads(x, grad, offs, found, found[:0])
+    weight_grads_reference(x, grad, offs, [expected])
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,101 @@
+"""Kernels that move rows, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hecate.runtime.kernels.combine_rows import combine_rows, combine_rows_reference
+from hecate.runtime.kernels.gather_rows import gather_rows, gather_rows_reference
+from hecate.runtime.kernels.scatter_rows import scatter_rows, scatter_rows_reference
+from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
+
+pytestmark = MARKS
+FEW = settings(max_examples=8, deadline=None)
+SHAPES = [(5,), (6, 1), (7, 24), (3, 700), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", DTYPES)
+def test_rows_leave_and_come_back_in_any_dtype(dtype: torch.dtype, wire: torch.dtype, launches: list[str]) -> None:
+    rows, index = whole_numbers(9, 24, dtype=dtype), index_of(8, 0, 3, 5)
+    there = gather_rows(rows, index, wire)
+    assert there.dtype == wire and torch.equal(there, gather_rows_reference(rows, index, wire))
+    back = scatter_rows(there, index, 9, dtype)
+    assert back.dtype == dtype and torch.equal(back, scatter_rows_reference(there, index, 9, dtype))
+    assert torch.equal(back[index], rows[index]) and not back[1].any()
+    assert launches == ["gather_rows", "scatter_rows"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_any_shape(shape: tuple[int, ...], launches: list[str]) -> None:
+    rows, count = whole_numbers(*shape), shape[0]
+    index = torch.randperm(count).to(DEVICE)
+    assert torch.equal(gather_rows(rows, index), rows[index])
+    assert torch.equal(scatter_rows(rows, index, count)[index], rows)
+    assert launches == ["gather_rows", "scatter_rows"]
+
+
+def test_rows_with_gaps_in_memory() -> None:
+    wide, index = whole_numbers(6, 40), index_of(5, 1)
+    for rows in (wide[:, 3:20], wide[:, ::2], wide.t(), wide[:1].expand(6, 40)):
+        assert torch.equal(gather_rows(rows, index), rows[index])
+        assert torch.equal(scatter_rows(rows[:2], index, 6), scatter_rows_reference(rows[:2], index, 6, rows.dtype))
+
+
+def test_no_rows(launches: list[str]) -> None:
+    none = index_of()
+    assert gather_rows(whole_numbers(3, 4), none).shape == (0, 4)
+    assert gather_rows(whole_numbers(0, 4), none).shape == (0, 4)
+    assert gather_rows(whole_numbers(3, 0), index_of(1, 1)).shape == (2, 0)
+    assert not scatter_rows(whole_numbers(0, 4), none, 3).any()
+    sums = combine_rows(whole_numbers(0, 4), index_of(-1, -1).view(1, 2), torch.ones(1, 2, device=DEVICE))
+    assert sums.shape == (1, 4) and not sums.any()
+    assert not launches
+
+
+@FEW
+@given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 600))
+def test_gather_rows(index: list[int], width: int) -> None:
+    rows = whole_numbers(7, width, seed=width)
+    assert torch.equal(gather_rows(rows, index_of(*index)), rows[index_of(*index)])
+
+
+@FEW
+@given(st.permutations(range(20)), st.integers(0, 20), st.integers(1, 600))
+def test_scatter_rows(places: list[int], count: int, width: int) -> None:
+    rows, index = whole_numbers(count, width, seed=width), index_of(*places[:count])
+    assert torch.equal(scatter_rows(rows, index, 20), scatter_rows_reference(rows, index, 20, rows.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_combine_rows(dtype: torch.dtype, weight_dtype: torch.dtype, launches: list[str]) -> None:
+    rows = whole_numbers(11, 24, dtype=dtype)
+    positions = torch.randint(-1, 11, (7, 3), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weights = torch.tensor([0.5, 1.0, 2.0], device=DEVICE, dtype=weight_dtype).expand(7, 3)
+    out = combine_rows(rows, positions, weights)
+    assert out.dtype == dtype and torch.equal(out, combine_rows_reference(rows, positions, weights))
+    assert launches == ["combine_rows"]
+
+
+def test_a_choice_without_a_row_may_have_any_weight() -> None:
+    rows, positions = whole_numbers(2, 20), index_of(1, -1, -1, -1).view(2, 2)
+    weights = torch.tensor([[1.0, torch.inf], [torch.nan, torch.nan]], device=DEVICE)
+    expected = torch.stack([rows[1], torch.zeros_like(rows[1])])
+    assert torch.equal(combine_rows(rows, positions, weights), expected)
+    assert torch.equal(combine_rows_reference(rows, positions, weights), expected)
+
+
+@FEW
+@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 300), st.integers(0, 2**16))
+def test_combine_rows_adds_in_order(tokens: int, choices: int, width: int, seed: int) -> None:
+    """Random numbers, so the order shows. A GPU may round a product and a sum once instead of twice."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(5, width, generator=generator).to(DEVICE)
+    positions = torch.randint(-1, 5, (tokens, choices), generator=generator).to(DEVICE)
+    weights = torch.rand(tokens, choices, generator=generator).to(DEVICE)
+    found, expected = (f(rows, positions, weights) for f in (combine_rows, combine_rows_reference))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,30 @@
+"""What the cases of the kernels compute on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_KERNELS = INTERPRETED or torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# On a GPU the cases are among what ``pytest -m gpu`` runs.
+MARKS: list[pytest.MarkDecorator] = [] if INTERPRETED else [pytest.mark.gpu]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def whole_numbers(*shape: int, most: int = 8, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that no dtype rounds, nor sums of a few of them: results can be compared bit by bit.
+
+    Args:
+        most: their largest absolute value.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator).to(DEVICE, dtype)
+
+
+def index_of(*values: int) -> torch.Tensor:
+    """An index on the device."""
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)

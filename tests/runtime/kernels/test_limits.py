@@ -1,0 +1,150 @@
+"""What the functions with kernels refuse, and what they are where no kernel runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hecate.runtime.kernels import launch
+from hecate.runtime.kernels.combine_rows import combine_rows
+from hecate.runtime.kernels.expand_segments import expand_segments
+from hecate.runtime.kernels.gather_rows import gather_rows
+from hecate.runtime.kernels.grouped_mm import (
+    CONFIGS,
+    MOST_SLOTS,
+    fits_registers,
+    grouped_mm,
+    rows_per_slot,
+    takes_products,
+)
+from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
+from hecate.runtime.kernels.scatter_rows import scatter_rows
+from hecate.runtime.kernels.split_rows import split_rows
+from hecate.runtime.kernels.sum_replicas import sum_replicas
+from hecate.runtime.kernels.weight_grads import weight_grads
+
+ROOT = Path(__file__).parents[3]
+ROWS, INDEX = torch.zeros(3, 4), torch.arange(2)
+SHORT = torch.zeros(2, dtype=torch.int32)
+META = torch.zeros(2, dtype=torch.int64, device="meta")
+OWN = torch.zeros(2, 4, 5)
+OFFS = torch.tensor([1, 3])
+LONG = torch.zeros(2, 3, dtype=torch.int64)
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "rows without dimensions": (lambda: gather_rows(torch.tensor(1.0), INDEX), ValueError, r"rows \[R, ...\]"),
+    "int32": (lambda: gather_rows(ROWS, SHORT), TypeError, "expected an index of int64, got torch.int32"),
+    "index of two dimensions": (lambda: gather_rows(ROWS, INDEX.view(1, 2)), ValueError, r"got \[1, 2\]"),
+    "two devices": (lambda: gather_rows(ROWS, META), ValueError, "the index is on meta, the rows are on cpu"),
+    "rows without places": (lambda: scatter_rows(ROWS, INDEX, 5), ValueError, "3 rows, but an index of 2"),
+    "too few places": (lambda: scatter_rows(ROWS[:2], INDEX, 1), ValueError, "2 rows for 1 places"),
+    "positions of int32": (
+        lambda: combine_rows(ROWS, SHORT.view(1, 2), torch.ones(1, 2)), TypeError, "positions of int64",
+    ),
+    "whole rows": (
+        lambda: combine_rows(ROWS.long(), INDEX.view(1, 2), torch.ones(1, 2)), TypeError, "are not both floats",
+    ),
+    "other weights": (
+        lambda: combine_rows(ROWS, INDEX.view(1, 2), torch.ones(2, 2)), ValueError, r"\[1, 2\], \[2, 2\]",
+    ),
+    "weights elsewhere": (
+        lambda: combine_rows(ROWS, INDEX.view(1, 2), torch.ones(1, 2, device="meta")), ValueError, "cpu, cpu, meta",
+    ),
+    "no tensors": (lambda: pack_experts([], INDEX), ValueError, "got none"),
+    "two dtypes": (lambda: pack_experts([ROWS, ROWS.half()], INDEX), TypeError, "float32 and torch.float16"),
+    "numbers of experts": (lambda: pack_experts([ROWS, ROWS[:2]], INDEX), ValueError, r"\[3\] and \[2\] experts"),
+    "others behind": (lambda: pack_experts([ROWS], INDEX, behind=[OWN]), ValueError, "behind"),
+    "another width": (lambda: unpack_experts(ROWS[:2], [OWN], INDEX), ValueError, r"expected \[2, 20\]"),
+    "another dtype": (lambda: unpack_experts(ROWS[:2].half(), [ROWS], INDEX), TypeError, "comes into tensors of"),
+    "gaps": (lambda: unpack_experts(ROWS[:2, :2], [ROWS[:, :2]], INDEX), ValueError, "contiguous tensors only"),
+    "starts": (lambda: sum_replicas(ROWS, ROWS[:2], INDEX, INDEX), ValueError, "4 rows, but an index of 2"),
+    "parts": (lambda: sum_replicas(ROWS[:1], ROWS, INDEX, INDEX), ValueError, r"expected parts \[2, 4\]"),
+    "totals": (
+        lambda: sum_replicas(torch.zeros(3, 2).t(), ROWS[:2, :3], torch.arange(3), INDEX), ValueError,
+        "contiguous totals only",
+    ),
+    "numbers of no ranges": (lambda: expand_segments(INDEX[:0], INDEX[:0], 3), ValueError, "3 numbers of 0 ranges"),
+    "ends": (lambda: expand_segments(INDEX, INDEX[:1], 3), ValueError, "2 rows, but an index of 1"),
+    "experts and ranks": (lambda: split_rows(LONG, LONG, INDEX, INDEX, 0), ValueError, r"got \[2, 3\], \[2, 3\]"),
+    "half rows": (lambda: split_rows(LONG, LONG.t().half(), INDEX, INDEX, 0), TypeError, "numbers of int64"),
+    "nodes of other ranks": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX[:1], 0), ValueError, "index of 1"),
+    "a rank too many": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX, 2), ValueError, "rank 2 of 2"),
+    "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
+    "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),
+    "offsets of other slots": (lambda: grouped_mm(ROWS, OWN, OWN, OFFS), ValueError, r"4 slots, but offsets \[2\]"),
+    "offsets that are floats": (lambda: grouped_mm(ROWS, OWN, OWN[:0], OFFS.float()), TypeError, "int32 or int64"),
+    "offsets elsewhere": (lambda: grouped_mm(ROWS, OWN, OWN[:0], META), ValueError, "offsets are on meta"),
+    "gradients of another shape": (
+        lambda: weight_grads(ROWS, ROWS, OFFS, OWN, OWN[:0]), ValueError, r"expected \[R, A\], \[R, B\]",
+    ),
+    "gradients with gaps": (
+        lambda: weight_grads(ROWS, torch.zeros(3, 5), OFFS, torch.zeros(2, 5, 4).transpose(1, 2), OWN[:0]),
+        ValueError, "contiguous tensors only",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_other_dtypes_take_the_reference() -> None:
+    rows = torch.arange(6).view(3, 2)
+    assert gather_rows(rows, torch.tensor([2, 0])).tolist() == [[4, 5], [0, 1]]
+    assert scatter_rows(rows[:1].bool(), torch.tensor([2]), 3).tolist() == [[False, False]] * 2 + [[False, True]]
+    wide = torch.ones(1, 2, dtype=torch.float64)
+    assert combine_rows(wide, torch.tensor([[0, -1]]), torch.ones(1, 2)).dtype == torch.float64
+    assert pack_experts([rows], torch.tensor([1])).tolist() == [[2, 3]]
+
+
+def test_products_are_taken_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not takes_products(OFFS, ROWS, OWN), "no kernel runs on the CPU"
+    monkeypatch.setattr("hecate.runtime.kernels.grouped_mm.runs_on", lambda _: True)
+    assert takes_products(OFFS, ROWS, OWN)
+    assert not takes_products(OFFS, ROWS, OWN.half())
+    assert not takes_products(OFFS, ROWS.double(), OWN.double())
+    assert not takes_products(torch.zeros(MOST_SLOTS + 1), ROWS, OWN)
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "triton", launch.triton or object())
+    assert launch.runs_on(torch.device("cuda"))
+    assert not launch.runs_on(torch.device("cpu")) and not launch.runs_on(torch.device("meta"))
+    monkeypatch.setattr(launch, "_ALLOWED", False)
+    assert not launch.runs_on(torch.device("cuda"))
+
+
+def test_a_few_sizes_of_slots_are_told_apart() -> None:
+    assert [rows_per_slot(rows, 10) for rows in (0, 169, 170, 5_000, 10**6)] == [16, 16, 64, 1024, 1024]
+    assert rows_per_slot(0, 0) == 16
+
+
+def test_float32_has_small_tiles() -> None:
+    def left(dtype: torch.dtype, precision: str) -> list[int]:
+        given = {"x": torch.zeros(1, dtype=dtype), "PRECISION": precision}
+        return [index for index, config in enumerate(CONFIGS) if fits_registers({**given, **config})]
+
+    assert left(torch.bfloat16, "ieee") == left(torch.float32, "tf32") == list(range(len(CONFIGS)))
+    assert left(torch.float32, "ieee") == [0, 1, 3]
+
+
+def test_everything_works_without_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from hecate.runtime.kernels import launch
+from hecate.runtime.kernels.gather_rows import gather_rows
+assert launch.triton is None and not launch.runs_on(torch.device("cuda"))
+print(gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1])).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[[2.0]]", done.stderr[-2000:]
