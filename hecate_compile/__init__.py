@@ -18,6 +18,7 @@ from hecate.config import Config
 from hecate.reports.explanation import Explanation
 from hecate.reports.record_routing import record
 from hecate.reports.stats import LayerStats, Stats
+from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy
@@ -40,8 +41,10 @@ __all__ = [
     "NoExpertsError",
     "Policy",
     "Rates",
+    "S2Attention",
     "Stats",
     "Topology",
+    "UnsupportedAttentionError",
     "UntracedReadError",
     "async_save",
     "clip_grad_norm_",
