@@ -6,11 +6,11 @@ its tiles:
 - The first ``local`` blocks of queries are causal attention.
 - Every later block sees ``local`` blocks behind it: overlapping views of keys, which need no copy, and one mask.
 - Strided blocks: keys of a head's residue are gathered, 1 / stride of all, and its queries shifted by the residue.
-  Then all heads see the same stairs: the first ``stride`` blocks of queries one block of keys, the next ones two, and so
-  on. Each step is one call without a mask.
+  Then all heads see the same stairs: the first ``stride`` blocks of queries one block of keys, the next ones two, and
+  so on. Each step is one call without a mask.
 
-The backward calls the kernels' backward with the merged output and the merged logarithm. These make the weights of all
-parts sum to one, so no gradient of the merge is needed. Every sum has one order: equal inputs give equal gradients.
+The backward calls the kernels' backward with the merged output and the merged logarithm. These make the weights of
+all parts sum to one, so no gradient of the merge is needed. Every sum has one order: equal inputs give equal gradients.
 
 Tensors are ``[b, H, S, D]``; H counts heads of queries.
 """
@@ -145,7 +145,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> 
     Returns:
         ``[b, H, S, Dv]`` like q, and ``[b, H, S]`` in float32, or float64 for float64.
     """
-    b, heads, length, _ = q.shape
+    heads, length = q.shape[1:3]
     layout = _layout(heads, pattern.blocks_of(length), pattern)
     tokens, width, width_out = layout.n * pattern.block, max(q.shape[3], v.shape[3]), v.shape[3]
     q, k, v = (_prepared(x, heads, tokens, width) for x in (q, k, v))
@@ -272,6 +272,5 @@ def _add_stairs(
         by_block = total.view(b, heads, layout.n, block, width)
         of_steps = part.view(b, heads, layout.steps, block, width)
         for head, (residue, count) in enumerate(layout.counts):
-            by_block[:, head, residue : residue + count * pattern.stride : pattern.stride] += of_steps[
-                :, head, :count
-            ]
+            seen = slice(residue, residue + count * pattern.stride, pattern.stride)
+            by_block[:, head, seen] += of_steps[:, head, :count]

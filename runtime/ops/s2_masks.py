@@ -6,8 +6,8 @@
 | ``s2_stored_mask`` | ``[b,Hq,1,D], [b,Hk,T,D], N, [1]? -> [1,Hq,1,T]``, the same for what a cache keeps | none |
 | ``s2_check`` | ``[..., Sq, Sk] -> [1]``, raises unless a mask is causal | none |
 
-Queries are the last Sq of Sk positions. ``checked`` is what ``s2_check`` returned, or None: an argument, so that nothing
-is computed before the check and nobody drops it. ``pattern`` is :attr:`Pattern.numbers`. T is
+Queries are the last Sq of Sk positions. ``checked`` is what ``s2_check`` returned, or None: an argument, so that
+nothing is computed before the check and nobody drops it. ``pattern`` is :attr:`Pattern.numbers`. T is
 :meth:`Pattern.stored` of N, the tokens seen so far.
 """
 

