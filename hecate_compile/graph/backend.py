@@ -52,6 +52,7 @@ class Backend:
 
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
+        key_heads: heads of keys in the model's config, if it has any.
         graphs: what has been compiled so far.
         step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
@@ -62,6 +63,7 @@ class Backend:
     layers: Sequence[Layer]
     step: CurrentStep
     dense_parameters: int = 0
+    key_heads: int | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
@@ -97,7 +99,9 @@ class Backend:
         if number == 0 and comparing and self.world.size > 1:
             self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
             if self.config.rates is None and self._tokens:
-                rates = predict_hidden(self._tokens, self.dense_parameters, len(self.layers), self.placer.rates)
+                rates = predict_hidden(
+                    self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
+                )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         folder = self.dump_folder
         context = self._context()
@@ -158,6 +162,8 @@ class Backend:
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),
             rates=self.placer.rates,
+            attention=self.config.attention,
+            key_heads=self.key_heads,
         )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:

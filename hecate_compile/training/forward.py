@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.state.overlap_window import HiddenTime
@@ -98,6 +100,11 @@ class CompiledForward:
                 yield
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
+        except BackendCompilerFailed as error:
+            # What a user can mend is raised as it is, not as a fault of a compiler.
+            if isinstance(error.inner_exception, UnsupportedAttentionError):
+                raise error.inner_exception from None
+            raise
         finally:
             self._step.mode = None
 

@@ -10,7 +10,8 @@ its tiles:
   so on. Each step is one call without a mask.
 
 The backward calls the kernels' backward with the merged output and the merged logarithm. These make the weights of
-all parts sum to one, so no gradient of the merge is needed. Every sum has one order: equal inputs give equal gradients.
+all parts sum to one, so no gradient of the merge is needed. Every sum has one order, so equal inputs give equal
+gradients.
 
 Tensors are ``[b, H, S, D]``; H counts heads of queries.
 """
