@@ -12,8 +12,8 @@ from hecate.passes.fx import arg, operands
 def fingerprint(gm: GraphModule) -> list[str]:
     """Operators in order, parameter names, shapes and dtypes, and the width of the rows that collectives carry.
 
-    Left out is what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how many
-    experts it owns, and what torch computes and asserts of sizes where it has seen several.
+    Left out is what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
+    many experts it owns, and what torch computes and asserts of sizes where it has seen several.
     """
     lines: list[str] = []
     for module in gm.modules():

@@ -1,4 +1,4 @@
-"""shard_context: attention gets the mask of S2-Attention, which is what Config(attention=...) asks for.
+"""shard_context: causal attention gets the mask that Config(attention=...) asks for.
 
 Needs    torch.nn.functional.scaled_dot_product_attention that is causal: is_causal=True, or a boolean mask that says
          so at every size that the graph allows, or one query for all keys, as in generation. Without gradients also a

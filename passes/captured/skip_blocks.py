@@ -4,7 +4,7 @@ Needs    torch.nn.functional.scaled_dot_product_attention with a mask from hecat
          which shard_context put there; queries, keys and values of one type, no autocast. A single query without
          gradients.
 Changes  scaled_dot_product_attention(q, repeat(k), repeat(v), s2_mask())         becomes  s2_attention(q, k, v)[0]
-         with a single query                                                               s2_decode(q, s2_store(k), ...)
+         with a single query                                                               s2_decode(q, s2_store(k))
          scaled_dot_product_attention(q, repeat(k), repeat(v), s2_stored_mask())  becomes  s2_decode(q, k, v)
          The mask is gone; how keys were repeated for query heads stays, unused, until autograd's graph is made.
 Never    changes what is computed: without it the same model runs with the mask, at the cost of dense attention.
