@@ -15,6 +15,7 @@ from hecate.checkpoints.state_dicts import (
     set_optimizer_state_dict,
 )
 from hecate.config import Config
+from hecate.integrations.s2_cache import S2Cache
 from hecate.reports.explanation import Explanation
 from hecate.reports.record_routing import record
 from hecate.reports.stats import LayerStats, Stats
@@ -42,6 +43,7 @@ __all__ = [
     "Policy",
     "Rates",
     "S2Attention",
+    "S2Cache",
     "Stats",
     "Topology",
     "UnsupportedAttentionError",
