@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention                          alone, decode and step; about 10 minutes on one core
     python -m benchmarks.attention --full                   lengths up to 32,768; about 40 minutes
-    python -m benchmarks.attention alone --flex             compiled flex_attention too, forward only: torch 2.13 has no
-                                                            backward of it on CPUs
+    python -m benchmarks.attention alone --flex             compiled flex_attention too, forward only: torch 2.13 has
+                                                            no backward of it on CPUs
     python -m benchmarks.attention language retrieval       quality; about an hour
 
 Parts:
@@ -15,9 +15,9 @@ Parts:
     retrieval   recall of key-value pairs among noise, which needs the whole context: 5 kinds of attention, 3 seeds
 
 One thread, and CPU time of this process: other programs on the machine hardly show. Systems alternate call by call; a
-ratio is that of two calls of the same round, its median is given with the lowest and the highest. Beside it stands the
-bound: one over the share of blocks that are computed. Samples are written to build/benchmarks/attention.json, and a
-plot beside them.
+ratio is that of two calls of the same round, its median is given with the lowest and the highest. Beside it stands
+the bound: one over the share of blocks that are computed. Samples are written to build/benchmarks/attention.json, and
+a plot beside them.
 """
 
 from __future__ import annotations
@@ -197,9 +197,10 @@ def table_of_decode(rows: list[Any]) -> list[str]:
     ]  # fmt: skip
     for row in rows:
         before, after = row["bytes"]
+        attention = said(ratios(row["samples"], "s2", "dense"))
+        appending = said(ratios(row["samples"], "s2, appended", "dense, appended"))
         lines.append(
-            f"| {row['length']:,} | {row['heads'][0]}, {row['heads'][1]} | {said(ratios(row['samples'], 's2', 'dense'))}"
-            f" | {said(ratios(row['samples'], 's2, appended', 'dense, appended'))} | "
+            f"| {row['length']:,} | {row['heads'][0]}, {row['heads'][1]} | {attention} | {appending} | "
             f"{before / 1e6:.0f} to {after / 1e6:.1f} | {after / before:.1%} |"
         )
     return lines
@@ -252,8 +253,8 @@ def table_of_step(found: dict[str, Any]) -> list[str]:
     times = {name: statistics.median(values) for name, values in samples.items()}
     return [
         "", f"A training step of 2 layers, {found['length']:,} tokens, 16 heads of 64: dense {times['dense']:.1f} s, "
-        f"S2 {times['s2']:.1f} s, {said(ratios(samples, 's2', 'dense'))} times as fast. Attention is {part:.0%} of the "
-        f"dense step, so with {share:.1%} of the blocks the bound is {1 / (1 - part + part * share):.1f}",
+        f"S2 {times['s2']:.1f} s, {said(ratios(samples, 's2', 'dense'))} times as fast. Attention is {part:.0%} of "
+        f"the dense step, so with {share:.1%} of the blocks the bound is {1 / (1 - part + part * share):.1f}",
     ]  # fmt: skip
 
 
