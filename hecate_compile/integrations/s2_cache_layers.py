@@ -28,7 +28,7 @@ class S2Layer(CacheLayerMixin):
 
     def __init__(self, pattern: Pattern) -> None:
         super().__init__()
-        self.numbers = pattern.numbers
+        self.numbers = tuple(pattern.numbers)
         self.cumulative_length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -115,7 +115,7 @@ class _Work:
             raise Refused("it has dropout on its weights. Set attention_dropout=0")
         source = unrepeated(given["key"], scope.facts, until=node)
         pattern = self._pattern(query.shape[1], value_of(source).shape[1])
-        single = isinstance(query.shape[2], int) and query.shape[2] == 1
+        single = same_size(query.shape[2], 1)
         checked = self._check(node, scope, given, name, single)
         builder = Builder(scope.gm.graph, before=node)
         if calls(source, torch.ops.hecate.s2_store):

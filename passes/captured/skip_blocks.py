@@ -26,6 +26,7 @@ from hecate.passes.captured.attention_calls import (
     operands_of_attention,
     unrepeated,
 )
+from hecate.passes.captured.open_sizes import same_size
 from hecate.passes.captured.torch_values import GraphFacts, under_autocast, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.pattern import Pattern
@@ -58,7 +59,7 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
         raise Refused("queries, keys and values are of several types")
     if under_autocast(gm.graph):
         raise Refused("autocast does not know the operator; Config(mixed_precision=...) does the same")
-    single = isinstance(values[0].shape[2], int) and values[0].shape[2] == 1
+    single = same_size(values[0].shape[2], 1)
     if single and torch.is_grad_enabled():
         raise Refused("there is a single query, and gradients are recorded")
     scale = given.get("scale")
