@@ -25,8 +25,8 @@ def S2Cache(model: nn.Module) -> Any:
         of ``generate``.
 
     Raises:
-        ValueError: the model was not compiled, or attention is dense, or heads of queries that share keys have
-            different patterns, so that all keys are needed.
+        ValueError: the model was not compiled, or attention is dense, or heads with different patterns share keys
+            (``per="q"``, or the compressed keys of DeepSeek), so that all are needed.
 
     While it is used: :class:`UnsupportedAttentionError` for batches with padding, which would shift the blocks, for
     several tokens at once behind the prompt, and for whatever takes tokens back, such as assisted decoding.
@@ -46,6 +46,11 @@ def S2Cache(model: nn.Module) -> Any:
             f'hecate.S2Cache: with per="q" {heads // key_heads} heads of queries look at the same keys with '
             'different patterns, so nearly all keys are needed. Use the default cache, or train with per="kv"'
         )
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedAttentionError(
+            "hecate.S2Cache: the model's cache has one compressed key for all heads (MLA), and all heads together see "
+            "every token. Use the default cache"
+        )
     from hecate.integrations.s2_cache_layers import make_cache
 
-    return make_cache(config, options, pattern)
+    return make_cache(config, options, pattern, key_heads)

@@ -26,8 +26,9 @@ class S2Layer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, pattern: Pattern) -> None:
+    def __init__(self, pattern: Pattern, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.numbers = tuple(pattern.numbers)
         self.cumulative_length = 0
 
@@ -38,6 +39,10 @@ class S2Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep new keys and values, and return those that attention needs: of a prompt all of it."""
         store = torch.ops.hecate.s2_store
+        if key_states.shape[1] != self.heads or value_states.shape[1] != self.heads:
+            raise UnsupportedAttentionError(
+                "hecate.S2Cache: a layer caches other heads than the model's config says. Use the default cache"
+            )
         if not self.is_initialized:
             _refuse_eager()
             self.lazy_initialization(key_states, value_states)
@@ -108,10 +113,14 @@ def _refuse_eager() -> None:
         )
 
 
-def make_cache(config: Any, options: S2Attention, pattern: Pattern) -> SparseCache:
-    """A cache of the layers that transformers has for a model, the sparse ones replaced."""
+def make_cache(config: Any, options: S2Attention, pattern: Pattern, heads: int) -> SparseCache:
+    """A cache of the layers that transformers has for a model, the sparse ones replaced.
+
+    Args:
+        heads: of keys.
+    """
     layers = [
-        S2Layer(pattern) if type(layer) is DynamicLayer and not options.is_dense(number) else layer
+        S2Layer(pattern, heads) if type(layer) is DynamicLayer and not options.is_dense(number) else layer
         for number, layer in enumerate(DynamicCache(config=config).layers)
     ]
     return SparseCache(layers=layers)

@@ -121,6 +121,8 @@ class _Work:
         if calls(source, torch.ops.hecate.s2_store):
             mask = _mask_of_stored(builder, given, source, pattern, checked, single)
         else:
+            if single and _from_store(given["key"]):
+                raise Refused("its keys are computed from what the cache kept. hecate.S2Cache keeps whole keys only")
             mask = builder.call(
                 torch.ops.hecate.s2_mask.default, given["query"], given["key"], checked, pattern.numbers
             )
@@ -184,6 +186,24 @@ def _mask_of_stored(
     return builder.call(
         torch.ops.hecate.s2_stored_mask.default, given["query"], given["key"], tokens, checked, pattern.numbers
     )
+
+
+def _from_store(key: Node) -> bool:
+    """Whether keys are made of what a sparse cache kept, without being just that: some of them are missing.
+
+    What earlier layers kept gets here through their attention only, so the search ends there.
+    """
+    waiting, seen = [key], {key}
+    while waiting:
+        here = waiting.pop()
+        if calls(here, torch.ops.hecate.s2_store):
+            return True
+        if attends(here):
+            continue
+        new = [source for source in here.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def _attends_by_hand(node: Node) -> bool:

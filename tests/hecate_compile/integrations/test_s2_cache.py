@@ -57,10 +57,11 @@ def check(found: dict[str, Any]) -> None:
     assert found["sparse"] and found["whole"]
     assert found["kept"] == found["values"] == found["expected"]
     assert found["kept"][1] < found["kept"][0]
-    assert found["graphs"] <= 3, "prompt, first token, and one for every later length"
+    # Prompt, first token, and one for every later length. Torch takes what a short text keeps for all of it, at first.
+    assert found["graphs"] <= 4
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "llama"])
 def test_tokens_and_memory(family: str) -> None:
     check(generate(family))
 
@@ -90,6 +91,15 @@ def test_beams_and_another_text() -> None:
     cache.reset()
     other = batch(1, rows=2, length=30)
     assert torch.equal(tokens(model, other, 20, past_key_values=cache), tokens(reference, other, 20, use_cache=False))
+
+
+def test_compressed_keys_are_for_all_heads() -> None:
+    """Those of DeepSeek; with the default cache its sparse layers look at what they would see."""
+    model, reference = pair("deepseek_v3")
+    with pytest.raises(hecate.UnsupportedAttentionError, match=r"one compressed key for all heads \(MLA\)"):
+        hecate.S2Cache(model)
+    prompt = batch(0, rows=2, length=37)
+    assert torch.equal(tokens(model, prompt, 40), tokens(reference, prompt, 40, use_cache=False))
 
 
 def test_padding_is_refused() -> None:
