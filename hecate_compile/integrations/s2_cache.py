@@ -48,8 +48,8 @@ def S2Cache(model: nn.Module) -> Any:
         )
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedAttentionError(
-            "hecate.S2Cache: the model's cache has one compressed key for all heads (MLA), and all heads together see "
-            "every token. Use the default cache"
+            "hecate.S2Cache: the model's cache has one compressed key for all heads (MLA), and all heads together "
+            "see every token. Use the default cache"
         )
     from hecate.integrations.s2_cache_layers import make_cache
 

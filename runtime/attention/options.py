@@ -107,10 +107,16 @@ class S2Attention:
         """The pattern of a layer with so many heads.
 
         Raises:
-            ValueError: parts of the context are seen by no head, and that was not allowed.
+            ValueError: parts of the context are seen by no head, and that was not allowed; or every head would see
+                all of it, and that was not asked for.
         """
         patterns = 1 if self.homogeneous else key_heads if self.per == "kv" else query_heads
         stride = self.stride if self.stride is not None else min(patterns, _LARGEST_STRIDE)
+        if self.stride is None and stride == 1:
+            raise ValueError(
+                "hecate.S2Attention: with one head of keys there is one pattern, so no block can be left out. "
+                'per="q" gives every head of queries a pattern of its own'
+            )
         pattern = Pattern(self.block, self.local, stride, self.offset, patterns)
         if pattern.coverage < 1 and not self.allow_holes:
             one = "pattern" if patterns == 1 else "patterns"

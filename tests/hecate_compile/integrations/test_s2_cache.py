@@ -57,7 +57,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["sparse"] and found["whole"]
     assert found["kept"] == found["values"] == found["expected"]
     assert found["kept"][1] < found["kept"][0]
-    # Prompt, first token, and one for every later length. Torch takes what a short text keeps for all of it, at first.
+    # Prompt, first token, and one for every later length; of a short text torch first takes all to be kept.
     assert found["graphs"] <= 4
 
 

@@ -89,6 +89,13 @@ def test_patterns_of_a_layer() -> None:
         hecate.S2Attention(stride=16).pattern(32, 8)
 
 
+def test_one_head_of_keys_has_nothing_to_share() -> None:
+    with pytest.raises(ValueError, match=r'no block can be left out. per="q" gives every head'):
+        hecate.S2Attention().pattern(8, 1)
+    assert hecate.S2Attention(per="q").pattern(8, 1).stride == 8
+    assert hecate.S2Attention(stride=1).pattern(8, 1).stride == 1
+
+
 def test_dense_layers() -> None:
     def dense(**options: Any) -> list[int]:
         return [layer for layer in range(6) if hecate.S2Attention(**options).is_dense(layer)]
