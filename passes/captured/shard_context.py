@@ -163,6 +163,8 @@ class _Work:
                 # A check in each training step would cost as much as the mask; there one can leave it out.
                 if torch.is_grad_enabled():
                     raise
+                if not same_size(value_of(given["query"]).shape[2], value_of(given["key"]).shape[2]):
+                    raise Refused("it has other queries than keys, and more than one") from None
         found = self._checks.get((scope, mask))
         if found is None:
             found = Builder(scope.gm.graph, before=node).call(torch.ops.hecate.s2_check.default, name, mask)

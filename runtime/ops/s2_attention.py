@@ -58,7 +58,13 @@ def _attention(
     else:
         found, lse = _dense(q, k, v, pattern, scale)
     out, rows = _attention_fake(q, k, v, checked, numbers, scale)
-    return out.copy_(found), rows.copy_(lse)
+    return _laid_out(found, out), _laid_out(lse, rows)
+
+
+def _laid_out(found: Tensor, like: Tensor) -> Tensor:
+    """Results in the memory layout that was promised, mostly without a copy."""
+    same = found.stride() == like.stride() and found.dtype == like.dtype
+    return found if same else like.copy_(found)
 
 
 def _attention_fake(
@@ -67,11 +73,7 @@ def _attention_fake(
     b, heads, length, _ = q.shape
     # Token by token, as torch's own attention lays it out: what follows joins the heads.
     out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
-    return out, q.new_empty((b, heads, length), dtype=_sum_dtype(q))
-
-
-def _sum_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((b, heads, length), dtype=s2_blocks.sum_dtype(q))
 
 
 def _backward(
@@ -106,7 +108,7 @@ def _scores(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Tensor:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
-    heads, dtype = q.shape[1], _sum_dtype(q)
+    heads, dtype = q.shape[1], s2_blocks.sum_dtype(q)
     wide_q, wide_k, wide_v = (_repeated(x, heads, dtype) for x in (q, k, v))
     scores = _scores(wide_q, wide_k, pattern, scale)
     lse = scores.logsumexp(-1)

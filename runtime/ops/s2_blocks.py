@@ -37,6 +37,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PIECE = 2**24
 
 
+def sum_dtype(q: Tensor) -> torch.dtype:
+    """In which the logarithm of a row's sum is kept."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, eq=False)
 class _Layout:
     """Which blocks the parts are made of, for one length.
@@ -151,10 +156,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> 
     tokens, width, width_out = layout.n * pattern.block, max(q.shape[3], v.shape[3]), v.shape[3]
     q, k, v = (_prepared(x, heads, tokens, width) for x in (q, k, v))
     start = layout.early
-    out, lse = _flash(q[:, :, :start], k[:, :, :start], v[:, :, :start], 0.0, True, scale=scale)
+    # Token by token, as torch's own attention lays it out.
+    out = q.new_empty((q.shape[0], tokens, heads, width)).transpose(1, 2)
+    lse = q.new_empty((q.shape[0], heads, tokens), dtype=sum_dtype(q))
+    out[:, :, :start], lse[:, :, :start] = _flash(
+        q[:, :, :start], k[:, :, :start], v[:, :, :start], 0.0, True, scale=scale
+    )
     if layout.late:
-        late_out, late_lse = _late_forward(q, k, v, layout, pattern, scale)
-        out, lse = torch.cat([out, late_out], 2), torch.cat([lse, late_lse], 2)
+        out[:, :, start:], lse[:, :, start:] = _late_forward(q, k, v, layout, pattern, scale)
     return out[:, :, :length, :width_out], lse[:, :, :length]
 
 
