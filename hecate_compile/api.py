@@ -155,6 +155,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         compiled, records=(*layers, *shards), experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,
+        check_compiled=backend.check_sparse if config.attention is not None else None,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(

@@ -22,6 +22,7 @@ from hecate.passes import PASSES, PassContext
 from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
@@ -78,6 +79,20 @@ class Backend:
             return alive(gm, example_inputs)
 
         return hecate
+
+    def check_sparse(self) -> None:
+        """Raise if sparse attention is asked for, and no graph so far has any.
+
+        Raises:
+            UnsupportedAttentionError: the model has attention that no pass sees, or none.
+        """
+        records = [record for graph in self.graphs for record in graph.passes if record.name == "shard_context"]
+        if self.config.attention is not None and not any(record.rewritten for record in records):
+            raise UnsupportedAttentionError(
+                "hecate: Config(attention=...) has made no layer sparse: the model does not call "
+                "torch.nn.functional.scaled_dot_product_attention where torch.compile sees it, or in layers of "
+                "dense_layers alone"
+            )
 
     @property
     def disabled(self) -> tuple[str, ...]:

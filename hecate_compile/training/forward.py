@@ -38,6 +38,7 @@ class CompiledForward:
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
+        check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
 
     Attributes:
         hidden_time: as given.
@@ -57,10 +58,12 @@ class CompiledForward:
         precision: Any,
         additions: Additions,
         outside_gradients: OutsideGradients,
+        check_compiled: Callable[[], None] | None = None,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
+        self._check_compiled = check_compiled
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.after: Callable[[], None] | None = None
@@ -83,6 +86,9 @@ class CompiledForward:
         # Step 4: the model itself.
         with self._running(mode):
             out = self._compiled(*args, **kwargs)
+        if self._check_compiled is not None:
+            self._check_compiled()
+            self._check_compiled = None
         self._compiled_modes.add(training)
         self._keep_records(out)
         self._outside_gradients.after_forward(out)

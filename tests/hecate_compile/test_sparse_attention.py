@@ -241,6 +241,24 @@ def test_refused_in_the_first_forward() -> None:
     assert "dropout" in message_of(compiled("llama", attention_dropout=0.1).train())
 
 
+class NoAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def test_a_model_in_which_nothing_became_sparse_is_refused() -> None:
+    attention = hecate.S2Attention(**OPTIONS)
+    model = hecate.compile(NoAttention(), hecate.Config(backend="aot_eager", attention=attention))
+    for _ in range(2):
+        with pytest.raises(hecate.UnsupportedAttentionError, match="has made no layer sparse"):
+            model(torch.ones(2, 4))
+
+
 def test_checkpoints_know_the_option(tmp_path: Path) -> None:
     model = compiled("mixtral")
     hecate.save(tmp_path / "run", model, step=1)
