@@ -50,11 +50,6 @@ class S2Layer(CacheLayerMixin):
             self.values = store(None, value_states, 0, self.numbers)
             self.cumulative_length = key_states.shape[-2]
             return key_states, value_states
-        if key_states.shape[-2] != 1:
-            raise UnsupportedAttentionError(
-                "hecate.S2Cache: several tokens came at once behind the prompt. It takes one prompt and then one "
-                "token at a time; give the whole prompt to one forward, and make a new cache for another text"
-            )
         _refuse_eager()
         self.keys = store(self.keys, key_states, self.cumulative_length, self.numbers)
         self.values = store(self.values, value_states, self.cumulative_length, self.numbers)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -106,11 +106,12 @@ class CompiledForward:
                 yield
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
-        except BackendCompilerFailed as error:
+        except TorchDynamoException as error:
             # What a user can mend is raised as it is, not as a fault of a compiler.
-            if isinstance(error.inner_exception, UnsupportedAttentionError):
-                raise error.inner_exception from None
-            raise
+            refused = _refused_attention(error)
+            if refused is None:
+                raise
+            raise refused from None
         finally:
             self._step.mode = None
 
@@ -129,6 +130,14 @@ class CompiledForward:
     def _cast_output(self, out: Any) -> Any:
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
+
+
+def _refused_attention(error: BaseException) -> UnsupportedAttentionError | None:
+    """What a pass or an operator said about attention while it was compiled, from wherever Dynamo put it."""
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, UnsupportedAttentionError):
+        here = getattr(here, "inner_exception", None) or here.__cause__ or here.__context__
+    return here
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:

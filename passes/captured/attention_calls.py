@@ -129,10 +129,11 @@ def _repeated_by_interleave(node: Node) -> Node | None:
     if not _method(node, "repeat_interleave") or not node.args:
         return None
     given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    source, whole, narrow = given["self"], _shape(node), _shape(given["self"])
-    if not isinstance(given.get("repeats"), int) or given.get("dim") not in (1, -3):
+    source, repeats = given.get("self"), given.get("repeats")
+    whole, narrow = _shape(node), _shape(source)
+    if not isinstance(source, Node) or not isinstance(repeats, int) or given.get("dim") not in (1, -3):
         return None
     if whole is None or narrow is None or len(narrow) != 4:
         return None
     b, heads, tokens, width = narrow
-    return source if _same(whole, (b, heads * given["repeats"], tokens, width)) else None
+    return source if _same(whole, (b, heads * repeats, tokens, width)) else None

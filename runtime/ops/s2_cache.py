@@ -7,8 +7,8 @@
 
 A head keeps the tokens from the first local block on, and of the blocks before those of its residue. In memory the
 strided blocks come first, in order, with room for the same number in every head; a head that does not have the last
-one yet has zeros there, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t. Keys carry
-their positions already, so their order here says nothing.
+one yet has zeros there, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t, and t is
+one behind a prompt. Keys carry their positions already, so their order here says nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,23 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.ops.registration import define
 from hecate.runtime.ops.s2_masks import stored_visible
 
 
+def _refuse_several(old: Tensor | None, new: Tensor) -> None:
+    """In the fake too: raised while Dynamo traces, it ends the trace instead of cutting the model into pieces."""
+    if old is not None and new.shape[2] != 1:
+        raise UnsupportedAttentionError(
+            "hecate.S2Cache: several tokens came at once behind the prompt. It takes one prompt and then one token "
+            "at a time; give the whole prompt to one forward, and make a new cache for another text"
+        )
+
+
 def _store(old: Tensor | None, new: Tensor, seen: int, numbers: Sequence[int]) -> Tensor:
+    _refuse_several(old, new)
     pattern = Pattern(*numbers)
     block, stride = pattern.block, pattern.stride
     b, heads, count, width = new.shape
@@ -55,6 +66,7 @@ def _store(old: Tensor | None, new: Tensor, seen: int, numbers: Sequence[int]) -
 
 
 def _store_fake(old: Tensor | None, new: Tensor, seen: Any, numbers: Sequence[int]) -> Tensor:
+    _refuse_several(old, new)
     b, heads, count, width = new.shape
     return new.new_empty((b, heads, Pattern(*numbers).stored(seen + count), width))
 

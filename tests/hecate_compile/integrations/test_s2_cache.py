@@ -28,9 +28,9 @@ def pair(family: str, options: dict[str, Any] = OPTIONS) -> tuple[Any, Any]:
 
 
 def tokens(model: Any, prompt: torch.Tensor, count: int, **options: Any) -> torch.Tensor:
-    out: torch.Tensor = model.generate(
-        prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options
-    )
+    # Without a mask, generate takes the tokens of the text that are the padding token for padding.
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0} | options
+    out: torch.Tensor = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, **given)
     return out
 
 
@@ -61,19 +61,21 @@ def check(found: dict[str, Any]) -> None:
     assert found["graphs"] <= 4
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *(["mixtral", "llama"] if ALL else [])])
 def test_tokens_and_memory(family: str) -> None:
     check(generate(family))
 
 
 def test_a_prompt_of_whole_blocks_and_a_short_one() -> None:
     check(generate("llama", length=48))
-    check(generate("llama", length=3))
+    if ALL:
+        check(generate("llama", length=3))
 
 
 def test_other_patterns() -> None:
     check(generate("llama", local=2, offset=1))
-    check(generate("llama", homogeneous=True, stride=3, allow_holes=True))
+    if ALL:
+        check(generate("llama", homogeneous=True, stride=3, allow_holes=True))
 
 
 @pytest.mark.distributed
@@ -127,7 +129,7 @@ def test_what_is_refused() -> None:
     cache = hecate.S2Cache(model)
     with torch.no_grad():
         model(batch(0, rows=2, length=20), past_key_values=cache)
-        with pytest.raises(Exception, match="several tokens came at once"):
+        with pytest.raises(hecate.UnsupportedAttentionError, match="several tokens came at once"):
             model(batch(0, rows=2, length=5), past_key_values=cache)
     with pytest.raises(hecate.UnsupportedAttentionError, match="tokens are to be taken back"):
         cache.crop(-1)
