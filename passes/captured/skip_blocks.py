@@ -1,6 +1,6 @@
 """skip_blocks: attention with the mask of S2-Attention computes only the blocks that are seen.
 
-Needs    torch.nn.functional.scaled_dot_product_attention with a mask from hecate.s2_mask or hecate.s2_stored_mask,
+Needs    torch.nn.functional.scaled_dot_product_attention with a mask of hecate.s2_mask or hecate.s2_stored_mask,
          which shard_context put there; queries, keys and values of one type, no autocast. A single query without
          gradients.
 Changes  scaled_dot_product_attention(q, repeat(k), repeat(v), s2_mask())         becomes  s2_attention(q, k, v)[0]
