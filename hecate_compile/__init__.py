@@ -15,9 +15,11 @@ from hecate.checkpoints.state_dicts import (
     set_optimizer_state_dict,
 )
 from hecate.config import Config
+from hecate.integrations.s2_cache import S2Cache
 from hecate.reports.explanation import Explanation
 from hecate.reports.record_routing import record
 from hecate.reports.stats import LayerStats, Stats
+from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy
@@ -40,8 +42,11 @@ __all__ = [
     "NoExpertsError",
     "Policy",
     "Rates",
+    "S2Attention",
+    "S2Cache",
     "Stats",
     "Topology",
+    "UnsupportedAttentionError",
     "UntracedReadError",
     "async_save",
     "clip_grad_norm_",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hecate.checks import check_no_optimizer, check_usable, describe_model, warn_float16
+from hecate.checks import check_attention, check_no_optimizer, check_usable, describe_model, warn_float16
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
@@ -35,7 +36,7 @@ from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.expert_shards import is_expert_shard, size_up
-from hecate.wrap.find_experts import find_experts
+from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, find_experts
 from hecate.wrap.loops import make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
@@ -53,7 +54,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
     Args:
         model: any ``nn.Module`` with expert parameters ``[E, ...]``; on the meta device it is made real
-            shard by shard.
+            shard by shard. With ``Config(attention=...)`` it may have none.
         config: see :class:`Config`.
         mesh: a one-dimensional ``DeviceMesh``; by default all ranks.
 
@@ -65,6 +66,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
     Raises:
         NoExpertsError: nothing that looks like experts was found.
+        UnsupportedAttentionError: a layer cannot have the attention that ``Config(attention=...)`` asks for; the
+            first call of the model raises it too.
         DisagreementError: ranks hold different models or use different options.
         RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters.
         ValueError: a wrong option, mesh or device.
@@ -83,7 +86,11 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 1: everything that can be wrong, before anything changes.
     check_usable(model, config)
-    experts, passed_over = ([], []) if config.policy == "replicate" else find_experts(model, config.experts)
+    key_heads = check_attention(model, config)
+    experts, passed_over = _find_experts(model, config)
+    if not experts and config.dense == "replicate":
+        # Nothing is exchanged inside a graph, so ranks need not run the same one.
+        config = replace(config, policy="replicate")
     check_no_optimizer(model)
     world = find_world(mesh, _device_of(model, mesh))
     agree(
@@ -127,7 +134,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     transformers_trainer.adopt()
     accelerate_state.adopt()
     backend = Backend(
-        config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model)
+        config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
+        key_heads=key_heads,
     )  # fmt: skip
     model.compile(backend=backend.entry())
 
@@ -147,6 +155,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         compiled, records=(*layers, *shards), experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,
+        check_compiled=backend.check_sparse if config.attention is not None else None,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -156,6 +165,18 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     # As wrappers for data parallelism have it; accelerate looks for it.
     model.__dict__["no_sync"] = no_sync(sync)
     return model
+
+
+def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule], list[PassedOver]]:
+    """As the policy wants it; with sparse attention a model may have none."""
+    if config.policy == "replicate":
+        return [], []
+    try:
+        return find_experts(model, config.experts)
+    except NoExpertsError:
+        if config.attention is None or config.experts is not None:
+            raise
+        return [], []
 
 
 def explain(model: nn.Module) -> Explanation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
 
 
@@ -34,6 +36,47 @@ def check_usable(model: nn.Module, config: Config) -> None:
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
+
+
+def check_attention(model: nn.Module, config: Config) -> int | None:
+    """What ``Config(attention=...)`` can be told about a model before it is traced.
+
+    Returns:
+        The heads of keys that the model's config says, or None.
+
+    Raises:
+        UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
+        ValueError: parts of the context would be seen by no head.
+    """
+    options = config.attention
+    found: Any = getattr(model, "config", None)
+    found = found.get_text_config() if hasattr(found, "get_text_config") else found
+    heads = getattr(found, "num_attention_heads", None)
+    key_heads = getattr(found, "num_key_value_heads", None) or heads
+    if options is None or not isinstance(heads, int) or not isinstance(key_heads, int):
+        return None
+    kind = getattr(found, "_attn_implementation", None)
+    if kind not in (None, "sdpa"):
+        raise UnsupportedAttentionError(
+            f"hecate.Config: {type(model).__name__} has attn_implementation={kind!r}, and S2-Attention takes the "
+            'place of "sdpa" alone. Load the model with attn_implementation="sdpa"; GPT-OSS, whose attention has '
+            "sinks, cannot have it"
+        )
+    layers = getattr(found, "num_hidden_layers", None)
+    if isinstance(layers, int) and all(map(options.is_dense, range(layers))):
+        raise UnsupportedAttentionError(
+            f"hecate.Config: dense_layers={options.dense_layers!r} are all {layers} layers of the model, so none "
+            "would be sparse. Give fewer, such as S2Attention(dense_layers=())"
+        )
+    options.pattern(heads, key_heads)
+    longest = getattr(found, "max_position_embeddings", None)
+    if isinstance(longest, int) and options.local * options.block >= longest:
+        warnings.warn(
+            f"hecate.Config: {options.local} local blocks of {options.block} tokens are all of the {longest} tokens "
+            "that the model has positions for: attention stays dense. Give fewer or smaller blocks",
+            stacklevel=4,
+        )
+    return key_heads
 
 
 def check_no_optimizer(model: nn.Module) -> None:

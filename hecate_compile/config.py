@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hecate.passes.base import Chunks, RowDispatch
+from hecate.runtime.attention.options import S2Attention
 from hecate.runtime.placement.hecate_policy import Hecate, Objective, Replicas
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
@@ -71,6 +72,8 @@ class Config:
             experts, in that dtype; computed is in their own. Half the bytes, and no longer the same numbers.
         experts: patterns (``fnmatch``, as in ``named_modules()``) of modules that hold expert parameters,
             where the finder has to be told. They alone decide, and each must match one.
+        attention: a :class:`hecate.S2Attention` makes attention sparse, which changes what the model computes.
+            With it a model may have no experts at all.
     """
 
     dense: Dense = "replicate"
@@ -93,6 +96,7 @@ class Config:
     mixed_precision: Any = None
     wire_dtype: torch.dtype | None = None
     experts: Sequence[str] | None = None
+    attention: S2Attention | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -132,7 +136,7 @@ class Config:
         for name in ("calibrate", "rematerialize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")
-        for name, kind in (("topology", Topology), ("rates", Rates)):
+        for name, kind in (("topology", Topology), ("rates", Rates), ("attention", S2Attention)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TypeError(
@@ -144,6 +148,11 @@ class Config:
                 raise TypeError(f"hecate.Config: {name}={value!r} is a string, expected a tuple: ({value!r},)")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        if self.attention is not None and "shard_context" in self.disable_passes:
+            raise ValueError(
+                "hecate.Config: disable_passes names 'shard_context', which is what attention=S2Attention(...) asks "
+                "for. Leave attention out for full attention, or disable 'skip_blocks' to look for a fault"
+            )
         fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         if self.mixed_precision is not None and not all(hasattr(self.mixed_precision, f) for f in fields):
             raise TypeError(

@@ -2,14 +2,15 @@
 
 Three tables of contents, in the order in which they run: :data:`PASSES` on the graph that Dynamo captured, before
 autograd; :data:`JOINT_PASSES` on forward and backward in one graph; :data:`FINAL_PASSES` on each of the two. Every
-pass can be switched off by name, and the program stays right without any of them.
+pass can be switched off by name, and the program stays right without any of them; but for ``shard_context``, which is
+an option of the user and changes what is computed.
 """
 
 from __future__ import annotations
 
 import sys
 
-from hecate.passes.base import Outcome, Pass, PassContext, Skip
+from hecate.passes.base import Outcome, Pass, PassContext, Remark, Skip
 from hecate.passes.captured.accumulate_rows import accumulate_rows
 from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.bucket_gradients import bucket_gradients
@@ -19,7 +20,9 @@ from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
+from hecate.passes.captured.shard_context import shard_context
 from hecate.passes.captured.share_gathers import share_gathers
+from hecate.passes.captured.skip_blocks import skip_blocks
 from hecate.passes.final.order_collectives import order_collectives
 from hecate.passes.final.schedule import schedule
 from hecate.passes.final.split_collectives import split_collectives
@@ -27,6 +30,8 @@ from hecate.passes.joint.rematerialize import rematerialize
 
 PASSES: tuple[Pass, ...] = (
     drop_causal_masks,    # a mask that is causal -> is_causal=True
+    shard_context,        # Config(attention=...): causal attention -> its pattern as a mask
+    skip_blocks,          # attention with such a mask -> the blocks that are seen
     share_gathers,        # read every expert parameter once
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
@@ -50,7 +55,7 @@ FINAL_PASSES: tuple[Pass, ...] = (
     order_collectives,    # one order of starts, as data flow
 )  # fmt: skip
 
-__all__ = ["FINAL_PASSES", "JOINT_PASSES", "PASSES", "Outcome", "Pass", "PassContext", "Skip", "summary_of"]
+__all__ = ["FINAL_PASSES", "JOINT_PASSES", "PASSES", "Outcome", "Pass", "PassContext", "Remark", "Skip", "summary_of"]
 
 
 def summary_of(function: Pass) -> str:

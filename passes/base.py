@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule
 
+from hecate.runtime.attention.options import S2Attention
 from hecate.runtime.placement.planner import Rates
 
 Chunks = int | Literal["auto"]
@@ -38,6 +39,8 @@ class PassContext:
         nodes, ranks_per_node: machines, and ranks on each; for predictions.
         rates: how fast the machine is; for predictions.
         guesses: sizes that depend on data, learned from the forward; for predictions.
+        attention: the pattern that attention gets, or None.
+        key_heads: heads of keys that the model's config says, or None where it does not.
     """
 
     world_size: int
@@ -56,6 +59,8 @@ class PassContext:
     ranks_per_node: int = 1
     rates: Rates = _UNKNOWN
     guesses: dict[Any, int] = field(default_factory=dict, compare=False)
+    attention: S2Attention | None = None
+    key_heads: int | None = None
 
     @property
     def link_bytes(self) -> float:
@@ -82,11 +87,25 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remark:
+    """Something a pass found out that a user may want to know.
+
+    Attributes:
+        where: the module.
+        text: what, for ``hecate.explain``.
+    """
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What one pass did to one graph."""
 
     rewritten: int = 0
     skipped: tuple[Skip, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 Pass = Callable[[GraphModule, PassContext], Outcome]

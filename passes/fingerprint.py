@@ -12,8 +12,8 @@ from hecate.passes.fx import arg, operands
 def fingerprint(gm: GraphModule) -> list[str]:
     """Operators in order, parameter names, shapes and dtypes, and the width of the rows that collectives carry.
 
-    Left out is what may rightly differ between ranks: how many tokens a rank has and how many experts it owns, and
-    what torch computes and asserts of sizes where it has seen several.
+    Left out is what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
+    many experts it owns, and what torch computes and asserts of sizes where it has seen several.
     """
     lines: list[str] = []
     for module in gm.modules():
@@ -34,6 +34,8 @@ def _describe(node: Node) -> str:
         # Between the cuts, a number from the model's code meets rows of other ranks.
         numbers = [a for a in operands(node) if isinstance(a, (int, float))] if "hecate_layer" in node.meta else []
         return f"{node.op} {target} {numbers}" if numbers else f"{node.op} {target}"
+    if target.startswith("hecate.s2_"):
+        return f"{target} {[list(a) for a in operands(node) if _integers(a)]}"
     carried = value_of(arg(node, 0))
     width = _sizes(carried)[1:] if isinstance(carried, torch.Tensor) else "?"
     constants = [arg for arg in node.args if isinstance(arg, int) or _integers(arg)]

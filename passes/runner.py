@@ -15,7 +15,7 @@ from pathlib import Path
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
-from hecate.passes import PASSES, Outcome, Pass, PassContext, Skip
+from hecate.passes import PASSES, Outcome, Pass, PassContext, Remark, Skip
 from hecate.passes.invariants import verify
 
 log = logging.getLogger("hecate")
@@ -37,6 +37,7 @@ class PassRecord:
     rewritten: int
     skipped: tuple[Skip, ...]
     seconds: float
+    remarks: tuple[Remark, ...] = ()
 
 
 class GraphDump:
@@ -118,6 +119,7 @@ def _record(name: str, outcomes: list[Outcome], seconds: float) -> PassRecord:
         rewritten=sum(outcome.rewritten for outcome in outcomes),
         skipped=tuple(skip for outcome in outcomes for skip in outcome.skipped),
         seconds=seconds,
+        remarks=tuple(remark for outcome in outcomes for remark in outcome.remarks),
     )
 
 

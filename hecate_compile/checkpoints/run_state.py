@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -165,11 +166,14 @@ def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
 
 def function_options(model: nn.Module) -> dict[str, Any]:
     """Options that change what the model computes: the same weights with others are another model."""
+    attention = compiled_model_of(model, "save").config.attention if is_compiled(model) else None
+    # A list and a tuple of layers are the same once they are on disk.
+    options = json.loads(json.dumps(asdict(attention))) if attention is not None else None
+    found: dict[str, Any] = {"hecate.attention": options}
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return {}
-    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return {"model.config": _relevant(found)}
+    if hasattr(config, "to_dict"):
+        found["model.config"] = _relevant(json.loads(json.dumps(config.to_dict(), default=str)))
+    return found
 
 
 def _relevant(config: Any) -> Any:

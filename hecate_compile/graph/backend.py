@@ -22,6 +22,7 @@ from hecate.passes import PASSES, PassContext
 from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import GraphDump, PassRecord, run_passes
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
@@ -52,6 +53,7 @@ class Backend:
 
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
+        key_heads: heads of keys in the model's config, if it has any.
         graphs: what has been compiled so far.
         step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
@@ -62,6 +64,7 @@ class Backend:
     layers: Sequence[Layer]
     step: CurrentStep
     dense_parameters: int = 0
+    key_heads: int | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
@@ -76,6 +79,20 @@ class Backend:
             return alive(gm, example_inputs)
 
         return hecate
+
+    def check_sparse(self) -> None:
+        """Raise if sparse attention is asked for, and no graph so far has any.
+
+        Raises:
+            UnsupportedAttentionError: the model has attention that no pass sees, or none.
+        """
+        records = [record for graph in self.graphs for record in graph.passes if record.name == "shard_context"]
+        if self.config.attention is not None and not any(record.rewritten for record in records):
+            raise UnsupportedAttentionError(
+                "hecate: Config(attention=...) has made no layer sparse: the model does not call "
+                "torch.nn.functional.scaled_dot_product_attention where torch.compile sees it, or in layers of "
+                "dense_layers alone"
+            )
 
     @property
     def disabled(self) -> tuple[str, ...]:
@@ -97,7 +114,9 @@ class Backend:
         if number == 0 and comparing and self.world.size > 1:
             self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
             if self.config.rates is None and self._tokens:
-                rates = predict_hidden(self._tokens, self.dense_parameters, len(self.layers), self.placer.rates)
+                rates = predict_hidden(
+                    self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
+                )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         folder = self.dump_folder
         context = self._context()
@@ -158,6 +177,8 @@ class Backend:
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),
             rates=self.placer.rates,
+            attention=self.config.attention,
+            key_heads=self.key_heads,
         )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from hecate.graph.backend import GraphRecord
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Skip, summary_of
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Remark, Skip, summary_of
 from hecate.passes.final.collective_notes import schedule_lines
 from hecate.reports.text import as_text
 from hecate.runtime.comm.queue import Span
@@ -47,6 +47,15 @@ class Explanation:
         """Everything some pass saw and left alone."""
         return tuple(skip for graph in self.graphs for record in graph.passes for skip in record.skipped)
 
+    @property
+    def remarks(self) -> tuple[Remark, ...]:
+        """What passes say about a module, once for each: of the first graph that it is in."""
+        found: dict[str, Remark] = {}
+        for graph in self.graphs:
+            for remark in (remark for record in graph.passes for remark in record.remarks):
+                found.setdefault(remark.where, remark)
+        return tuple(found.values())
+
     def __str__(self) -> str:
         found = Table("module", "experts", "found by", "parameters", "owned per rank", title="experts")
         for experts, layer in zip(self.experts, self.layers, strict=True):
@@ -74,6 +83,8 @@ class Explanation:
         if self.spans:
             parts.append("schedule of the last step: predicted ms behind ms of compute (measured)")
             parts += schedule_lines(self.spans, measured=True)
+        for remark in self.remarks:
+            parts.append(f"attention: {remark.where}: {remark.text}")
         for skip in dict.fromkeys(self.skipped):
             parts.append(f"left alone: {skip.where}: {skip.reason}")
         return as_text(*parts)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.state.overlap_window import HiddenTime
@@ -36,6 +38,7 @@ class CompiledForward:
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
+        check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
 
     Attributes:
         hidden_time: as given.
@@ -55,10 +58,12 @@ class CompiledForward:
         precision: Any,
         additions: Additions,
         outside_gradients: OutsideGradients,
+        check_compiled: Callable[[], None] | None = None,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
+        self._check_compiled = check_compiled
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.after: Callable[[], None] | None = None
@@ -81,6 +86,9 @@ class CompiledForward:
         # Step 4: the model itself.
         with self._running(mode):
             out = self._compiled(*args, **kwargs)
+        if self._check_compiled is not None:
+            self._check_compiled()
+            self._check_compiled = None
         self._compiled_modes.add(training)
         self._keep_records(out)
         self._outside_gradients.after_forward(out)
@@ -98,6 +106,12 @@ class CompiledForward:
                 yield
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
+        except TorchDynamoException as error:
+            # What a user can mend is raised as it is, not as a fault of a compiler.
+            refused = _refused_attention(error)
+            if refused is None:
+                raise
+            raise refused from None
         finally:
             self._step.mode = None
 
@@ -116,6 +130,14 @@ class CompiledForward:
     def _cast_output(self, out: Any) -> Any:
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
+
+
+def _refused_attention(error: BaseException) -> UnsupportedAttentionError | None:
+    """What a pass or an operator said about attention while it was compiled, from wherever Dynamo put it."""
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, UnsupportedAttentionError):
+        here = getattr(here, "inner_exception", None) or here.__cause__ or here.__context__
+    return here
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:

@@ -11,11 +11,14 @@
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |
+| ``s2_forward`` | S2-Attention, and the logarithm of each row's sum | ``[b,h,S,d]`` -> ``[b,h,S,d], [b,h,S]`` |
+| ``s2_backward`` | its gradients | as the operands |
 | ``launch``, ``operands`` | where kernels run and how they are tuned; what they ask of tensors | |
 
 A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, and for dtypes that it does not take,
 the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called
-with any tensors that its docstring allows, and CPUs compute what they would without this folder.
+with any tensors that its docstring allows, and CPUs compute what they would without this folder. S2-Attention is
+imported by its operator where kernels run; what CPUs compute is ``ops/s2_blocks``.
 
 They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
 only while one is tuned.

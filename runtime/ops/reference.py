@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
@@ -204,3 +205,30 @@ def row_slots(offs: Tensor, num_rows: int) -> Tensor:
     """The slot of each row, int64 ``[num_rows]``."""
     slots = [sum(1 for end in offs.tolist() if end <= row) for row in range(num_rows)]
     return torch.tensor(slots, dtype=torch.int64, device="cpu").clamp_(max=max(len(offs) - 1, 0))
+
+
+def s2_mask(heads: int, length: int, pattern: Pattern) -> Tensor:
+    """Which key ``[..., k]`` each query ``[.., q, :]`` of each head sees: bool ``[heads, length, length]``."""
+    mask = torch.zeros((heads, length, length), dtype=torch.bool, device="cpu")
+    for head in range(heads):
+        number = head // (heads // pattern.patterns)
+        for q in range(length):
+            for k in range(q + 1):
+                mask[head, q, k] = pattern.attends(number, q // pattern.block, k // pattern.block)
+    return mask
+
+
+def s2_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    """``softmax(q k^T scale) v`` with that mask, in float64: ``[b, Hq, S, Dv]``."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
+    mask = s2_mask(q.shape[1], q.shape[2], pattern)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def s2_stored(x: Tensor, head: int, pattern: Pattern) -> Tensor:
+    """What a cache keeps of one head of ``x``, ``[b, H, S, D]``, strided blocks first: ``[b, kept, D]``."""
+    tokens, block = x.shape[2], pattern.block
+    first, residue = pattern.first_local(tokens), pattern.residues(x.shape[1])[head]
+    strided = [x[:, head, j * block : (j + 1) * block] for j in range(first) if j % pattern.stride == residue]
+    return torch.cat([*strided, x[:, head, first * block :]], 1)

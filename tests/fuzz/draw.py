@@ -21,7 +21,7 @@ _BLOCKS = (
     "Capacity",
 )  # fmt: skip
 _PASSES = (
-    "drop_causal_masks", "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops",
+    "drop_causal_masks", "skip_blocks", "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops",
     "flatten_batches", "normalize_matmuls", "functionalize_rows", "exchange_rows", "bucket_gradients",
     "rematerialize", "split_collectives", "schedule", "order_collectives",
 )  # fmt: skip

@@ -129,6 +129,11 @@ def test_unknown_pass_name_lists_the_passes() -> None:
         ({"mixed_precision": torch.bfloat16}, "expected a torch.distributed.fsdp.MixedPrecisionPolicy"),
         ({"wire_dtype": torch.float32}, "expected torch.bfloat16, torch.float16 or None"),
         ({"dispatch": "node"}, "expected one of"),
+        ({"attention": {"block": 64}}, r"attention is a dict, expected a hecate\.S2Attention"),
+        (
+            {"attention": hecate.S2Attention(), "disable_passes": ("shard_context",)},
+            "disable_passes names 'shard_context', which is what attention",
+        ),
         ({"chunks": 0}, "expected a whole number of at least 1"),
         ({"chunks": "two"}, "expected a whole number of at least 1"),
     ],

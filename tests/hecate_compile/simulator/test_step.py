@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hecate
+from hecate.passes.final.node_cost import flops
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -45,6 +46,33 @@ def test_rows_by_node_are_priced_as_single_rows(made: Capture) -> None:
     spans = Simulator(by_node, SPEC).step([step, step]).spans
     assert [span.operator for span in spans].count("route_nodes") == 2
     assert [span.operator for span in spans].count("exchange_nodes_back") == 4
+
+
+def test_sparse_attention_is_charged_for_its_blocks() -> None:
+    """Not for what dense attention would do: transfers have less to hide behind."""
+    length, heads = 128, 4
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    options = hecate.S2Attention(block=16, local=1, dense_layers=(0,))
+
+    def operations(attention: hecate.S2Attention | None) -> list[float]:
+        torch._dynamo.reset()
+        model = build("qwen3_moe", max_position_embeddings=length)
+        config = hecate.Config(replicas=1, attention=attention)
+        made = capture(model, {"input_ids": ids, "labels": ids}, SPEC, config)
+        return [
+            float(flops(node))
+            for captured in made.graphs
+            for node in captured.graph.graph.nodes
+            if "attention" in str(node.target) and flops(node)
+        ]
+
+    # Forward of two layers, then backward, the last layer first.
+    (first, second, third, fourth), dense = operations(options), operations(None)
+    assert dense == [first, first, fourth, fourth]
+    # Dense attention counts the half above the diagonal, too.
+    n = length // 16
+    share = options.pattern(heads, 2).share(length) * (n + 1) / (2 * n)
+    assert second == pytest.approx(first * share) and third == pytest.approx(fourth * share)
 
 
 def layer_step(made: Capture, placement: Placement, rows: np.ndarray = ROWS) -> LayerStep:

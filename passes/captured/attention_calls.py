@@ -1,0 +1,139 @@
+"""Questions about calls of ``scaled_dot_product_attention`` in a captured graph."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.base import Refused
+from hecate.passes.captured.open_sizes import same_size
+from hecate.passes.captured.scope import Scope
+from hecate.passes.captured.torch_values import GraphFacts, value_of
+from hecate.passes.fx import arg, calls
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def attends(node: Node) -> bool:
+    """Whether a node is such a call."""
+    return calls(node, torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention)
+
+
+def operands_of_attention(node: Node) -> dict[str, Any]:
+    """The arguments that a call gives, by name."""
+    return dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+
+
+def change_operands(node: Node, changed: Mapping[str, Any]) -> None:
+    """Give a call other arguments, by position where it had them so."""
+    given = dict(node.kwargs)
+    args = [changed.get(name, value) for name, value in zip(_NAMES, node.args, strict=False)]
+    node.args = tuple(args)
+    node.kwargs = given | {name: value for name, value in changed.items() if name not in _NAMES[: len(args)]}
+
+
+def copy_place(node: Node, new: Node) -> None:
+    """Let a new node be shown where the model's line is that ``node`` came from."""
+    new.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
+def name_of_layer(node: Node) -> str:
+    """The module that a node is in; the node's own name where that is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    name = str(stack[-1][0]) if stack else node.name
+    return name.removeprefix("L['self'].").replace("L['self']", "(the model)")
+
+
+def number_of_layer(node: Node, scope: Scope) -> int | None:
+    """The first number in the module's name, or in that of the checkpointed layer whose body the node is in."""
+    here: Scope | None = scope
+    while here is not None:
+        found = re.search(r"(?:^|[.\['])(\d+)(?=$|[.\]'])", name_of_layer(node))
+        if node.meta.get("nn_module_stack") and found:
+            return int(found[1])
+        if here.call is None:
+            return None
+        node, here = here.call, here.outer
+    return None
+
+
+def unrepeated(node: Node, facts: GraphFacts, *, until: Node) -> Node:
+    """The keys or values ``[b, Hk, S, D]`` that ``node`` is, each head repeated for its query heads; or ``node``.
+
+    Found by shapes: a dimension of one is put behind the heads, expanded and joined with them, or
+    ``repeat_interleave`` is called. A tensor that is changed in place before ``until`` is not read through.
+    """
+    source = _repeated_by_expand(node) or _repeated_by_interleave(node)
+    if source is None:
+        return node
+    try:
+        facts.refuse_changes_of([source], until=until)
+    except Refused:
+        return node
+    return source
+
+
+_VIEWS = ("reshape", "view", "contiguous", "clone", "flatten")
+
+
+def _method(node: Any, *names: str) -> bool:
+    return isinstance(node, Node) and (
+        (node.op == "call_method" and node.target in names)
+        or (node.op == "call_function" and getattr(node.target, "__name__", "") in names)
+    )
+
+
+def _shape(node: Any) -> tuple[Any, ...] | None:
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def _repeated_by_expand(node: Node) -> Node | None:
+    """``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` is of x."""
+    whole = _shape(node)
+    inner: Any = node
+    while _method(inner, *_VIEWS) and len(_shape(inner) or ()) == 4:
+        inner = arg(inner, 0)
+    while _method(inner, "contiguous", "clone") and len(_shape(inner) or ()) == 5:
+        inner = arg(inner, 0)
+    wide = _shape(inner)
+    if whole is None or wide is None or len(wide) != 5 or not _method(inner, "expand", "expand_as"):
+        return None
+    b, heads, count, tokens, width = wide
+    single: Any = arg(inner, 0)
+    narrow = _shape(single)
+    if narrow is None or not _same(narrow, (b, heads, 1, tokens, width)):
+        return None
+    if not _same(whole, (b, heads * count, tokens, width)):
+        return None
+    added = _method(single, "unsqueeze") or (
+        calls(single, operator.getitem) and isinstance(arg(single, 1), tuple) and None in arg(single, 1)
+    )
+    source: Any = arg(single, 0) if added else None
+    found = _shape(source)
+    # A slice in the index would show in the shape; a permutation is no call of these.
+    return source if found is not None and _same(found, (b, heads, tokens, width)) else None
+
+
+def _repeated_by_interleave(node: Node) -> Node | None:
+    """``x.repeat_interleave(n, dim=1)`` is of x."""
+    if not _method(node, "repeat_interleave") or not node.args:
+        return None
+    given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    source, repeats = given.get("self"), given.get("repeats")
+    whole, narrow = _shape(node), _shape(source)
+    if not isinstance(source, Node) or not isinstance(repeats, int) or given.get("dim") not in (1, -3):
+        return None
+    if whole is None or narrow is None or len(narrow) != 4:
+        return None
+    b, heads, tokens, width = narrow
+    return source if _same(whole, (b, heads * repeats, tokens, width)) else None

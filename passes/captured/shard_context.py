@@ -1,0 +1,253 @@
+"""shard_context: causal attention gets the mask that Config(attention=...) asks for.
+
+Needs    torch.nn.functional.scaled_dot_product_attention that is causal: is_causal=True, or a boolean mask that says
+         so at every size that the graph allows, or one query for all keys, as in generation. Without gradients also a
+         mask that depends on data: it is checked when it runs. No dropout. Heads of keys as the model's config says.
+Changes  scaled_dot_product_attention(q, k, v, is_causal=True, ...)                                      becomes
+         scaled_dot_product_attention(q, k, v, attn_mask=hecate.s2_mask(q, k, None, pattern), ...)
+         and over a hecate.S2Cache
+         scaled_dot_product_attention(q, k, v, ...)                                                      becomes
+         scaled_dot_product_attention(q, k, v, attn_mask=hecate.s2_stored_mask(q, k, tokens, checked, pattern), ...)
+         in all layers but the dense ones.
+Never    leaves a layer as it is that should be sparse: it would be another model, so it raises, with the layer and
+         the reason. That is also why it cannot be switched off. Nothing gets faster by it; skip_blocks comes behind.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext, Refused, Remark
+from hecate.passes.captured.attention_calls import (
+    attends,
+    change_operands,
+    copy_place,
+    name_of_layer,
+    number_of_layer,
+    operands_of_attention,
+    unrepeated,
+)
+from hecate.passes.captured.causal_masks import CausalMasks, UnknownMask
+from hecate.passes.captured.open_sizes import same_size
+from hecate.passes.captured.scope import Scope
+from hecate.passes.captured.torch_values import value_of
+from hecate.passes.fx import Builder, arg, calls
+from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
+from hecate.runtime.attention.pattern import Pattern
+
+_LOOKED_AT = "hecate_context_looked_at"
+# How far behind a softmax its scores are looked for.
+_NEAR = 64
+
+
+def shard_context(gm: GraphModule, context: PassContext) -> Outcome:
+    """Give every sparse layer of ``gm``, and of the checkpointed layers in it, its mask.
+
+    Raises:
+        UnsupportedAttentionError: names the layer and what it does that S2-Attention cannot.
+    """
+    if context.attention is None:
+        return Outcome()
+    work = _Work(context.attention, context.key_heads)
+    root = Scope(gm)
+    for scope in (root, *root.bodies()):
+        for node in list(scope.gm.graph.nodes):
+            # The runner gives bodies to a pass by themselves, too.
+            if _LOOKED_AT not in node.meta and (attends(node) or _attends_by_hand(node)):
+                node.meta[_LOOKED_AT] = True
+                work.rewrite(node, scope)
+    return Outcome(rewritten=work.rewritten, remarks=tuple(work.remarks))
+
+
+class _Work:
+    """One run of the pass: what is known about masks and layers so far."""
+
+    def __init__(self, options: S2Attention, key_heads: int | None) -> None:
+        self.options, self.key_heads = options, key_heads
+        self.rewritten = 0
+        self.remarks: list[Remark] = []
+        self._masks = CausalMasks()
+        self._names: dict[int, str] = {}
+        self._checks: dict[tuple[Scope, Node], Node] = {}
+
+    def rewrite(self, node: Node, scope: Scope) -> None:
+        """Give one call its mask, if its layer is sparse."""
+        name = name_of_layer(node)
+        try:
+            if self._is_dense(name, number_of_layer(node, scope)):
+                self.remarks.append(Remark(where=name, text="dense, as dense_layers says"))
+                return
+            if not attends(node):
+                raise Refused(
+                    "it computes its weights by hand, as eager attention and attention with sinks do. "
+                    'attn_implementation="sdpa" has what is rewritten; GPT-OSS has sinks and cannot have it'
+                )
+            pattern, length = self._shard(node, scope, name)
+        except (Refused, ValueError) as refused:
+            reason = str(refused).removeprefix("hecate.S2Attention: ")
+            raise UnsupportedAttentionError(
+                f"hecate: {name} cannot have S2-Attention: {reason}. S2Attention(dense_layers=...) leaves layers as "
+                "they are"
+            ) from None
+        self.rewritten += 1
+        self.remarks.append(Remark(where=name, text=_costs(pattern, length)))
+
+    def _is_dense(self, name: str, number: int | None) -> bool:
+        if not self.options.numbers_layers:
+            return False
+        if number is None:
+            raise Refused("its number is not known, so not whether it is one of dense_layers. Give dense_layers=()")
+        if self._names.setdefault(number, name) != name:
+            raise Refused(f"{self._names[number]} has the number {number}, too. Give dense_layers=()")
+        return self.options.is_dense(number)
+
+    def _shard(self, node: Node, scope: Scope, name: str) -> tuple[Pattern, int]:
+        given = operands_of_attention(node)
+        query, key = value_of(given["query"]), value_of(given["key"])
+        if not all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (query, key)):
+            raise Refused("queries and keys are not [batch, heads, length, size]")
+        if given.get("dropout_p") not in (None, 0, 0.0):
+            raise Refused("it has dropout on its weights. Set attention_dropout=0")
+        source = unrepeated(given["key"], scope.facts, until=node)
+        pattern = self._pattern(query.shape[1], value_of(source).shape[1])
+        single = same_size(query.shape[2], 1)
+        checked = self._check(node, scope, given, name, single)
+        builder = Builder(scope.gm.graph, before=node)
+        if calls(source, torch.ops.hecate.s2_store):
+            mask = _mask_of_stored(builder, given, source, pattern, checked, single)
+        else:
+            if single and _from_store(given["key"]):
+                raise Refused("its keys are computed from what the cache kept. hecate.S2Cache keeps whole keys only")
+            mask = builder.call(
+                torch.ops.hecate.s2_mask.default, given["query"], given["key"], checked, pattern.numbers
+            )
+        copy_place(node, mask)
+        change_operands(node, {"attn_mask": mask, "is_causal": False})
+        return pattern, _number(key.shape[2])
+
+    def _pattern(self, query_heads: Any, key_heads: Any) -> Pattern:
+        if not isinstance(query_heads, int) or not isinstance(key_heads, int) or query_heads % key_heads:
+            raise Refused(f"it has {query_heads} heads of queries and {key_heads} of keys")
+        if self.options.per == "kv" and self.key_heads not in (None, key_heads):
+            raise Refused(
+                f"it has keys of {key_heads} heads where the model's config says {self.key_heads}: how they are "
+                'repeated is not understood. per="q" does not need to know'
+            )
+        return self.options.pattern(query_heads, key_heads)
+
+    def _check(self, node: Node, scope: Scope, given: dict[str, Any], name: str, single: bool) -> Node | None:
+        """Raise unless a call is causal; returns the check of a mask that is known only when it is there."""
+        mask = given.get("attn_mask")
+        if mask is None:
+            alone = single and not given.get("is_causal")
+            square = same_size(value_of(given["query"]).shape[2], value_of(given["key"]).shape[2])
+            if not alone and not (given.get("is_causal") and square):
+                raise Refused("it is not causal, or has other queries than keys")
+            return None
+        if not isinstance(mask, Node) or not isinstance(value_of(mask), torch.Tensor):
+            raise Refused("its mask is no tensor of the graph")
+        if value_of(mask).dtype is not torch.bool:
+            raise Refused("its mask is numbers that are added, not true and false")
+        if given.get("is_causal"):
+            raise Refused("it has a mask and is_causal")
+        if not single:
+            try:
+                self._masks.refuse_others(node, scope)
+                return None
+            except UnknownMask:
+                # A check in each training step would cost as much as the mask; there one can leave it out.
+                if torch.is_grad_enabled():
+                    raise
+                if not same_size(value_of(given["query"]).shape[2], value_of(given["key"]).shape[2]):
+                    raise Refused("it has other queries than keys, and more than one") from None
+        found = self._checks.get((scope, mask))
+        if found is None:
+            found = Builder(scope.gm.graph, before=node).call(torch.ops.hecate.s2_check.default, name, mask)
+            copy_place(node, found)
+            self._checks[scope, mask] = found
+        return found
+
+
+def _mask_of_stored(
+    builder: Builder, given: dict[str, Any], source: Node, pattern: Pattern, checked: Node | None, single: bool
+) -> Node:
+    """The mask of keys that come from a cache that keeps some."""
+    seen = arg(source, 2)
+    if not single or list(arg(source, 3)) != pattern.numbers:
+        raise Refused("its cache was made for other options. Make a new hecate.S2Cache of the compiled model")
+    if isinstance(seen, Node):
+        tokens: Any = builder.call(operator.add, seen, 1)
+        tokens.meta["example_value"] = value_of(seen) + 1
+    else:
+        tokens = seen + 1
+    return builder.call(
+        torch.ops.hecate.s2_stored_mask.default, given["query"], given["key"], tokens, checked, pattern.numbers
+    )
+
+
+def _from_store(key: Node) -> bool:
+    """Whether keys are made of what a sparse cache kept, without being just that: some of them are missing.
+
+    What earlier layers kept gets here through their attention only, so the search ends there.
+    """
+    waiting, seen = [key], {key}
+    while waiting:
+        here = waiting.pop()
+        if calls(here, torch.ops.hecate.s2_store):
+            return True
+        if attends(here):
+            continue
+        new = [source for source in here.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _attends_by_hand(node: Node) -> bool:
+    """Whether it is the softmax of an attention that is written out, or an attention of another kind."""
+    if calls(node, torch.ops.higher_order.flex_attention):
+        return True
+    by_call = calls(node, torch.softmax, torch.nn.functional.softmax)
+    value = value_of(node)
+    if not (by_call or (node.op == "call_method" and node.target == "softmax")):
+        return False
+    return isinstance(value, torch.Tensor) and value.ndim == 4 and _of_scores(node)
+
+
+def _of_scores(node: Node) -> bool:
+    """Whether a product of four-dimensional tensors lies a few nodes behind."""
+    waiting, seen = deque([node]), {node}
+    while waiting and len(seen) < _NEAR:
+        here = waiting.popleft()
+        value = value_of(here)
+        product = calls(here, torch.matmul, operator.matmul, torch.einsum, torch.functional.einsum) or (
+            here.op == "call_method" and here.target == "matmul"
+        )
+        if product and isinstance(value, torch.Tensor) and value.ndim == 4:
+            return True
+        new = [source for source in here.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _number(size: Any) -> int:
+    """A size, or what it was in the first batch."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def _costs(pattern: Pattern, length: int) -> str:
+    share = pattern.share(length)
+    if share == 1:
+        return f"dense, because {pattern.local} blocks of {pattern.block} tokens are all of {length}"
+    return (
+        f"sparse, {pattern.patterns} patterns, stride {pattern.stride}: {share:.0%} of the blocks at a length of "
+        f"{length}, so at most {1 / share:.1f} times as fast, and {pattern.cache_share(length):.0%} of a cache"
+    )

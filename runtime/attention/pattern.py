@@ -1,0 +1,119 @@
+"""S2-Attention's pattern: which blocks of keys a block of queries sees, as arithmetic on whole numbers.
+
+A sequence is cut into blocks of ``block`` tokens by absolute position. Queries of block i see keys of block j <= i if
+
+    i - j < local                                  the last ``local`` blocks, the own one included, or
+    (j + h * step + offset) % stride == 0          every ``stride``-th block, others for every pattern h
+
+and inside the own block no key behind the query. Patterns differ in their residue alone, so heads with different
+patterns share the context among them. (S2-Attention, arXiv 2407.17678; the causal case of DKernel's
+``get_sparse_attn_mask``.)
+
+A block that is neither local nor of a head's residue is never looked at again, so a cache may drop it for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The pattern of one layer.
+
+    Sizes may be symbolic in :meth:`stored`, :meth:`first_local` and :meth:`groups`; elsewhere they are numbers.
+
+    Attributes:
+        block: tokens of a block.
+        local: blocks that every head sees, the own one included.
+        stride: of the blocks before those, a head sees every ``stride``-th one; 1 sees all of them.
+        offset: shifts all residues.
+        patterns: number of different heads: key heads, query heads, or 1. It divides the number of query heads, and
+            neighbouring heads have the same pattern.
+    """
+
+    block: int
+    local: int
+    stride: int
+    offset: int
+    patterns: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """As an operator takes it; ``Pattern(*numbers)`` is this again."""
+        return [self.block, self.local, self.stride, self.offset, self.patterns]
+
+    @property
+    def step(self) -> int:
+        """By how much the residues of neighbouring patterns differ."""
+        return max(1, self.stride // self.patterns)
+
+    @property
+    def coverage(self) -> float:
+        """The part of the context before the local blocks that all heads together see, at most 1."""
+        return len({self.residue(h) for h in range(self.patterns)}) / self.stride
+
+    def residue(self, pattern: int) -> int:
+        """The blocks j that a pattern sees wherever they are: those with ``j % stride`` equal to this."""
+        return -(pattern * self.step + self.offset) % self.stride
+
+    def residues(self, heads: int) -> list[int]:
+        """The residue of each of ``heads`` heads, query or key heads, which have ``patterns`` patterns together.
+
+        Raises:
+            ValueError: the heads cannot have as many patterns.
+        """
+        if heads % self.patterns:
+            raise ValueError(f"hecate: {heads} heads cannot have {self.patterns} patterns: it is no divisor")
+        return [self.residue(head // (heads // self.patterns)) for head in range(heads)]
+
+    def attends(self, pattern: int, i: int, j: int) -> bool:
+        """Whether queries of block ``i`` see keys of block ``j``."""
+        return j <= i and (i - j < self.local or j % self.stride == self.residue(pattern))
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that must be computed for all patterns together, for ``tokens`` tokens."""
+        n = self.blocks_of(tokens)
+        near = min(n, self.local)
+        count = self.patterns * (near * n - near * (near - 1) // 2)
+        for pattern in range(self.patterns):
+            # Block j is seen by the query blocks j + local to n - 1 in addition.
+            count += sum(n - self.local - j for j in range(self.residue(pattern), n - self.local, self.stride))
+        return count
+
+    def share(self, tokens: int) -> float:
+        """Blocks computed, in parts of those that causal attention has; 1 / share bounds how much faster it is."""
+        n = self.blocks_of(tokens)
+        return self.blocks(tokens) / (self.patterns * n * (n + 1) // 2)
+
+    def cache_share(self, tokens: int) -> float:
+        """The part of keys and values that a cache keeps."""
+        return min(1.0, self.stored(tokens) / tokens)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of so many tokens, the last of which may not be full."""
+        return -(-tokens // self.block)
+
+    # --- what a cache keeps of ``tokens`` tokens: groups of strided blocks, one block for each head, then the tokens
+    # --- from the first local block on
+
+    def first_local(self, tokens: Any) -> Any:
+        """The first block that is local to the last token; all blocks before it are whole."""
+        first = (tokens - 1) // self.block - self.local + 1
+        return _at_least_zero(first)
+
+    def groups(self, tokens: Any) -> Any:
+        """Strided blocks of a head that have room; of the last one not every head has a block yet."""
+        return (self.first_local(tokens) + self.stride - 1) // self.stride
+
+    def stored(self, tokens: Any) -> Any:
+        """Tokens that a head has room for: at most ``(local + n / stride + 1) * block``, n the number of blocks."""
+        return self.groups(tokens) * self.block + tokens - self.first_local(tokens) * self.block
+
+
+def _at_least_zero(number: Any) -> Any:
+    if isinstance(number, int):
+        return max(0, number)
+    # Of a symbolic size, without a decision: a decision would be a graph for each outcome.
+    return number.__sym_max__(0)

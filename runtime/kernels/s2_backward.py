@@ -1,0 +1,144 @@
+"""Gradients of S2-Attention on a GPU: one kernel for keys and values, one for queries.
+
+Weights are computed again from the logarithm of each row's sum. A program owns what it writes, one block of keys of
+one head of keys, or one block of queries of one head: nothing is added by several programs, so equal inputs give
+equal gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.kernels.s2_forward import numbers_of, options_of, prepared, width_of
+
+
+@triton.jit
+def _of_keys(
+    q_ptr, grad_ptr, lse_ptr, delta_ptr, i, k, v, dk, dv, keys, length, scale, OWN: tl.constexpr, B: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Add what one block of queries says of a block of keys."""
+    rows = i * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    there = rows < length
+    at = rows.to(tl.int64)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
+    grad = tl.load(grad_ptr + at, mask=there[:, None], other=0.0)
+    # Of a row that is none, every weight is exp(-inf) = 0.
+    lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
+    delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])
+    if OWN:
+        weights = tl.where(rows[:, None] >= keys[None, :], weights, 0.0)
+    dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision="ieee")
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale
+    dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def s2_backward_keys(
+    Q, K, V, Grad, Lse, Delta, DK, DV, blocks, length, heads, shared, same, local, stride, step, offset, scale,
+    B: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Sums over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
+    j = tl.program_id(0)
+    row = tl.program_id(1)
+    key_heads = heads // shared
+    of_keys = row.to(tl.int64) * length * D
+    keys = j * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    there = keys < length
+    at = of_keys + keys.to(tl.int64)[:, None] * D + d[None, :]
+    k = tl.load(K + at, mask=there[:, None], other=0.0)
+    v = tl.load(V + at, mask=there[:, None], other=0.0)
+    dk = tl.zeros([B, D], tl.float32)
+    dv = tl.zeros([B, D], tl.float32)
+    for number in range(0, shared):
+        head = (row % key_heads) * shared + number
+        base = ((row // key_heads) * heads + head).to(tl.int64) * length
+        residue = (stride - ((head // same) * step + offset) % stride) % stride
+        # A block of the residue is seen by all later ones, any other by those to which it is local.
+        end = tl.where(j % stride == residue, blocks, tl.minimum(j + local, blocks))
+        dk, dv = _of_keys(
+            Q + base * D, Grad + base * D, Lse + base, Delta + base, j, k, v, dk, dv, keys, length, scale, True, B, D
+        )
+        for i in range(j + 1, end):
+            dk, dv = _of_keys(
+                Q + base * D, Grad + base * D, Lse + base, Delta + base, i, k, v, dk, dv, keys, length, scale, False,
+                B, D,
+            )  # fmt: skip
+    tl.store(DK + at, dk.to(DK.dtype.element_ty), mask=there[:, None])
+    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def _of_queries(
+    k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
+):
+    """Add what one block of keys says of a block of queries."""
+    keys = j * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    there = keys < length
+    at = keys.to(tl.int64)[:, None] * D + d[None, :]
+    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
+    v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])
+    if OWN:
+        weights = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale
+    return dq + tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
+
+
+@triton.jit
+def s2_backward_queries(
+    Q, K, V, Grad, Lse, Delta, DQ, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Shapes and arguments as in ``s2_forward``."""
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tl.program_id(1)
+    head = row % heads
+    of_keys = (row // heads) * (heads // shared) + head // shared
+    base = row.to(tl.int64) * length
+    K += of_keys.to(tl.int64) * length * D
+    V += of_keys.to(tl.int64) * length * D
+    rows = i * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    there = rows < length
+    at = base * D + rows.to(tl.int64)[:, None] * D + d[None, :]
+    q = tl.load(Q + at, mask=there[:, None], other=0.0)
+    grad = tl.load(Grad + at, mask=there[:, None], other=0.0)
+    lse = tl.load(Lse + base + rows, mask=there, other=float("inf"))
+    delta = tl.load(Delta + base + rows, mask=there, other=0.0)
+    dq = tl.zeros([B, D], tl.float32)
+    residue = (stride - ((head // same) * step + offset) % stride) % stride
+    for j in range(residue, i - local + 1, stride):
+        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
+    for j in range(tl.maximum(i - local + 1, 0), i):
+        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
+    dq = _of_queries(K, V, i, q, grad, lse, delta, dq, rows, length, scale, True, B, D)
+    tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=there[:, None])
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, of their shapes; arguments as in ``s2_blocks.backward``."""
+    width = width_of(q, v)
+    b, heads, length, _ = q.shape
+    delta = (out.float() * grad.float()).sum(-1).contiguous()
+    wide_grad, wide_q, wide_k, wide_v = (prepared(x, width) for x in (grad, q, k, v))
+    dq, dk, dv = (torch.empty_like(x) for x in (wide_q, wide_k, wide_v))
+    given = (wide_q, wide_k, wide_v, wide_grad, lse.contiguous(), delta)
+    numbers, blocks = numbers_of(q, k, pattern, scale), pattern.blocks_of(length)
+    options = options_of(width, q.element_size())
+    s2_backward_keys[(blocks, b * k.shape[1])](*given, dk, dv, blocks, *numbers, B=pattern.block, D=width, **options)
+    s2_backward_queries[(blocks, b * heads)](*given, dq, *numbers, B=pattern.block, D=width, **options)
+    return (
+        dq[..., : q.shape[3]].contiguous(), dk[..., : k.shape[3]].contiguous(), dv[..., : v.shape[3]].contiguous()
+    )  # fmt: skip

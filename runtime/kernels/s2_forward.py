@@ -1,0 +1,117 @@
+"""S2-Attention on a GPU: one program for each block of queries of each head.
+
+The pattern is arithmetic, so a program knows its blocks of keys without a table: strided ones, then local ones, then
+its own. Scores stay in registers, and the sum of a row is kept as its logarithm (online softmax, FlashAttention-2,
+arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from hecate.runtime.attention.pattern import Pattern
+
+
+@triton.jit
+def _look(
+    q, k_ptr, v_ptr, j, out, most, total, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
+):
+    """Take in one block of keys; of the own one each query sees those up to itself."""
+    keys = j * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    there = keys < length
+    at = keys.to(tl.int64)[:, None] * D + d[None, :]
+    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if OWN:
+        scores = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], scores, float("-inf"))
+    larger = tl.maximum(most, tl.max(scores, 1))
+    weights = tl.exp(scores - larger[:, None])
+    shrunk = tl.exp(most - larger)
+    v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
+    out = out * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return out, larger, total * shrunk + tl.sum(weights, 1)
+
+
+@triton.jit
+def s2_forward(
+    Q, K, V, Out, Lse, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
+
+    Args:
+        shared: heads of queries for each head of keys.
+        same: heads of queries with the same pattern.
+    """
+    # The last blocks have most to do, so they start first.
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tl.program_id(1)
+    head = row % heads
+    of_keys = (row // heads) * (heads // shared) + head // shared
+    Q += row.to(tl.int64) * length * D
+    Out += row.to(tl.int64) * length * D
+    Lse += row.to(tl.int64) * length
+    K += of_keys.to(tl.int64) * length * D
+    V += of_keys.to(tl.int64) * length * D
+    rows = i * B + tl.arange(0, B)
+    d = tl.arange(0, D)
+    at = rows.to(tl.int64)[:, None] * D + d[None, :]
+    q = tl.load(Q + at, mask=(rows < length)[:, None], other=0.0)
+    most = tl.full([B], float("-inf"), tl.float32)
+    total = tl.zeros([B], tl.float32)
+    out = tl.zeros([B, D], tl.float32)
+    residue = (stride - ((head // same) * step + offset) % stride) % stride
+    for j in range(residue, i - local + 1, stride):
+        out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
+    for j in range(tl.maximum(i - local + 1, 0), i):
+        out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
+    out, most, total = _look(q, K, V, i, out, most, total, rows, length, scale, True, B, D)
+    tl.store(Out + at, (out / total[:, None]).to(Out.dtype.element_ty), mask=(rows < length)[:, None])
+    tl.store(Lse + rows, most + tl.log(total), mask=rows < length)
+
+
+def prepared(x: Tensor, width: int) -> Tensor:
+    """Of one width, without gaps. Zeros in the width change no product."""
+    return (F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x).contiguous()
+
+
+def width_of(q: Tensor, v: Tensor) -> int:
+    """A power of two for queries, keys and values."""
+    width: int = triton.next_power_of_2(max(16, q.shape[3], v.shape[3]))
+    return width
+
+
+def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[Any, ...]:
+    """What all kernels take behind the tensors: length, heads, and the pattern."""
+    heads = q.shape[1]
+    return (
+        q.shape[2], heads, heads // k.shape[1], heads // pattern.patterns, pattern.local, pattern.stride,
+        pattern.step, pattern.offset, scale,
+    )  # fmt: skip
+
+
+def options_of(width: int, itemsize: int) -> dict[str, int]:
+    """Warps and stages that fit, not tuned on any GPU."""
+    return {"num_warps": 4 if width <= 64 else 8, "num_stages": 2 if width * itemsize <= 256 else 1}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of each row's sum; shapes as in ``s2_blocks.forward``."""
+    width = width_of(q, v)
+    b, heads, length, _ = q.shape
+    padded = [prepared(x, width) for x in (q, k, v)]
+    out = torch.empty_like(padded[0])
+    lse = q.new_empty((b, heads, length), dtype=torch.float32)
+    grid = (pattern.blocks_of(length), b * heads)
+    s2_forward[grid](
+        *padded, out, lse, *numbers_of(q, k, pattern, scale), B=pattern.block, D=width,
+        **options_of(width, q.element_size()),
+    )  # fmt: skip
+    return out[..., : v.shape[3]], lse

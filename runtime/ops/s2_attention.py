@@ -1,0 +1,178 @@
+"""S2-Attention, where a head sees the last blocks of keys and every n-th block before (arXiv 2407.17678).
+
+| operator | shapes | backward |
+|---|---|---|
+| ``s2_attention`` | ``[b,Hq,S,D], [b,Hk,S,D], [b,Hk,S,Dv], [1]? -> [b,Hq,S,Dv], [b,Hq,S]`` | below |
+| ``s2_attention_backward`` | its gradient and values ``-> [b,Hq,S,D], [b,Hk,S,D], [b,Hk,S,Dv]`` | none |
+
+Hk divides Hq: neighbouring query heads share a key head. The second result is the logarithm of each row's sum, in
+float32 or float64; it has no gradient. ``pattern`` is :attr:`Pattern.numbers`, ``checked`` as in ``s2_masks``. All
+sizes are read when it runs, so an open length needs nothing.
+
+On CPUs it is made of torch's flash kernels (``s2_blocks``), on GPUs a Triton kernel (``hecate.runtime.kernels``).
+Elsewhere, without Triton, and in other types it is dense attention with a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.kernels.launch import runs_on
+from hecate.runtime.ops import s2_blocks
+from hecate.runtime.ops.registration import define, differentiate
+from hecate.runtime.ops.s2_masks import visible
+
+# Longer rows do not fit into what a GPU's multiprocessor keeps.
+_WIDEST = 256
+
+
+def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    return (
+        q.is_cuda and runs_on(q.device) and max(q.shape[3], v.shape[3]) <= _WIDEST and pattern.block <= 128
+        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )  # fmt: skip
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, checked: Tensor | None, numbers: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    pattern = Pattern(*numbers)
+    if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
+        found, lse = s2_blocks.forward(q, k, v, pattern, scale)
+    elif _fits_kernel(q, v, pattern):
+        from hecate.runtime.kernels.s2_forward import forward
+
+        found, lse = forward(q, k, v, pattern, scale)
+    else:
+        found, lse = _dense(q, k, v, pattern, scale)
+    out, rows = _attention_fake(q, k, v, checked, numbers, scale)
+    return _laid_out(found, out), _laid_out(lse, rows)
+
+
+def _laid_out(found: Tensor, like: Tensor) -> Tensor:
+    """Results in the memory layout that was promised, mostly without a copy."""
+    same = found.stride() == like.stride() and found.dtype == like.dtype
+    return found if same else like.copy_(found)
+
+
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, checked: Tensor | None, numbers: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    b, heads, length, _ = q.shape
+    # Token by token, as torch's own attention lays it out: what follows joins the heads.
+    out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
+    return out, q.new_empty((b, heads, length), dtype=s2_blocks.sum_dtype(q))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    pattern = Pattern(*numbers)
+    if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
+        return s2_blocks.backward(grad, q, k, v, out, lse, pattern, scale)
+    if _fits_kernel(q, v, pattern):
+        from hecate.runtime.kernels.s2_backward import backward
+
+        return backward(grad, q, k, v, out, lse, pattern, scale)
+    return _dense_backward(grad, q, k, v, out, lse, pattern, scale)
+
+
+def _backward_fake(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# --- with a mask ---
+
+
+def _repeated(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).repeat_interleave(heads // x.shape[1], 1)
+
+
+def _scores(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    mask = visible(q.shape[1], q.shape[2], k.shape[2], pattern, q.device)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill_(~mask, float("-inf"))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
+    heads, dtype = q.shape[1], s2_blocks.sum_dtype(q)
+    wide_q, wide_k, wide_v = (_repeated(x, heads, dtype) for x in (q, k, v))
+    scores = _scores(wide_q, wide_k, pattern, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_() @ wide_v, lse
+
+
+def _dense_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, dtype = q.shape[1], lse.dtype
+    wide_grad, wide_q, wide_k, wide_v, wide_out = (_repeated(x, heads, dtype) for x in (grad, q, k, v, out))
+    weights = (_scores(wide_q, wide_k, pattern, scale) - lse[..., None]).exp_()
+    of_scores = wide_grad @ wide_v.transpose(-1, -2) - (wide_grad * wide_out).sum(-1, keepdim=True)
+    of_scores.mul_(weights).mul_(scale)
+    dq, dk = of_scores @ wide_k, of_scores.transpose(-1, -2) @ wide_q
+    dv = weights.transpose(-1, -2) @ wide_grad
+    dk, dv = (x.reshape(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2) for x, like in ((dk, k), (dv, v)))
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+define(
+    "s2_attention(Tensor q, Tensor k, Tensor v, Tensor? checked, int[] pattern, float scale) -> (Tensor, Tensor)",
+    _attention,
+    _attention_fake,
+)
+define(
+    "s2_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] pattern, "
+    "float scale) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, _, ctx.pattern, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiated(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = torch.ops.hecate.s2_attention_backward(grad, *ctx.saved_tensors, ctx.pattern, ctx.scale)
+    return dq, dk, dv, None, None, None
+
+
+differentiate("s2_attention", _differentiated, _setup)
+
+
+def _cells(shape: Any, pattern: Pattern) -> Any:
+    """Scores that are computed for queries ``[b, heads, length, D]``; the length may be symbolic.
+
+    Of strided blocks the mean over all residues, which is exact where heads have all of them equally often.
+    """
+    b, heads, length, _ = shape
+    n = (length + pattern.block - 1) // pattern.block
+    near = torch.sym_min(n, pattern.local)
+    far = n - near
+    blocks = heads * (near * n - near * (near - 1) // 2) + heads * far * (far + 1) // (2 * pattern.stride)
+    return b * blocks * pattern.block**2
+
+
+@register_flop_formula(torch.ops.hecate.s2_attention)
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, checked: Any, numbers: Any, *args: Any, **kwargs: Any) -> Any:
+    """Scores and their product with values, two operations per multiply-add, of the blocks that are computed."""
+    return 2 * _cells(q_shape, Pattern(*numbers)) * (q_shape[3] + v_shape[3])
+
+
+@register_flop_formula(torch.ops.hecate.s2_attention_backward)
+def _backward_flops(
+    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, out_shape_: Any, lse: Any, numbers: Any, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Scores again, gradients of weights, and of q, k and v."""
+    return 2 * _cells(q_shape, Pattern(*numbers)) * (3 * q_shape[3] + 2 * v_shape[3])

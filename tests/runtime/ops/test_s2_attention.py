@@ -1,0 +1,263 @@
+"""S2-Attention against dense attention with its mask in float64; its cache; its masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from hecate.runtime.attention.options import UnsupportedAttentionError
+from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.ops import reference, s2_attention, s2_blocks
+from hecate.runtime.ops.s2_masks import visible
+
+ops = torch.ops.hecate
+
+
+def pattern(local: int, stride: int, patterns: int, *, offset: int = 0, block: int = 16) -> Pattern:
+    return Pattern(block, local, stride, offset, patterns)
+
+
+# Query heads, key heads, length, widths of keys and of values, pattern.
+Case = tuple[int, int, int, int, int, Pattern]
+CASES: dict[str, Case] = {
+    "whole blocks": (4, 4, 160, 8, 8, pattern(2, 4, 4)),
+    "no multiple of the block": (4, 4, 150, 8, 8, pattern(2, 4, 4)),
+    "one token": (2, 2, 1, 8, 8, pattern(1, 2, 2)),
+    "one token in the last block": (2, 2, 97, 8, 8, pattern(1, 2, 2)),
+    "shorter than a block": (2, 2, 7, 8, 8, pattern(1, 2, 2)),
+    "only local blocks": (2, 2, 64, 8, 8, pattern(4, 2, 2)),
+    "one block behind the local ones": (2, 2, 80, 8, 8, pattern(4, 2, 2)),
+    "shared keys": (6, 3, 130, 8, 8, pattern(1, 3, 3)),
+    "a pattern for each query head": (6, 2, 130, 8, 8, pattern(1, 6, 6)),
+    "one pattern": (4, 2, 130, 8, 8, pattern(2, 4, 1)),
+    "an offset": (4, 4, 130, 8, 8, pattern(1, 4, 4, offset=3)),
+    "more strides than patterns": (2, 2, 200, 8, 8, pattern(1, 6, 2)),
+    "more strides than blocks": (2, 2, 130, 8, 8, pattern(1, 50, 2)),
+    "nothing but local": (2, 2, 130, 8, 8, pattern(2, 10**6, 2)),
+    "all blocks": (2, 2, 130, 8, 8, pattern(1, 1, 2)),
+    "narrow values": (2, 2, 130, 12, 8, pattern(1, 2, 2)),
+    "wide values": (2, 2, 130, 8, 12, pattern(1, 2, 2)),
+    "larger blocks": (2, 2, 300, 8, 8, pattern(2, 2, 2, block=32)),
+}
+
+
+@st.composite
+def cases(draw: Any, *, widths: tuple[int, ...], longest: int) -> Case:
+    shared, key_heads = draw(st.sampled_from([1, 4, 8])), draw(st.integers(1, 2))
+    heads = shared * key_heads
+    patterns = draw(st.sampled_from([1, key_heads, heads]))
+    p = pattern(draw(st.integers(1, 4)), draw(st.integers(1, 6)), patterns, offset=draw(st.integers(0, 3)))
+    width = draw(st.sampled_from(widths))
+    return heads, key_heads, draw(st.integers(1, longest)), width, draw(st.sampled_from([width, widths[0]])), p
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor, Pattern]:
+    return inputs_of(CASES[name], dtype)
+
+
+def inputs_of(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Pattern]:
+    """q, k, v as models have them, views of token-major memory; a gradient; the pattern."""
+    heads, key_heads, length, width, width_out, p = case
+    generator = torch.Generator().manual_seed(0)
+
+    def make(count: int, size: int) -> Tensor:
+        return torch.randn(2, length, count, size, generator=generator).transpose(1, 2).to(dtype)
+
+    return [make(heads, width), make(key_heads, width), make(key_heads, width_out)], make(heads, width_out), p
+
+
+def expected(qkv: list[Tensor], grad: Tensor, p: Pattern) -> list[Tensor]:
+    leaves = [x.detach().double().requires_grad_() for x in qkv]
+    out = reference.s2_attention(*leaves, p, 0.3)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
+
+
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
+    # A gradient that is zero, as of a single key, is compared with what gradients are otherwise.
+    return [float((a - b).abs().max() / b.abs().max().clamp_min(0.5)) for a, b in zip(found, wanted, strict=True)]
+
+
+def through_operator(qkv: list[Tensor], grad: Tensor, p: Pattern) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out, _ = ops.s2_attention(*leaves, None, p.numbers, 0.3)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def with_a_mask(qkv: list[Tensor], grad: Tensor, p: Pattern) -> list[Tensor]:
+    """What runs where there is neither a CPU nor Triton."""
+    out, lse = s2_attention._dense(*qkv, p, 0.3)
+    return [out, *s2_attention._dense_backward(grad, *qkv, out, lse, p, 0.3)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", [through_operator, with_a_mask])
+def test_equals_dense_attention_with_the_mask(name: str, way: Callable[..., list[Tensor]]) -> None:
+    qkv, grad, p = inputs(name)
+    assert max(errors(way(qkv, grad, p), expected(qkv, grad, p))) < 3e-6
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(widths=(8, 16, 24), longest=150))
+def test_drawn_cases(case: Case) -> None:
+    qkv, grad, p = inputs_of(case, torch.float32)
+    assert max(errors(through_operator(qkv, grad, p), expected(qkv, grad, p))) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    bar = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-12}[dtype]
+    for name in ("no multiple of the block", "shared keys", "narrow values"):
+        qkv, grad, p = inputs(name, dtype)
+        found = through_operator(qkv, grad, p)
+        assert all(x.dtype == dtype for x in found)
+        assert max(errors(found, expected(qkv, grad, p))) < bar
+
+
+def test_equal_inputs_give_equal_gradients() -> None:
+    qkv, grad, p = inputs("no multiple of the block")
+    for a, b in zip(through_operator(qkv, grad, p), through_operator(qkv, grad, p), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_of_windows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, grad, p = inputs("no multiple of the block")
+    whole = through_operator(qkv, grad, p)
+    monkeypatch.setattr(s2_blocks, "_PIECE", 1)
+    for a, b in zip(through_operator(qkv, grad, p), whole, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torch_has_the_kernels_that_this_is_made_of() -> None:
+    """They are private, so a new torch may change them."""
+    q = torch.randn(1, 2, 6, 4)
+    out, lse = s2_blocks._flash(q, q, q, 0.0, True, scale=0.5)
+    grads = s2_blocks._flash_backward(out, q, q, q, out, lse, 0.0, True, scale=0.5)
+    assert (out.shape, lse.shape, lse.dtype, len(grads)) == (q.shape, (1, 2, 6), torch.float32, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mask_is_the_reference(name: str) -> None:
+    (q, k, _), _, p = inputs(name)
+    whole = reference.s2_mask(q.shape[1], q.shape[2], p)
+    assert torch.equal(ops.s2_mask(q, k, None, p.numbers), whole[None])
+    # The last queries alone.
+    assert torch.equal(ops.s2_mask(q[:, :, -1:], k, None, p.numbers), whole[None, :, -1:])
+
+
+def test_flops_are_those_of_the_blocks() -> None:
+    heads, width = 4, 8
+    for length in (160, 16 * 7, 32, 640):
+        p = pattern(2, 4, 4)
+        q = torch.randn(1, heads, length, width, requires_grad=True)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            out, _ = ops.s2_attention(q, q, q, None, p.numbers, 1.0)
+        backward = FlopCounterMode(display=False)
+        with backward:
+            out.sum().backward()
+        cells = p.blocks(length) * 16 * 16
+        assert counter.get_total_flops() == 2 * cells * 2 * width
+        assert backward.get_total_flops() == 2 * cells * 5 * width
+
+
+def test_open_lengths_need_no_decision() -> None:
+    """A fake's shapes are the operator's at every length."""
+    p = pattern(2, 3, 3)
+    for tokens in (1, 16, 33, 48, 49, 100, 200):
+        new = torch.randn(1, 3, 1, 4)
+        old = torch.randn(1, 3, p.stored(tokens), 4)
+        with FakeTensorMode() as mode:
+            fake = ops.s2_store(mode.from_tensor(old), mode.from_tensor(new), tokens, p.numbers)
+        assert fake.shape == ops.s2_store(old, new, tokens, p.numbers).shape
+
+
+# --- masks that are known when they are there ---
+
+
+def test_check_of_masks() -> None:
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    for good in (causal, causal.expand(3, 1, 6, 6), torch.ones(2, 1, 1, 9, dtype=torch.bool)):
+        assert ops.s2_check("layer", good).shape == (1,)
+    padded = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    padded[1, :, :, 0] = False
+    window = causal & ~torch.ones(6, 6, dtype=torch.bool).tril(-3)
+    for bad in (padded, window, ~causal, torch.ones(6, 6, dtype=torch.bool)):
+        with pytest.raises(UnsupportedAttentionError, match=r"layers\.3 got a mask that is not the causal one"):
+            ops.s2_check("model.layers.3", bad)
+
+
+# --- the cache ---
+
+
+@pytest.mark.parametrize(
+    "p", [pattern(2, 3, 3), pattern(1, 3, 3, offset=2), pattern(2, 2, 1), pattern(3, 1, 3)], ids=str
+)
+@pytest.mark.parametrize("prompt", [1, 16, 40, 48, 200])
+def test_cache_keeps_what_will_be_seen(p: Pattern, prompt: int) -> None:
+    heads, tokens = 3, prompt + 130
+    x = torch.randn(2, heads, tokens, 4)
+    stored = ops.s2_store(None, x[:, :, :prompt], 0, p.numbers)
+    for seen in range(prompt, tokens):
+        assert stored.shape == (2, heads, p.stored(seen), 4)
+        if seen % 7 == 0 or seen == tokens - 1:
+            visible_ = ops.s2_stored_mask(x[:, :, :1], stored, seen, None, p.numbers)[0, :, 0]
+            for head in range(heads):
+                assert torch.equal(stored[:, head, visible_[head]], reference.s2_stored(x[:, :, :seen], head, p))
+        stored = ops.s2_store(stored, x[:, :, seen : seen + 1], seen, p.numbers)
+
+
+@pytest.mark.parametrize("p", [pattern(2, 3, 3), pattern(1, 2, 1), pattern(2, 1, 3)], ids=str)
+def test_decoding_is_the_last_row_of_attention(p: Pattern) -> None:
+    for tokens in (1, 17, 33, 49, 96, 97, 150):
+        q, k, v = torch.randn(2, 6, tokens, 8), torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 8)
+        kept = [ops.s2_store(None, x, 0, p.numbers) for x in (k, v)]
+        found = ops.s2_decode(q[:, :, -1:], *kept, tokens, None, p.numbers, 0.3)
+        wanted = reference.s2_attention(q, k, v, p, 0.3)[:, :, -1:]
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- as torch sees the operators ---
+
+
+def _operands() -> dict[str, tuple[Any, ...]]:
+    p = pattern(1, 2, 2)
+    q, k = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8)
+    leaves = [q.clone().requires_grad_(), k.clone().requires_grad_(), k.clone().requires_grad_()]
+    stored = torch.randn(1, 2, p.stored(40), 8)
+    out, lse = ops.s2_attention(q, k, k, None, p.numbers, 1.0)
+    return {
+        "s2_attention": (*leaves, None, p.numbers, 1.0),
+        "s2_attention_backward": (torch.randn_like(out), q, k, k, out, lse, p.numbers, 1.0),
+        "s2_mask": (q, k, None, p.numbers),
+        "s2_stored_mask": (q[:, :, :1], stored, 40, None, p.numbers),
+        "s2_check": ("layer", torch.ones(4, 4, dtype=torch.bool).tril()),
+        "s2_store": (stored, k[:, :, :1], 40, p.numbers),
+        "s2_decode": (q[:, :, :1], stored, stored, 40, None, p.numbers, 1.0),
+    }
+
+
+OPCHECKS = (
+    "s2_attention", "s2_attention_backward", "s2_mask", "s2_stored_mask", "s2_check", "s2_store", "s2_decode",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_opcheck(name: str) -> None:
+    operands = _operands()
+    assert tuple(operands) == OPCHECKS
+    torch.library.opcheck(getattr(ops, name).default, operands[name])
+
+
+def test_visible_takes_heads_that_share_patterns() -> None:
+    p = pattern(1, 2, 2)
+    both = visible(4, 64, 64, p, torch.device("cpu"))
+    assert torch.equal(both[0], both[1]) and torch.equal(both[2], both[3]) and not torch.equal(both[0], both[2])
