@@ -21,7 +21,7 @@ from hecate.passes.captured.mask_cone import MaskCone
 from hecate.passes.captured.open_sizes import limits, same_size
 from hecate.passes.captured.scope import Scope
 from hecate.passes.captured.torch_values import value_of
-from hecate.passes.fx import calls
+from hecate.passes.fx import calls, line_of
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 # On a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer alone.
@@ -46,7 +46,10 @@ def drop_causal_masks(gm: GraphModule, context: PassContext) -> Outcome:
                 continue
             _rewrite(node)
             rewritten += 1
-    skipped = [Skip(where=_where(nodes), reason=reason, fallback=False) for reason, nodes in left.items()]
+    skipped = [
+        Skip(where=_where(nodes), reason=reason, fallback=False, line=str(line_of(nodes[0]) or ""))
+        for reason, nodes in left.items()
+    ]
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
