@@ -45,12 +45,14 @@ class GraphRecord:
         later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
             and not with graphs that come from a cache.
         link_bytes: bytes per second of the link, as predictions took it.
+        slots: replicas that a rank may hold of a layer.
     """
 
     nodes: int
     passes: tuple[PassRecord, ...]
     later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
     link_bytes: float = 1.0
+    slots: int = 0
 
 
 @dataclass(eq=False)
@@ -129,7 +131,7 @@ class Backend:
         )
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-        record = GraphRecord(nodes=calls, passes=tuple(records), link_bytes=context.link_bytes)
+        record = GraphRecord(nodes=calls, passes=tuple(records), link_bytes=context.link_bytes, slots=context.slots)
         self.graphs.append(record)
         self._warn_fallbacks(records)
         if comparing:
