@@ -128,7 +128,8 @@ class GraphDump:
                 self.dumped.after = self._pictures[-1]
             for name, picture in (("before", self.dumped.before), ("after", self.dumped.after)):
                 if picture is not None:
-                    self.owner.write(f"{self.base}layer_{name}.svg", picture.svg())
+                    # Not cut: half a drawing is none.
+                    (self.owner.folder / f"{self.base}layer_{name}.svg").write_text(picture.svg())
         self.owner.write_page()
 
     def write_schedule(self, lines: Sequence[str]) -> None:
