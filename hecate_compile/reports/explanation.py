@@ -226,7 +226,8 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
     exchanged = next((record for record in graph.passes if record.name == "exchange_rows"), None)
     if exchanged is None or not exchanged.enabled:
         why = "exchange_rows is switched off"
-        return Region(graph=number, layer=layer, rewritten=False, reason=why, fix="leave it on")
+        how = 'leave out Config(policy="gather") or the name in disable_passes'
+        return Region(graph=number, layer=layer, rewritten=False, reason=why, fix=how)
     # What an earlier pass did not understand is why the exchange does not.
     last = [skip for skip in exchanged.skipped if skip.where == layer and skip.fallback]
     if last:
