@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,21 +126,24 @@ class CodeLine:
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+)(?:, in (?P<function>\S+))?\s*$')
-_TORCH = f"{Path(torch.__file__).parent}/"
+# Passes are part of the package that reads parameters and wraps loops, none of which is a model's code.
+_NOT_A_MODEL = (f"{Path(torch.__file__).parent}/", f"{Path(str(sys.modules['hecate'].__file__)).parent}/")
 
 
 def line_of(node: Node) -> CodeLine | None:
-    """The line of model code that a node comes from: the innermost that is not torch's own; None if nobody knows."""
+    """The innermost line of code that a node comes from and that is neither torch's nor Hecate's: the model's.
+
+    None if nobody knows.
+    """
     frames: list[CodeLine] = []
     for line in (node.meta.get("stack_trace") or "").splitlines():
-        if (found := _FRAME.match(line)) is not None:
-            place = {"file": found["file"], "function": found["function"] or ""}
-            frames.append(CodeLine(number=int(found["number"]), code="", **place))
+        if (frame := _FRAME.match(line)) is not None:
+            number, function = int(frame["number"]), frame["function"] or ""
+            frames.append(CodeLine(file=frame["file"], number=number, function=function, code=""))
         elif frames and not frames[-1].code and line.strip(" ^~"):
             frames[-1] = replace(frames[-1], code=line.strip())
-    own = [frame for frame in frames if not frame.file.startswith(_TORCH)]
-    found = own or frames
-    return found[-1] if found else None
+    known = [frame for frame in frames if not frame.file.startswith(_NOT_A_MODEL)] or frames
+    return known[-1] if known else None
 
 
 def describe(node: Node) -> str:
@@ -163,9 +167,20 @@ def skip_of(where: str, refused: Refused, *near: Node, reason: str = "", fallbac
 
 def forget_value(node: Node) -> None:
     """Drop the recorded value of a copy that has other rows now; what its sizes were is kept for graph dumps."""
-    value = node.meta.pop("example_value", None)
-    if isinstance(value, torch.Tensor):
-        node.meta["hecate_was"] = (str(value.dtype), tuple(map(str, value.shape)))
+    if (value := node.meta.pop("example_value", None)) is not None:
+        node.meta["hecate_was"] = _sizes_of(value)
+
+
+def _sizes_of(value: Any) -> Any:
+    """dtype and sizes of a tensor, and of each tensor of several results, as text; None of all else."""
+    if isinstance(value, (tuple, list)):
+        return [_sizes_of(part) for part in value]
+    return (str(value.dtype), tuple(map(str, value.shape))) if isinstance(value, torch.Tensor) else None
+
+
+def note(node: Node, key: str, value: int | str) -> None:
+    """Write a note on a node that autograd hands on to what it makes of it; a copy's notes are not its original's."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), key: value}
 
 
 def is_view(node: Node) -> bool:
@@ -196,7 +211,7 @@ class Builder:
 
     def _written(self, node: Node) -> Node:
         if self.layer is not None:
-            node.meta["hecate_in"] = self.layer
+            note(node, "hecate_in", self.layer)
         self.last = node
         return node
 

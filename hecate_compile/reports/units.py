@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.placement.planner import Rates
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -29,10 +30,14 @@ def as_ms(seconds: float) -> str:
 
 def rates_text(rates: Rates) -> str:
     """How fast a machine is, in words."""
-    text = (
-        f"{with_unit(rates.flops, 'FLOP/s')}, links {as_bytes(rates.rank_bytes)}/s of a rank and "
-        f"{as_bytes(rates.node_bytes)}/s of a node, memory {as_bytes(rates.memory_bytes)}/s"
-    )
+    links = [
+        f"{as_bytes(rate)}/s of a {what}"
+        for what, rate in (("rank", rates.rank_bytes), ("node", rates.node_bytes))
+        if rate < NO_LINK
+    ]
+    text = with_unit(rates.flops, "FLOP/s")
+    text += f", links {' and '.join(links)}" if links else ""
+    text += f", memory {as_bytes(rates.memory_bytes)}/s"
     return text + (f", {as_ms(rates.hidden_seconds)} hidden in a layer" if rates.hidden_seconds else "")
 
 

@@ -148,15 +148,13 @@ def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -
 
 
 def _drawn(box: Box, x: int, y: int) -> list[str]:
-    def short(text: str, most: int) -> str:
-        return escape(text if len(text) <= most else text[: most - 1] + "…")
-
-    middle = x + _WIDTH // 2
+    middle, under = x + _WIDTH // 2, box.shape or box.made_by
     return [
         f"<g><title>{escape(f'{box.name} = {box.made_by}: {box.shape}')}</title>",
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="5" fill="{box.colour}" stroke="#5f6368"/>',
         f'<text x="{middle}" y="{y + 18}" text-anchor="middle" font-size="12" font-weight="bold" fill="#202124">'
-        f"{short(box.name, 25)}</text>",
+        # The end of a long name tells more: it is a parameter's path.
+        f"{escape(box.name if len(box.name) <= 25 else '…' + box.name[-24:])}</text>",
         f'<text x="{middle}" y="{y + 35}" text-anchor="middle" font-size="11" fill="#3c4043">'
-        f"{short(box.shape or box.made_by, 28)}</text></g>",
+        f"{escape(under if len(under) <= 28 else under[:27] + '…')}</text></g>",
     ]

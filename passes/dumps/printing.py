@@ -21,6 +21,8 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.dumps.regions import expert_regions
 from hecate.passes.dumps.shapes import LEGEND, Value, text_of, values_of
+from hecate.passes.dumps.sources import source_of
+from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fx import is_getitem, line_of
 from hecate.runtime.comm.collective import collective_of
 
@@ -70,7 +72,7 @@ def _function(name: str, gm: GraphModule, layers: Mapping[int, str], *, joint: b
     yield Line(text=f"def {name}(")
     yield Line(text="    self,")
     for node in placeholders:
-        yield Line(text=f"    {node.name}{_annotation(values[node])},{_source_of(node)}")
+        yield Line(text=f"    {node.name}{_annotation(values[node])},{_remark(source_of(node))}")
     yield Line(text="):")
     before = ""
     for node in gm.graph.nodes:
@@ -95,24 +97,19 @@ def _annotation(value: Value) -> str:
     return f': "{text}"' if text else ""
 
 
-def _source_of(node: Node) -> str:
-    """Which attribute of the model an argument is, as Dynamo knows it."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return ""
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", str(source.name))
-    return "  # " + name.removeprefix("L['self'].")
-
-
 def _comment(node: Node, layer: str) -> str:
     """Who wrote it, for which layer, and whether autograd shall compute it again."""
-    notes = [str(node.meta["hecate_pass"])] if "hecate_pass" in node.meta else []
+    notes = [name] if (name := pass_of(node)) else []
     if notes and layer:
         notes.append(layer)
     again = node.meta.get("recompute")
     if again is not None:
         notes.append(f"recompute: {getattr(again, 'name', again)}")
-    return f"  # {', '.join(notes)}" if notes else ""
+    return _remark(", ".join(notes))
+
+
+def _remark(text: str) -> str:
+    return f"  # {text}" if text else ""
 
 
 def _statement(node: Node, value: Value) -> str:

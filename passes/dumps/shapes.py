@@ -66,8 +66,7 @@ def text_of(value: Value) -> str:
 def known(value: Any) -> Value:
     """What a fake value shows."""
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return Known(_SHORT.get(dtype, dtype), tuple(map(str, value.shape)))
+        return _tensor(str(value.dtype), tuple(map(str, value.shape)))
     if isinstance(value, (list, tuple)):
         return tuple(known(part) for part in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -101,15 +100,28 @@ def _infer(node: Node, found: Mapping[Node, Value]) -> Value:
         first, dim = given[0], node.args[1]
         return f"Sym({first.sizes[dim]})" if isinstance(first, Known) and isinstance(dim, int) else "Sym"
     if "hecate_was" in node.meta:
-        dtype, sizes = node.meta["hecate_was"]
-        was = Known(_SHORT.get(dtype.removeprefix("torch."), dtype), tuple(sizes))
         leading = _first(given)
-        # Rows of others, or other experts; the rest of a row is what it was.
-        return was.with_rows(leading.sizes[0]) if leading is not None and sizes and leading.sizes else was
+        return _was(node.meta["hecate_was"], leading.sizes[0] if leading is not None and leading.sizes else "")
     if any(isinstance(value, str) for value in given):
         return "Sym"
     # Sums, casts and whatever else keeps the shape.
     return _first(given)
+
+
+def _was(noted: Any, leading: str) -> Value:
+    """What a copy was (``forget_value``), with rows of others, or other experts; the rest of a row is what it was."""
+    if isinstance(noted, list):
+        return tuple(_was(part, leading) for part in noted)
+    if noted is None:
+        return None
+    dtype, sizes = noted
+    was = _tensor(dtype, sizes)
+    return was.with_rows(leading) if leading and sizes else was
+
+
+def _tensor(dtype: str, sizes: Sequence[str]) -> Known:
+    plain = dtype.removeprefix("torch.")
+    return Known(_SHORT.get(plain, plain), tuple(sizes))
 
 
 def _of_operator(name: str, node: Node, given: Sequence[Value]) -> Value:
@@ -126,8 +138,10 @@ def _of_operator(name: str, node: Node, given: Sequence[Value]) -> Value:
             return tuple(shard.with_rows("K") if isinstance(shard, Known) else None for shard in shards)
         case "hold":
             return tuple(given[2:])
-        case "own_experts" | "count_rows":
+        case "own_experts" | "count_rows" | "replicate":
             return first
+        case "replicate_bucket":
+            return given[0]
         case "route":
             chunks = node.args[4] if len(node.args) > 4 and isinstance(node.args[4], int) else 1
             one = (Known("i32", ("S",)), Known("i64", ("2", "W")), Known("i64", ("R",)), Known("i64", ("R'",)))

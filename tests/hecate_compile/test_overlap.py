@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,10 @@ def show(folder: str) -> dict[str, Any]:
         found[name] = {
             "explain": str(explained),
             "dump": (place / f"rank{rank}" / "graph0" / "schedule.txt").read_text(),
+            "last": {
+                part: (place / f"rank{rank}" / "graph0" / part / "04_order_collectives.py").read_text()
+                for part in ("forward", "backward")
+            },
             "later": {part: [(r.name, r.enabled) for r in done] for part, done in explained.graphs[0].later.items()},
             "dict": json.loads(json.dumps(explained.to_dict())),
             "events": json.loads((place / "deeper" / f"{rank}.json").read_text())["traceEvents"],
@@ -172,6 +177,24 @@ def _of_last_layer(schedule: str) -> list[str]:
     return [line for line in schedule.splitlines() if line.startswith("forward model.layers.1.mlp.experts")]
 
 
+def _check_names(last: dict[str, str]) -> None:
+    """What autograd made of nodes still says who inserted them, and arguments say what they are in the model."""
+    for part, lines in {
+        "forward": (
+            r'    send_index_L1: "i64\[\w+\]" = .*  # exchange_rows, L1',
+            r"    rows_L0: .*exchange_wait.*  # split_collectives, L0",
+            r'    primals_\d+: "f32\[96, 32\]",  # model\.embed_tokens\.weight',
+        ),
+        "backward": (
+            r"    own_grads_L1: .*sparse_reduce_scatter_wait\.default\(sparse_reduce_scatter_started_L1, .*",
+            r"    grad_rows_L0: .*exchange_wait.*  # split_collectives, L0",
+            r'    mean_grad_model_norm_weight: "f32\[32\]" = mean_grads\[\d+\]  # bucket_gradients',
+        ),
+    }.items():
+        for line in lines:
+            assert re.search(rf"(?m)^{line}$", last[part]), f"{part}: {line}"
+
+
 @pytest.mark.distributed
 def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
     for result in run_ranks(f"{_HERE}:show", 2, folder=str(tmp_path)):
@@ -196,5 +219,6 @@ def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
         (other,) = _of_last_layer(off["dump"])
         behind.append(float(other.split("sparse_all_gather ")[1].split(";")[0].split()[2]))
         assert behind[0] > 0.0 == behind[1], "attention lies between start and wait, or nothing"
+        _check_names(on["last"])
         spans = [event for event in on["events"] if event["ph"] == "X"]
         assert {event["tid"] for event in spans} == {0, 1} and all(event["dur"] >= 0 for event in spans)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from hecate.passes import PASSES, Outcome, PassContext, summary_of
 from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.dumps.folder import DumpFolder
+from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import InvalidGraphError
 from hecate.passes.runner import run_passes
@@ -109,7 +110,7 @@ def test_values_keep_their_names_and_say_who_wrote_them() -> None:
     before = set(gm.graph.nodes)
     run_passes(gm, PassContext(world_size=2, layer_names={g.layer: "model.experts"}))
     new = [node for node in gm.graph.nodes if node not in before]
-    assert new and {node.meta["hecate_pass"] for node in new} <= {function.__name__ for function in PASSES}
+    assert new and {pass_of(node) for node in new} <= {function.__name__ for function in PASSES}
     assert len([node for node in gm.graph.nodes if node.name == "send_index_L0"]) == 1
     names = [node.name for node in gm.graph.nodes]
     run_passes(gm, PassContext(world_size=2, layer_names={g.layer: "model.experts"}), passes=())

@@ -15,6 +15,7 @@ from hecate.passes import PASSES
 from hecate.reports.stats import LayerStats, Stats
 from hecate.reports.travel import travels
 from hecate.reports.units import as_bytes, rates_text
+from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
 from tests.hecate_compile.test_errors import MixingMoE
 from tests.support.models import PlainLanguageModel, batch, build
@@ -138,6 +139,8 @@ def test_rates_have_units() -> None:
     assert text == (
         "130 GFLOP/s, links 2 GB/s of a rank and 1 GB/s of a node, memory 10 GB/s, 12.30 ms hidden in a layer"
     )
+    alone = hecate.Rates(flops=1e9, rank_bytes=2e9, node_bytes=NO_LINK)
+    assert rates_text(alone) == "1 GFLOP/s, links 2 GB/s of a rank, memory 10 GB/s", "one node has no link"
 
 
 def test_travels_add_up_and_what_has_not_run_has_no_time() -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+import hecate
 from hecate.passes import FINAL_PASSES, PassContext
 from hecate.passes.dumps.printing import Line, literal, print_graph
 from hecate.passes.dumps.regions import expert_regions
-from hecate.passes.dumps.shapes import Known, known, text_of
+from hecate.passes.dumps.shapes import Known, known, text_of, values_of
+from hecate.passes.dumps.sources import source_of
 from hecate.passes.dumps.value_names import name_values, short_names
-from hecate.passes.fx import describe, line_of
+from hecate.passes.fx import describe, forget_value, line_of
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import start_of, wait_of
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate, replicate_bucket
 from tests.support.graphs import two_layers
 
 
@@ -81,6 +88,48 @@ def test_values_as_text() -> None:
     assert literal((1,)) == "(1,)" and literal(torch.bool) == "torch.bool"
 
 
+def test_copies_with_rows_of_others_have_the_sizes_of_all_results() -> None:
+    graph = Graph()
+    rows = graph.placeholder("rows")
+    rows.meta["hecate_was"] = ("torch.float32", ("R'", "8"))
+    x = graph.call_function(torch.relu, (rows,))
+    x.meta["example_value"] = torch.zeros(6, 8, device="cpu")
+    cut = graph.call_method("chunk", (x, 2, -1))
+    cut.meta["example_value"] = x.meta["example_value"].chunk(2, -1)
+    half = graph.call_function(operator.getitem, (cut, 1))
+    rows.meta["example_value"] = torch.zeros(5, 8, device="cpu")
+    for node in (x, cut):
+        forget_value(node)
+    values = values_of(graph)
+    assert [text_of(values[node]) for node in (x, cut, half)] == ["f32[5, 8]", "(f32[5, 4], f32[5, 4])", "f32[5, 4]"]
+
+
+def test_dense_parameters_have_their_names() -> None:
+    owner = torch.nn.LayerNorm(4, device="cpu")
+    sync = GradientSync(World(rank=0, size=1, group=None, device=torch.device("cpu")))
+    records = [add_replicated(owner, key, sync, name=f"model.norm.{key}") for key in ("weight", "bias")]
+    graph = Graph()
+    x = graph.placeholder("l_self_modules_model_modules_norm_parameters_weight_")
+    y = graph.placeholder("l_kwargs_input_ids_")
+    x._dynamo_source = SimpleNamespace(name="L['self']._modules['model']._modules['norm']._parameters['weight']")
+    y._dynamo_source = SimpleNamespace(name="L['kwargs']['input_ids']")
+    wholes = graph.call_function(replicate_bucket, ([x, y], [record.id for record in records]))
+    parts = [graph.call_function(operator.getitem, (wholes, index)) for index in (0, 1)]
+    average = torch.ops.hecate.average_gradients.default
+    averaged = graph.call_function(average, (parts, [record.id for record in records]))
+    graph.call_function(operator.getitem, (averaged, 1))
+    name_values(graph, graph.nodes, {})
+    assert [node.name for node in graph.nodes] == [
+        "model_norm_weight", "kwargs_input_ids", "wholes", "whole_model_norm_weight", "whole_model_norm_bias",
+        "mean_grads", "mean_grad_model_norm_bias",
+    ]  # fmt: skip
+    assert source_of(x) == "model.norm.weight"
+    assert not expert_regions(graph), "a dense parameter is of no layer"
+    unknown = graph.call_function(replicate, (x, 10**9))
+    name_values(graph, [unknown], {})
+    assert unknown.name == "whole"
+
+
 def node_at(*frames: tuple[str, int, str]) -> Node:
     node = Graph().placeholder("x")
     node.meta["stack_trace"] = "\n".join(f'  File "{f}", line {n}, in forward\n    {code}' for f, n, code in frames)
@@ -92,4 +141,6 @@ def test_the_line_of_model_code_is_not_torchs_own() -> None:
     line = line_of(node)
     assert line is not None and (str(line), line.code) == ("/home/me/model.py:7", "y = self.up(x)")
     assert describe(node) == "x in 'y = self.up(x)' (model.py:7)"
+    reads = str(Path(str(hecate.__file__)).parent / "wrap" / "parameter_reads.py")
+    assert str(line_of(node_at(("/home/me/model.py", 7, "y = self.up(x)"), (reads, 1, "p = read(p)")))) == str(line)
     assert line_of(Graph().placeholder("x")) is None
