@@ -20,7 +20,7 @@ from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.base import PassRecord
-from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
 from hecate.passes.dumps.folder import MOST_BYTES, DumpFolder
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import run_passes
@@ -42,6 +42,7 @@ class GraphRecord:
     Attributes:
         nodes: number of operators after the passes.
         passes: what each pass did, in order.
+        layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
         later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
             and not with graphs that come from a cache.
         link_bytes: bytes per second of the link, as predictions took it.
@@ -50,6 +51,7 @@ class GraphRecord:
 
     nodes: int
     passes: tuple[PassRecord, ...]
+    layers: tuple[str, ...] = ()
     later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
     link_bytes: float = 1.0
     slots: int = 0
@@ -121,6 +123,8 @@ class Backend:
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         dumps = self._dump_folder()
         context = self._context()
+        bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+        layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
         records = run_passes(
             gm,
             context,
@@ -131,7 +135,10 @@ class Backend:
         )
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-        record = GraphRecord(nodes=calls, passes=tuple(records), link_bytes=context.link_bytes, slots=context.slots)
+        record = GraphRecord(
+            nodes=calls, passes=tuple(records), layers=tuple(layers), link_bytes=context.link_bytes,
+            slots=context.slots,
+        )  # fmt: skip
         self.graphs.append(record)
         self._warn_fallbacks(records)
         if comparing:

@@ -75,9 +75,7 @@ class Explanation:
     def regions(self) -> tuple[Region, ...]:
         """What became of each MoE layer in each graph."""
         return tuple(
-            _region(number, graph, layer.name)
-            for number, graph in enumerate(self.graphs)
-            for layer in dict.fromkeys(self.layers)
+            _region(number, graph, layer) for number, graph in enumerate(self.graphs) for layer in graph.layers
         )
 
     @property
@@ -236,7 +234,7 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
             graph=number, layer=layer, rewritten=False, reason=first.reason, line=first.line or last[0].line,
             fix=fix_of(first),
         )  # fmt: skip
-    return Region(graph=number, layer=layer, rewritten=exchanged.rewritten > 0)
+    return Region(graph=number, layer=layer, rewritten=True)
 
 
 def _passes(title: str, functions: tuple[Pass, ...], records: tuple[PassRecord, ...]) -> Section:

@@ -18,7 +18,7 @@ from hecate.reports.units import as_bytes, rates_text
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
 from tests.hecate_compile.test_errors import MixingMoE
-from tests.support.models import PlainLanguageModel, batch, build
+from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 
 
 @pytest.fixture
@@ -121,6 +121,28 @@ def test_a_layer_that_is_left_alone_names_the_line_and_the_fix() -> None:
         assert "h.sum(0" in lines[int(number) - 1], "the line that mixes rows"
         assert "keep rows apart" in region.reason and "each row by itself" in region.fix
     assert "to do: " in str(explanation)
+
+
+class BreakingMoE(PlainMoE):
+    """A layer behind which tracing breaks."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        torch._dynamo.graph_break()
+        return out
+
+
+def test_a_layer_is_told_of_in_the_graph_that_has_it() -> None:
+    torch._dynamo.reset()
+    model = hecate.compile(PlainLanguageModel(BreakingMoE, experts=2), hecate.Config(backend="aot_eager"))
+    model(batch(0), batch(0))
+    explanation = hecate.explain(model)
+    assert len(explanation.graphs) > 1
+    assert [(region.layer, region.rewritten) for region in explanation.regions] == [
+        ("blocks.0", True),
+        ("blocks.1", True),
+    ]
+    assert len({region.graph for region in explanation.regions}) == 2
 
 
 @pytest.mark.parametrize(
