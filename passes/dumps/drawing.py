@@ -156,5 +156,5 @@ def _drawn(box: Box, x: int, y: int) -> list[str]:
         # The end of a long name tells more: it is a parameter's path.
         f"{escape(box.name if len(box.name) <= 25 else '…' + box.name[-24:])}</text>",
         f'<text x="{middle}" y="{y + 35}" text-anchor="middle" font-size="11" fill="#3c4043">'
-        f"{escape(under if len(under) <= 28 else under[:27] + '…')}</text></g>",
+        f"{escape(under if len(under) <= 26 else under[:25] + '…')}</text></g>",
     ]

@@ -118,8 +118,9 @@ def _step(part: DumpedPart, step: Step) -> str:
         )
     graph = _pre([(line.text, _classes(line)) for line in step.lines], step.file)
     return (
-        f'<details id="{_step_anchor(part, step)}"><summary>{step.index:02} {escape(step.name)}</summary>{diff}'
-        f"<details><summary>graph, {len(step.lines)} lines</summary>{graph}</details></details>"
+        # A link to something inside opens what it is in; one to the outside does not.
+        f'<details><summary>{step.index:02} {escape(step.name)}</summary><div id="{_step_anchor(part, step)}">{diff}'
+        f"<details><summary>graph, {len(step.lines)} lines</summary>{graph}</details></div></details>"
     )
 
 
