@@ -18,8 +18,10 @@ from hecate.graph.backend import Backend
 from hecate.integrations import accelerate_state, transformers_models, transformers_trainer
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
+from hecate.reports.kept_parameters import kept_parameters
 from hecate.reports.stats import Stats, collect_stats
 from hecate.reports.timeline import write_timeline
+from hecate.reports.units import rates_text
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.waiting import doing, meet
@@ -190,11 +192,11 @@ def explain(model: nn.Module) -> Explanation:
     named = state.config.policy if state.config.policy in ("gather", "replicate") else None
     policy = f"policy {named}" if named else f"{state.placer.policy!r} on {nodes} node(s)"
     if state.world.size > 1:
-        policy += f", {rates}, {state.placer.rates_from}"
+        policy += f", {rates_text(rates)}, {state.placer.rates_from}"
     return Explanation(
         world=state.world, policy=policy, experts=state.experts, passed_over=state.passed_over, layers=state.layers,
         graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans), disabled=state.backend.disabled,
-        loops=state.loops,
+        loops=state.loops, parameters=kept_parameters(model),
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def check_no_optimizer(model: nn.Module) -> None:
 def describe_model(model: nn.Module, config: Config) -> list[str]:
     """Model and options as lines that must be equal on all ranks."""
     lines = [f"model {type(model).__name__}"]
-    lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if name != "dump"]
+    lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if not name.startswith("dump")]
     lines += [
         f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in model.named_parameters()

@@ -20,6 +20,7 @@ from hecate.runtime.placement.topology import Topology
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather", "replicate"]
 Dense = Literal["replicate", "shard"]
+DumpRanks = Literal["first", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,9 @@ class Config:
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements
             in every run.
-        dump: folder for the graphs before and after every pass; ``HECATE_DUMP`` sets it too.
+        dump: folder for the graphs, what each pass changed in them, and a page; ``HECATE_DUMP`` sets it too.
+        dump_ranks: which ranks dump. ``"first"``: rank 0, for all ranks rewrite alike. ``"all"``, to compare them;
+            ``HECATE_DUMP_RANKS=all`` sets it too.
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
             of parameters outside the experts; an expert's gradient is a sum that its owner computes.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send rows, and gradients of parameters outside the
@@ -93,6 +96,7 @@ class Config:
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
+    dump_ranks: DumpRanks = "first"
     mixed_precision: Any = None
     wire_dtype: torch.dtype | None = None
     experts: Sequence[str] | None = None
@@ -101,6 +105,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = {
             "dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective, "dispatch": RowDispatch,
+            "dump_ranks": DumpRanks,
         }  # fmt: skip
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -60,5 +60,5 @@ __all__ = ["FINAL_PASSES", "JOINT_PASSES", "PASSES", "Outcome", "Pass", "PassCon
 
 def summary_of(function: Pass) -> str:
     """The first line of the pass's module: what it does."""
-    doc = sys.modules[function.__module__].__doc__ or ""
-    return doc.strip().splitlines()[0].partition(": ")[2].rstrip(".")
+    doc = getattr(sys.modules.get(function.__module__), "__doc__", None) or ""
+    return (doc.strip().splitlines() or [""])[0].partition(": ")[2].rstrip(".")

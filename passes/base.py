@@ -1,4 +1,4 @@
-"""What the runner hands to a pass, and what a pass hands back."""
+"""What the runner hands to a pass, what a pass hands back, and what is remembered of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hecate.runtime.attention.options import S2Attention
 from hecate.runtime.placement.planner import Rates
@@ -79,11 +79,13 @@ class Skip:
         where: the module.
         reason: why, in words a user can act on.
         fallback: the program is now slower than it should be, and the user is warned.
+        line: the line of model code that causes it, "file:number"; "" where nobody knows.
     """
 
     where: str
     reason: str
     fallback: bool = True
+    line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,32 @@ class Outcome:
     remarks: tuple[Remark, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """One pass on one graph.
+
+    Attributes:
+        seconds: time it took, verification included.
+    """
+
+    name: str
+    enabled: bool
+    rewritten: int
+    skipped: tuple[Skip, ...]
+    seconds: float
+    remarks: tuple[Remark, ...] = ()
+
+
 Pass = Callable[[GraphModule, PassContext], Outcome]
 
 
 class Refused(Exception):
-    """A pass does not understand what it sees; the message is the reason. The graph is unchanged."""
+    """A pass does not understand what it sees; the message is the reason. The graph is unchanged.
+
+    Args:
+        node: what it does not understand, if that is one node.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.node = node

@@ -6,13 +6,17 @@ Nodes compare by their place in the graph: ``a < b`` if ``a`` comes first. That 
 from __future__ import annotations
 
 import operator
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from hecate.passes.base import Refused
+from hecate.passes.base import Refused, Skip
 
 
 def arg(node: Any, index: int) -> Any:
@@ -22,7 +26,7 @@ def arg(node: Any, index: int) -> Any:
         Refused: the call passes it by name, which no pass expects.
     """
     if index >= len(node.args):
-        raise Refused(f"operands by name in {describe(node)}")
+        raise Refused(f"operands by name in {describe(node)}", node)
     return node.args[index]
 
 
@@ -98,11 +102,85 @@ def computed_from(starts: Iterable[Node]) -> set[Node]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class CodeLine:
+    """A line of the model's code.
+
+    Attributes:
+        file: its path.
+        code: the line itself, without indentation.
+    """
+
+    file: str
+    number: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+    @property
+    def short(self) -> str:
+        """The file without its folders."""
+        return f"{Path(self.file).name}:{self.number}"
+
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+)(?:, in (?P<function>\S+))?\s*$')
+# Passes are part of the package that reads parameters and wraps loops, none of which is a model's code.
+_NOT_A_MODEL = (f"{Path(torch.__file__).parent}/", f"{Path(str(sys.modules['hecate'].__file__)).parent}/")
+
+
+def line_of(node: Node) -> CodeLine | None:
+    """The innermost line of code that a node comes from and that is neither torch's nor Hecate's: the model's.
+
+    None if nobody knows.
+    """
+    frames: list[CodeLine] = []
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            number, function = int(frame["number"]), frame["function"] or ""
+            frames.append(CodeLine(file=frame["file"], number=number, function=function, code=""))
+        elif frames and not frames[-1].code and line.strip(" ^~"):
+            frames[-1] = replace(frames[-1], code=line.strip())
+    known = [frame for frame in frames if not frame.file.startswith(_NOT_A_MODEL)] or frames
+    return known[-1] if known else None
+
+
 def describe(node: Node) -> str:
     """A node as a user recognizes it: its call, and the line of model code it came from."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
-    return f"{target} in '{trace[-1]}'" if trace else f"{target} (%{node.name})"
+    line = line_of(node)
+    return f"{target} in '{line.code}' ({line.short})" if line is not None else f"{target} (%{node.name})"
+
+
+def skip_of(where: str, refused: Refused, *near: Node, reason: str = "", fallback: bool = True) -> Skip:
+    """What a pass left alone, with the line of model code that it did not understand.
+
+    Args:
+        near: what stands in the model's code nearby, if the reason is no single node.
+        reason: the reason in other words than those of ``refused``.
+    """
+    nodes = [refused.node, *near] if refused.node is not None else near
+    line = next((found for node in nodes if (found := line_of(node)) is not None), None)
+    return Skip(where=where, reason=reason or str(refused), fallback=fallback, line=str(line or ""))
+
+
+def forget_value(node: Node) -> None:
+    """Drop the recorded value of a copy that has other rows now; what its sizes were is kept for graph dumps."""
+    if (value := node.meta.pop("example_value", None)) is not None:
+        node.meta["hecate_was"] = _sizes_of(value)
+
+
+def _sizes_of(value: Any) -> Any:
+    """dtype and sizes of a tensor, and of each tensor of several results, as text; None of all else."""
+    if isinstance(value, (tuple, list)):
+        return [_sizes_of(part) for part in value]
+    return (str(value.dtype), tuple(map(str, value.shape))) if isinstance(value, torch.Tensor) else None
+
+
+def note(node: Node, key: str, value: int | str) -> None:
+    """Write a note on a node that autograd hands on to what it makes of it; a copy's notes are not its original's."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), key: value}
 
 
 def is_view(node: Node) -> bool:
@@ -116,33 +194,41 @@ def is_view(node: Node) -> bool:
 class Builder:
     """Writes nodes one after another into a graph, behind ``after`` or before ``before``.
 
+    Args:
+        layer: the MoE layer that they are for, which is noted on them.
+
     Attributes:
         last: the node behind which the next one will stand.
     """
 
-    def __init__(self, graph: Graph, *, after: Node | None = None, before: Node | None = None) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, *, after: Node | None = None, before: Node | None = None, layer: int | None = None
+    ) -> None:
+        self.graph, self.layer = graph, layer
         place = after if after is not None else before.prev if before is not None else None
         assert place is not None, "a place to write to"
         self.last = place
 
+    def _written(self, node: Node) -> Node:
+        if self.layer is not None:
+            note(node, "hecate_in", self.layer)
+        self.last = node
+        return node
+
     def call(self, target: Any, *args: Any) -> Node:
         """A call of a function or operator."""
         with self.graph.inserting_after(self.last):
-            self.last = self.graph.call_function(target, args)
-        return self.last
+            return self._written(self.graph.call_function(target, args))
 
     def method(self, name: str, *args: Any) -> Node:
         """A call of a method of the first argument."""
         with self.graph.inserting_after(self.last):
-            self.last = self.graph.call_method(name, args)
-        return self.last
+            return self._written(self.graph.call_method(name, args))
 
     def copy(self, node: Node, new: Mapping[Node, Node]) -> Node:
         """A copy of ``node`` with the arguments that ``new`` has for its own."""
         with self.graph.inserting_after(self.last):
-            self.last = self.graph.node_copy(node, lambda n: new.get(n, n))
-        return self.last
+            return self._written(self.graph.node_copy(node, lambda n: new.get(n, n)))
 
     def parts(self, whole: Node, count: int) -> list[Node]:
         """The ``count`` results of ``whole``."""

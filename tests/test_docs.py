@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = ("A pass", "A policy", "A collective")
+SECTIONS = ("Write a pass", "A policy", "A collective")
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -85,8 +86,22 @@ def run_section(title: str) -> list[str]:
 @pytest.mark.parametrize("title", SECTIONS)
 def test_extending(title: str) -> None:
     ranks = run_ranks("tests.test_docs:run_section", 2 if title == "A collective" else 1, title=title)
-    expected = {"A pass": "drop_double_relu", "A policy": "HottestEverywhere", "A collective": "MOST_ROWS"}
+    expected = {"Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A collective": "MOST_ROWS"}
     assert all(expected[title] in names for names in ranks)
+
+
+def run_page(name: str, folder: str) -> list[str]:
+    """All blocks of Python of a page, as one program that is started in ``folder``."""
+    os.chdir(folder)
+    code = "\n\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL))
+    exec(compile(code, name, "exec"), {"__name__": "docs"})
+    return sorted(path.name for path in Path().iterdir())
+
+
+@pytest.mark.distributed
+def test_graph_dumps(tmp_path: Path) -> None:
+    (found,) = run_ranks("tests.test_docs:run_page", 1, name="graph-dumps.md", folder=str(tmp_path))
+    assert found == ["hecate-dump"]
 
 
 KERNELS = (

@@ -25,6 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.passes.fx",),
     ("hecate.passes.captured", "hecate.passes.joint", "hecate.passes.final"),
     ("hecate.passes.invariants", "hecate.passes.fingerprint"),
+    ("hecate.passes.dumps",),
     ("hecate.passes",),
     ("hecate.passes.runner",),
     ("hecate.config",),

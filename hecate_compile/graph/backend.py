@@ -19,9 +19,11 @@ from hecate.config import Config
 from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
-from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.base import PassRecord
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.dumps.folder import MOST_BYTES, DumpFolder
 from hecate.passes.fingerprint import fingerprint
-from hecate.passes.runner import GraphDump, PassRecord, run_passes
+from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
@@ -41,10 +43,19 @@ class GraphRecord:
     Attributes:
         nodes: number of operators after the passes.
         passes: what each pass did, in order.
+        layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
+        later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
+            and not with graphs that come from a cache.
+        link_bytes: bytes per second of the link, as predictions took it.
+        slots: replicas that a rank may hold of a layer.
     """
 
     nodes: int
     passes: tuple[PassRecord, ...]
+    layers: tuple[str, ...] = ()
+    later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
+    link_bytes: float = 1.0
+    slots: int = 0
 
 
 @dataclass(eq=False)
@@ -68,6 +79,7 @@ class Backend:
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
+    _dumps: DumpFolder | None = None
 
     def entry(self) -> Callable[..., Callable[..., Any]]:
         """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
@@ -100,11 +112,21 @@ class Backend:
             return (*self.config.disable_passes, "group_expert_loops", "exchange_rows")
         return tuple(self.config.disable_passes)
 
-    @property
-    def dump_folder(self) -> Path | None:
-        """This rank's folder for graph dumps, or None."""
+    def _dumps_to(self) -> Path | None:
+        """Where ranks dump their graphs, or None: this rank may be none of them."""
         folder = self.config.dump or os.environ.get("HECATE_DUMP")
-        return Path(folder) / f"rank{self.world.rank}" if folder else None
+        return Path(folder) if folder else None
+
+    def _dump_folder(self) -> DumpFolder | None:
+        """This rank's folder for graph dumps, or None."""
+        folder = self._dumps_to()
+        every = self.config.dump_ranks == "all" or os.environ.get("HECATE_DUMP_RANKS") == "all"
+        if folder is None or (self.world.rank != 0 and not every):
+            return None
+        if self._dumps is None:
+            names = {layer.id: layer.name for layer in self.layers}
+            self._dumps = DumpFolder(folder / f"rank{self.world.rank}", names, _most_bytes())
+        return self._dumps
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
@@ -118,39 +140,47 @@ class Backend:
                     self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
                 )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
-        folder = self.dump_folder
+        dumps = self._dump_folder()
         context = self._context()
+        bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+        layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
         records = run_passes(
             gm,
             context,
             passes=PASSES,
             disabled=self.disabled,
-            dump=GraphDump(folder, number) if folder else None,
+            dump=dumps.part(number) if dumps else None,
+            title=f"graph{number}",
         )
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-        self.graphs.append(GraphRecord(nodes=calls, passes=tuple(records)))
+        record = GraphRecord(
+            nodes=calls, passes=tuple(records), layers=tuple(layers), link_bytes=context.link_bytes,
+            slots=context.slots,
+        )  # fmt: skip
+        self.graphs.append(record)
         self._warn_fallbacks(records)
         if comparing:
             agree(
                 fingerprint(gm),
                 f"graph {number}",
                 "Every rank must run the same model code: look for branches on the rank or on local data. "
-                "HECATE_DUMP=<folder> writes each rank's graph.",
+                "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph.",
                 self.world,
             )
         starts: dict[str, list[str]] = {}
         compiled = lower(
             gm, example_inputs,
-            backend=self.config.backend, context=context, disabled=self.disabled, folder=folder, number=number,
-            starts=starts,
+            backend=self.config.backend, context=context, disabled=self.disabled, dumps=dumps,
+            dumping=self._dumps_to() is not None,
+            number=number, starts=starts, records=record.later,
         )  # fmt: skip
         if comparing:
             for part in ("forward", "backward"):
                 agree(
                     starts.get(part),
                     f"the order of collectives in the {part} of graph {number}",
-                    "Report this with the dumps that HECATE_DUMP=<folder> writes; "
+                    "Report this with the dumps that HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes; "
                     'Config(disable_passes=["schedule"]) is a way out.',
                     self.world,
                 )
@@ -219,3 +249,17 @@ def _hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def _most_bytes() -> int:
+    """The longest file of a dump: HECATE_DUMP_MB, or what is long enough for most graphs."""
+    given = os.environ.get("HECATE_DUMP_MB")
+    if given is None:
+        return MOST_BYTES
+    try:
+        megabytes = float(given)
+    except ValueError:
+        megabytes = -1.0
+    if not 0 < megabytes < math.inf:
+        raise ValueError(f"hecate: HECATE_DUMP_MB={given!r}, expected a number of megabytes above 0")
+    return int(megabytes * 2**20)

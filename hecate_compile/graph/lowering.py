@@ -20,10 +20,13 @@ from torch.fx import Graph, GraphModule, Node
 import hecate.passes
 import hecate.runtime
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes.base import PassRecord
+from hecate.passes.dumps.folder import DumpFolder
+from hecate.passes.dumps.sources import note_sources, sources_of
 from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
-from hecate.passes.runner import GraphDump, run_passes
+from hecate.passes.runner import run_passes, send_text
 from hecate.runtime.comm.collective import start_of
 
 Compiled = Callable[..., Any]
@@ -67,37 +70,49 @@ def lower(
     backend: str,
     context: PassContext,
     disabled: Sequence[str],
-    folder: Path | None,
+    dumps: DumpFolder | None,
+    dumping: bool,
     number: int,
     starts: dict[str, list[str]],
+    records: dict[str, tuple[PassRecord, ...]],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
 
     Args:
         backend: "inductor", or "aot_eager".
         disabled: names of passes to leave out.
-        folder: for dumps, or None.
+        dumps: where this rank dumps, or None.
+        dumping: some rank does. No rank then takes a graph from a cache: all must know the order of their starts, or
+            none.
         starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
             a cache, or is compiled later, is not in it.
+        records: filled with what each pass did to "joint", "forward" and "backward".
     """
+
+    sources = sources_of(gm)
 
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if context.world_size > 1:
-            dump = GraphDump(folder, number, part) if folder else None
+            note_sources(gm, sources)
+            dump = dumps.part(number, part) if dumps else None
             here = replace(context, part=part)
             check = _lint if part == "joint" else verify_final
-            run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check)
+            title = f"graph{number}_{part}"
+            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check, title=title)
+            records[part] = tuple(done)
             if part != "joint":
                 starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
-            if dump and part != "joint":
-                dump.write_text("schedule", schedule_lines(notes_in(gm.graph.nodes), measured=False))
+                lines = schedule_lines(notes_in(gm.graph.nodes), measured=False)
+                send_text(f"{title}_schedule", lambda: "\n".join(lines))
+                if dump:
+                    dump.write_schedule(lines)
 
     kept = _capture.get()
     if kept is not None:
         return _aot_eager(gm, inputs, run, lambda gm, part: _keep(gm, replace(context, part=part), kept))
     if backend == "aot_eager":
         return _aot_eager(gm, inputs, run)
-    return _inductor(gm, inputs, run, context, disabled, dumping=folder is not None)
+    return _inductor(gm, inputs, run, context, disabled, dumping=dumping)
 
 
 def _describe(start: Node) -> str:

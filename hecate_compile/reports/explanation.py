@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rich.table import Table
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hecate.graph.backend import GraphRecord
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Remark, Skip, summary_of
-from hecate.passes.final.collective_notes import schedule_lines
-from hecate.reports.text import as_text
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Pass, Remark, Skip, summary_of
+from hecate.passes.base import PassRecord
+from hecate.reports.fixes import fix_of
+from hecate.reports.kept_parameters import KeptParameters
+from hecate.reports.tables import Section, sections_as_html, sections_as_text
+from hecate.reports.travel import LayerBytes, Travel, layer_bytes, travels
+from hecate.reports.units import as_bytes, as_ms
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.find_experts import ExpertsModule, PassedOver
 
+_LATER: dict[str, tuple[Pass, ...]] = {"joint": JOINT_PASSES, "forward": FINAL_PASSES, "backward": FINAL_PASSES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """What became of one MoE layer in one graph.
+
+    Attributes:
+        rewritten: its rows are exchanged; otherwise its experts are gathered.
+        reason, line, fix: why not, the line of model code that causes it, and what to do; "" where it was rewritten.
+    """
+
+    graph: int
+    layer: str
+    rewritten: bool
+    reason: str = ""
+    line: str = ""
+    fix: str = ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What :func:`hecate.explain` returns; ``print`` it.
+    """What :func:`hecate.explain` returns; ``print`` it, or let a notebook show it.
 
     Attributes:
         world: rank and number of ranks.
@@ -30,6 +52,7 @@ class Explanation:
         spans: the collectives of the last forward and its backward, in the order of their starts.
         disabled: passes that are switched off.
         loops: ``file:line`` of loops and counts that were changed so that they can be traced.
+        parameters: what this rank keeps, beside what the model had.
     """
 
     world: World
@@ -41,6 +64,7 @@ class Explanation:
     spans: tuple[Span, ...] = ()
     disabled: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
+    parameters: tuple[KeptParameters, ...] = ()
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -56,15 +80,67 @@ class Explanation:
                 found.setdefault(remark.where, remark)
         return tuple(found.values())
 
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What became of each MoE layer in each graph."""
+        return tuple(
+            _region(number, graph, layer) for number, graph in enumerate(self.graphs) for layer in graph.layers
+        )
+
+    @property
+    def travels(self) -> tuple[Travel, ...]:
+        """The schedule of the last step, predicted and measured."""
+        return travels(self.spans, self.graphs[-1].link_bytes if self.graphs else 1.0)
+
+    @property
+    def layer_bytes(self) -> tuple[LayerBytes, ...]:
+        """What this rank sent for each layer, and what was predicted."""
+        return layer_bytes(self.layers, self.travels, self.graphs[-1].slots if self.graphs else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, with seconds and bytes as numbers."""
+        return {
+            "rank": self.world.rank,
+            "ranks": self.world.size,
+            "policy": self.policy,
+            "layers": [
+                {
+                    "name": experts.name, "experts": experts.num_experts, "found_by": experts.sign,
+                    "parameters": list(experts.parameters), "owned": list(layer.owners.counts),
+                }
+                for experts, layer in zip(self.experts, self.layers, strict=True)
+            ],
+            "not_experts": [{"name": one.name, "reason": one.reason} for one in self.passed_over],
+            "parameters": [asdict(one) for one in self.parameters],
+            "graphs": [
+                {
+                    "nodes": graph.nodes,
+                    "passes": {
+                        part: [_plain(record) for record in records]
+                        for part, records in {"captured": graph.passes, **graph.later}.items()
+                    },
+                }
+                for graph in self.graphs
+            ],
+            "regions": [asdict(region) for region in self.regions],
+            "left_alone": [{**asdict(skip), "fix": fix_of(skip)} for skip in dict.fromkeys(self.skipped)],
+            "schedule": [asdict(one) for one in self.travels],
+            "bytes": [asdict(one) for one in self.layer_bytes],
+            "disabled": list(self.disabled),
+            "loops": list(self.loops),
+        }  # fmt: skip
+
     def __str__(self) -> str:
-        found = Table("module", "experts", "found by", "parameters", "owned per rank", title="experts")
-        for experts, layer in zip(self.experts, self.layers, strict=True):
-            owned = ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else "")
-            found.add_row(
-                experts.name or "(the model)", str(experts.num_experts), experts.sign,
-                ", ".join(experts.parameters), owned,
-            )  # fmt: skip
-        parts: list[Table | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}", found]
+        return sections_as_text(self._parts())
+
+    def _repr_html_(self) -> str:
+        return sections_as_html(self._parts())
+
+    def _parts(self) -> list[Section | str]:
+        """Tables and sentences, in the order in which things happen."""
+        parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}", self._found()]
+        if self.parameters:
+            parts.append(self._kept())
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
@@ -72,19 +148,126 @@ class Explanation:
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
         for number, graph in enumerate(self.graphs):
-            table = Table("", "pass", "what it does", "rewritten", "ms", title=f"graph {number}: {graph.nodes} calls")
-            for index, (function, record) in enumerate(zip(PASSES, graph.passes, strict=True), start=1):
-                count = str(record.rewritten) if record.enabled else "off"
-                table.add_row(str(index), record.name, summary_of(function), count, f"{record.seconds * 1e3:.0f}")
-            parts.append(table)
-        if self.world.size > 1 and self.graphs:
-            later = [function.__name__ for function in (*JOINT_PASSES, *FINAL_PASSES)]
-            parts.append("after autograd: " + ", ".join(f"{n} (off)" if n in self.disabled else n for n in later))
+            title = f"graph {number}: {graph.nodes} calls"
+            parts.append(_passes(title, PASSES, graph.passes))
+            for part, records in graph.later.items():
+                parts.append(_passes(f"graph {number}, {part}", _LATER[part], records))
+            if self.world.size > 1 and not graph.later:
+                parts.append(f"graph {number} behind autograd: from a cache, or not compiled yet")
+        if self.regions:
+            parts.append(self._regions())
         if self.spans:
-            parts.append("schedule of the last step: predicted ms behind ms of compute (measured)")
-            parts += schedule_lines(self.spans, measured=True)
+            parts += [self._schedule(), self._bytes()]
         for remark in self.remarks:
             parts.append(f"attention: {remark.where}: {remark.text}")
         for skip in dict.fromkeys(self.skipped):
             parts.append(f"left alone: {skip.where}: {skip.reason}")
-        return as_text(*parts)
+            if skip.line:
+                parts.append(f"  at {skip.line}")
+            if fix := fix_of(skip):
+                parts.append(f"  to do: {fix}")
+        return parts
+
+    def _found(self) -> Section:
+        rows = []
+        for experts, layer in zip(self.experts, self.layers, strict=True):
+            owned = ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else "")
+            rows.append((
+                experts.name or "(the model)", str(experts.num_experts), experts.sign,
+                ", ".join(experts.parameters), owned,
+            ))  # fmt: skip
+        columns = ("module", "experts", "found by", "parameters", "owned per rank")
+        return Section(title="experts", columns=columns, rows=tuple(rows), numbers=(1,))
+
+    def _kept(self) -> Section:
+        rows = tuple(
+            (one.kind, str(one.count), as_bytes(one.whole_bytes), as_bytes(one.kept_bytes)) for one in self.parameters
+        )
+        columns = ("parameters", "count", "before", "on this rank")
+        return Section(title="memory of parameters", columns=columns, rows=rows, numbers=(1, 2, 3))
+
+    def _regions(self) -> Section:
+        rows = tuple(
+            (
+                str(one.graph), one.layer or "(the model)",
+                "rows travel" if one.rewritten else "experts are gathered",
+                one.reason, one.line, one.fix,
+            )
+            for one in self.regions
+        )  # fmt: skip
+        columns = ("graph", "MoE layer", "what happens", "why", "where", "to do")
+        return Section(title="MoE layers", columns=columns, rows=rows, numbers=(0,))
+
+    def _schedule(self) -> Section:
+        title = "schedule of the last step: predicted, behind how much compute, and measured"
+        rows = tuple(
+            (
+                one.part, one.subject, one.operator, str(one.count), as_ms(one.predicted), as_ms(one.behind),
+                _ms_if_run(one.took), _ms_if_run(one.exposed),
+                as_bytes(one.predicted_bytes),
+            )
+            for one in self.travels
+        )  # fmt: skip
+        columns = (
+            "part", "of", "what travels", "times", "predicted", "behind", "took", "exposed", "bytes, predicted",
+        )  # fmt: skip
+        return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5, 6, 7, 8))
+
+    def _bytes(self) -> Section:
+        rows = tuple(
+            (
+                one.layer, as_bytes(one.predicted_rows), as_bytes(one.rows), as_bytes(one.predicted_experts),
+                as_bytes(one.experts), as_bytes(one.most_replica_bytes), as_bytes(one.replica_bytes),
+            )
+            for one in self.layer_bytes
+        )  # fmt: skip
+        columns = (
+            "MoE layer", "rows, predicted", "rows, sent", "experts, predicted", "experts, sent", "replicas, at most",
+            "replicas, held (mean)",
+        )  # fmt: skip
+        return Section(
+            title="bytes of this rank in the last step", columns=columns, rows=rows, numbers=(1, 2, 3, 4, 5, 6)
+        )
+
+
+def _region(number: int, graph: GraphRecord, layer: str) -> Region:
+    skips = [skip for record in graph.passes for skip in record.skipped if skip.where == layer and skip.fallback]
+    exchanged = next((record for record in graph.passes if record.name == "exchange_rows"), None)
+    if exchanged is None or not exchanged.enabled:
+        why = "exchange_rows is switched off"
+        how = 'leave out Config(policy="gather") or the name in disable_passes'
+        return Region(graph=number, layer=layer, rewritten=False, reason=why, fix=how)
+    # What an earlier pass did not understand is why the exchange does not.
+    last = [skip for skip in exchanged.skipped if skip.where == layer and skip.fallback]
+    if last:
+        first = skips[0]
+        return Region(
+            graph=number, layer=layer, rewritten=False, reason=first.reason, line=first.line or last[0].line,
+            fix=fix_of(first),
+        )  # fmt: skip
+    return Region(graph=number, layer=layer, rewritten=True)
+
+
+def _passes(title: str, functions: tuple[Pass, ...], records: tuple[PassRecord, ...]) -> Section:
+    summaries = {function.__name__: summary_of(function) for function in functions}
+    rows = tuple(
+        (
+            str(index), record.name, summaries.get(record.name, ""),
+            str(record.rewritten) if record.enabled else "off", str(len(record.skipped)),
+            f"{record.seconds * 1e3:.1f}",
+        )
+        for index, record in enumerate(records, start=1)
+    )  # fmt: skip
+    columns = ("", "pass", "what it does", "rewritten", "left alone", "ms")
+    return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5))
+
+
+def _plain(record: PassRecord) -> dict[str, Any]:
+    return {
+        "name": record.name, "enabled": record.enabled, "rewritten": record.rewritten,
+        "left_alone": len(record.skipped), "seconds": record.seconds,
+    }  # fmt: skip
+
+
+def _ms_if_run(seconds: float | None) -> str:
+    return as_ms(seconds) if seconds is not None else ""

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 
-def as_text(*tables: Table | str) -> str:
-    """What a terminal of 120 columns would show."""
+def as_text(*tables: Table | str, width: int = 120) -> str:
+    """What a terminal of ``width`` columns would show."""
     # What is printed is the user's code and names, in which brackets are brackets.
-    console = Console(width=120, file=io.StringIO(), record=True, markup=False, emoji=False)
+    console = Console(width=width, file=io.StringIO(), record=True, markup=False, emoji=False)
     for table in tables:
         console.print(table)
     return console.export_text()

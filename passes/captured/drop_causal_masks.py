@@ -17,6 +17,7 @@ from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.attention_calls import attends, change_operands, name_of_layer, operands_of_attention
 from hecate.passes.captured.causal_masks import CausalMasks
 from hecate.passes.captured.scope import Scope
+from hecate.passes.fx import line_of
 
 # On a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer alone.
 _LOOKED_AT = "hecate_mask_looked_at"
@@ -40,7 +41,10 @@ def drop_causal_masks(gm: GraphModule, context: PassContext) -> Outcome:
                 continue
             _rewrite(node)
             rewritten += 1
-    skipped = [Skip(where=_where(nodes), reason=reason, fallback=False) for reason, nodes in left.items()]
+    skipped = [
+        Skip(where=_where(nodes), reason=reason, fallback=False, line=str(line_of(nodes[0]) or ""))
+        for reason, nodes in left.items()
+    ]
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 

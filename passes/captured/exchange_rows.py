@@ -36,7 +36,7 @@ from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
 from hecate.passes.captured.node_rows import NodeRows
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
-from hecate.passes.fx import Builder, arg, calls, computed_from
+from hecate.passes.fx import Builder, arg, calls, computed_from, forget_value, skip_of
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -51,14 +51,14 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
             if context.world_size > 1 and context.replicates:
                 _check_same_mode(facts, region, context)
         except Refused as reason:
-            skipped.append(Skip(where=context.name(layer), reason=str(reason)))
+            skipped.append(skip_of(context.name(layer), reason, *_users(gathers)))
             continue
         nodes = None
         try:
             nodes = choose_node_rows(facts, region, context)
         except Refused as reason:
             why = f"its rows travel each by itself: {reason}"
-            skipped.append(Skip(where=context.name(layer), reason=why, fallback=False))
+            skipped.append(skip_of(context.name(layer), reason, reason=why, fallback=False))
         chunks = 1 if nodes is not None else chunks_of(region, context)
         if context.world_size > 1 and context.chunks not in ("auto", chunks):
             used_early = "its results are used before all of it is computed"
@@ -72,6 +72,11 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
             _rewrite(region, context, chunks)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _users(gathers: Sequence[Node]) -> list[Node]:
+    """Where a layer's parameters are used; a gather itself stands at no line of the model's code."""
+    return sorted({user for gather in gathers for user in gather.users})
 
 
 def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) -> None:
@@ -139,8 +144,8 @@ class _Ticket:
 def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
     """At one rank all experts are here, and rows are only counted."""
     for gather in region.gathers:
-        new[gather] = Builder(gather.graph, before=gather).call(own_experts, arg(gather, 0), 1)
-    counted = Builder(region.offsets.graph, after=region.offsets)
+        new[gather] = Builder(gather.graph, before=gather, layer=region.layer).call(own_experts, arg(gather, 0), 1)
+    counted = Builder(region.offsets.graph, after=region.offsets, layer=region.layer)
     new[region.offsets] = counted.call(torch.ops.hecate.count_rows.default, region.offsets, region.layer)
 
 
@@ -167,7 +172,7 @@ def _fill_slots(region: Region, context: PassContext) -> _Slots:
     """The parameters become this rank's slots; the placement is taken where the first of them is read."""
     hecate, graph = torch.ops.hecate, region.offsets.graph
     first = min(region.gathers)
-    here = Builder(graph, before=first)
+    here = Builder(graph, before=first, layer=region.layer)
     shards = []
     for gather in region.gathers:
         shard = arg(gather, 0)
@@ -177,7 +182,7 @@ def _fill_slots(region: Region, context: PassContext) -> _Slots:
     if not context.replicates:
         # Owners alone hold experts: each parameter's slots are its shard, read where the parameter was.
         own = [
-            Builder(graph, before=gather).call(own_experts, arg(gather, 0), context.world_size)
+            Builder(graph, before=gather, layer=region.layer).call(own_experts, arg(gather, 0), context.world_size)
             for gather in region.gathers
         ]
         return _Slots(placement=placement, held=held, shards=shards, own=own, replicas=[])
@@ -203,7 +208,7 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
     # Step 1: who has how many rows. The route needs the number of slots, which is known before their contents have
     # come. Own experts that are read later than the first matmul do not delay it.
     needed = slots.replicas if context.calibrates else [slots.held] if context.replicates else slots.own[:1]
-    here = Builder(graph, after=max(region.offsets, *needed))
+    here = Builder(graph, after=max(region.offsets, *needed), layer=region.layer)
     counts = here.call(hecate.gather_counts.default, region.offsets, slots.placement, region.layer)
 
     # Step 2: perhaps more replicas, now that the rows are known.
@@ -211,7 +216,7 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
         before = slots.placement
         calibrated = here.call(hecate.calibrate.default, counts, before, region.layer)
         slots.placement, slots.held = here.parts(calibrated, 2)
-        beside = Builder(graph, after=here.last)
+        beside = Builder(graph, after=here.last, layer=region.layer)
         more = beside.call(
             hecate.top_up.default, slots.shards, slots.replicas, before, slots.placement, slots.held, region.layer
         )
@@ -238,7 +243,7 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
 def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
     """What relays pass on, added to where each row goes."""
     region = nodes.region
-    here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens))
+    here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens), layer=region.layer)
     pieces = [_numbers(here, index) for index in nodes.tokens]
     tokens = pieces[0] if len(pieces) == 1 else here.call(torch.cat, pieces)
     route = torch.ops.hecate.route_nodes.default
@@ -272,14 +277,14 @@ def _exchange(
     hecate, graph, body = torch.ops.hecate, region.offsets.graph, set(region.body)
     for entry in region.entries:
         user = min(user for user in entry.users if user in body)
-        at = here if here is not None else Builder(graph, before=user)
+        at = here if here is not None else Builder(graph, before=user, layer=region.layer)
         if ticket.by_node and entry not in alone:
             new[entry] = at.call(hecate.exchange_nodes.default, entry, *ticket.by_node, region.layer)
         else:
             new[entry] = at.call(hecate.exchange.default, entry, *ticket.rest, region.layer)
     new[region.offsets] = ticket.offsets
     if region.ids is not None:
-        at = here if here is not None else Builder(graph, after=max(ticket.offsets, *ticket.rest))
+        at = here if here is not None else Builder(graph, after=max(ticket.offsets, *ticket.rest), layer=region.layer)
         new[region.ids] = at.call(hecate.row_slots.default, ticket.offsets, at.length(ticket.rest[-1]))
 
 
@@ -287,7 +292,7 @@ def _compute_chunks(
     region: Region, tickets: list[_Ticket], new: dict[Node, Node], replicas: dict[Node, Node]
 ) -> dict[Node, Node]:
     """The body, chunk by chunk, behind the old one; the sums of the chunks' results."""
-    here = Builder(region.offsets.graph, after=region.body[-1])
+    here = Builder(region.offsets.graph, after=region.body[-1], layer=region.layer)
     # What is done to parameters is done once.
     made = computed_from(region.gathers)
     for node in region.body:
@@ -324,7 +329,11 @@ def _copy_body(region: Region, context: PassContext, new: dict[Node, Node], repl
         # What is calibrated has its slots later than the parameters were read.
         sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
         last = max(sources, default=spot)
-        here = Builder(node.graph, before=spot) if last <= spot else Builder(node.graph, after=last)
+        here = (
+            Builder(node.graph, before=spot, layer=region.layer)
+            if last <= spot
+            else Builder(node.graph, after=last, layer=region.layer)
+        )
         copies = _copy(node, region, here, new, replicas)
         _mark(copies, region, keep_values=context.world_size == 1)
 
@@ -333,7 +342,7 @@ def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> N
     """Note the layer on copies of the body. With other ranks' rows, values have other shapes than were captured."""
     for copy in copies:
         if not keep_values:
-            copy.meta.pop("example_value", None)
+            forget_value(copy)
         copy.meta["hecate_layer"] = region.layer
 
 
@@ -347,6 +356,8 @@ def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], repl
         x, w, offsets = (arg(node, index) for index in range(3))
         operands = (new.get(x, x), new[w], replicas[w], new[offsets])
         new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
+        kept = ("stack_trace", "nn_module_stack", "example_value")
+        new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
         return [new[node]]
     if node in region.lookups:
         # Something small, a bias.
@@ -360,7 +371,7 @@ def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], repl
 
 def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:
     """A result goes home."""
-    here = Builder(result.graph, after=result)
+    here = Builder(result.graph, after=result, layer=region.layer)
     rows = here.length(region.entries[0])
     hecate = torch.ops.hecate
     back = hecate.exchange_nodes_back.default if ticket.by_node else hecate.exchange_back.default

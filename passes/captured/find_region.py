@@ -64,11 +64,12 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
     lookups = [n for n in users if _is_lookup(n, slots)]
     if not matmuls:
         first = sorted({user for gather in gathers for user in gather.users})
-        raise Refused(f"no grouped matmul uses them; they go to {describe(first[0]) if first else 'nothing'}")
+        where = describe(first[0]) if first else "nothing"
+        raise Refused(f"no grouped matmul uses them; they go to {where}", first[0] if first else None)
     offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
     ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
     if ids is not None and not _ids_match_offsets(ids, offsets):
-        raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row")
+        raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row", ids)
 
     # Step 2: the body is everything on a path from one anchor to another, and the views of the parameters.
     anchors = {*matmuls, *lookups}
@@ -86,7 +87,9 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
     facts.refuse_changes_of(outside | set(body), until=body[-1])
     for node in outside - {*used, *entries, offsets, ids}:
         if not facts.same_on_all_ranks(node):
-            raise Refused(f"{describe(node)} is computed from this rank's own tokens and used on rows of others")
+            raise Refused(
+                f"{describe(node)} is computed from this rank's own tokens and used on rows of others", node
+            )
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
     if len({facts.grad_mode(node) for node in inside}) != 1:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, under_autocast, value_of
-from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe
+from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, forget_value, skip_of
 
 
 def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
@@ -36,7 +36,8 @@ def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
             _spell_einsum_as_bmm(gathers, num_experts)
             batch = _find(GraphFacts(gm.graph), gathers, num_experts)
         except Refused as reason:
-            skipped.append(Skip(where=context.name(layer), reason=f"batched products: {reason}"))
+            why = f"batched products: {reason}"
+            skipped.append(skip_of(context.name(layer), reason, *gathers, reason=why))
             continue
         if batch is not None:
             _rewrite(batch)
@@ -113,7 +114,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
         raise Refused("products of different numbers of rows")
     for entry in entries:
         if _shape(entry)[0] not in (1, num_experts):
-            raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]")
+            raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]", entry)
     if any(isinstance(size, torch.SymInt) for node in exits for size in _shape(node)[2:]):
         raise Refused("a width of its result is not known")
     # What a product gives is one more input for the check: [E, C, f] whatever came in.
@@ -167,7 +168,7 @@ def _rewrite(batch: _Batch) -> None:
             new[node] = here.method("unsqueeze", product, 1)
         else:
             new[node] = here.copy(node, new)
-            new[node].meta.pop("example_value", None)
+            forget_value(new[node])
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         last = here.last
     # Step 4: what leaves has its two dimensions again; the old body goes.

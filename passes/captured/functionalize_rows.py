@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.captured.torch_values import GraphFacts, mutates, value_of
-from hecate.passes.fx import arg, calls, describe
+from hecate.passes.fx import arg, calls, describe, line_of
 
 _PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -46,7 +46,8 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
             if early or plain is None:
                 why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
                 reason = f"in-place {describe(change)} on expert rows: {why}"
-                skipped.append(Skip(where=str(node), reason=reason, fallback=False))
+                line = str(line_of(change) or "")
+                skipped.append(Skip(where=str(node), reason=reason, fallback=False, line=line))
                 break
             current = _replace(gm, current, change, plain)
             rewritten += 1

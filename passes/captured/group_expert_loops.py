@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import (
     GraphFacts,
@@ -39,8 +39,10 @@ from hecate.passes.fx import (
     closure_forward,
     computed_from,
     describe,
+    forget_value,
     is_getitem,
     operands,
+    skip_of,
 )
 
 
@@ -71,7 +73,8 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
         try:
             loop = _find_loop(facts, gathers, by_node=context.dispatch == "nodes" and context.nodes > 1)
         except Refused as reason:
-            skipped.append(Skip(where=context.name(layer), reason=f"loop over experts: {reason}"))
+            why = f"loop over experts: {reason}"
+            skipped.append(skip_of(context.name(layer), reason, *gathers[0].users, reason=why))
             continue
         _group(facts, loop)
         rewritten += 1
@@ -264,7 +267,7 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
             continue
         wanted = torch.fx.node.map_arg((a.args, a.kwargs), lambda n: match.get(n, n))
         if (a.op, a.target) != (b.op, b.target) or wanted != (b.args, b.kwargs):
-            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}")
+            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}", b)
 
 
 def _check_order(facts: GraphFacts, loop: _Loop) -> None:
@@ -291,7 +294,8 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
         if node not in delayed and any(storage_of(source) in changed for source in node.all_input_nodes):
             raise Refused(
                 f"{describe(node)} reads what an earlier turn changed in place; `out[rows] += y` does, "
-                "`out.index_add_(0, rows, y)` does not"
+                "`out.index_add_(0, rows, y)` does not",
+                node,
             )
         node = node.next
 
@@ -303,7 +307,7 @@ def _check_forms(turn: _Turn) -> None:
             _matrix_operand(node, set(turn.views))
     for view in turn.views:
         if not (_is_one_expert(view) or _is_transpose(view) or _name(view) in _CASTS):
-            raise Refused(f"no grouped form of {describe(view)}")
+            raise Refused(f"no grouped form of {describe(view)}", view)
 
 
 def _anchors(turn: _Turn) -> set[Node]:
@@ -332,7 +336,7 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
         value = value_of(args[own[0]])
         if isinstance(value, torch.Tensor) and value.ndim == 1:
             return "bias"
-    raise Refused(f"no grouped form of {describe(node)}")
+    raise Refused(f"no grouped form of {describe(node)}", node)
 
 
 def _group(facts: GraphFacts, loop: _Loop) -> None:
@@ -363,7 +367,7 @@ def _group(facts: GraphFacts, loop: _Loop) -> None:
             new[node] = _grouped_anchor(here, node, set(first.views), new, by_id)
         else:
             new[node] = here.copy(node, new)
-            new[node].meta.pop("example_value", None)
+            forget_value(new[node])
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
     # Step 3: every turn's result is its part of the whole.
@@ -443,5 +447,5 @@ def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:
     if _is_transpose(view):
         return here.method("transpose", new[arg(view, 0)], 1, 2)
     copy = here.copy(view, new)
-    copy.meta.pop("example_value", None)
+    forget_value(copy)
     return copy

@@ -63,7 +63,7 @@ def prove_node_rows(facts: GraphFacts, region: Region) -> NodeRows:
     body = set(region.body)
     for exit in region.exits:
         if any(user in body for user in exit.users):
-            raise Refused(f"{describe(exit)} is used inside the experts and behind them")
+            raise Refused(f"{describe(exit)} is used inside the experts and behind them", exit)
     exits = [_Exit(exit, region.entries[0]) for exit in region.exits]
     last = max(exit.follow(facts, tokens) for exit in exits)
     facts.refuse_changes_of(_all_behind(tokens), until=last)
@@ -111,9 +111,9 @@ def _gather(rows: Node) -> tuple[Node, Node]:
     elif _named(rows, ("index_select",)) and len(rows.args) == 3 and arg(rows, 1) == 0:
         source, index = arg(rows, 0), arg(rows, 2)
     else:
-        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token")
+        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token", rows)
     if not isinstance(source, Node) or not _is_line(value_of(index)):
-        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token")
+        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token", rows)
     return source, index
 
 
@@ -196,7 +196,7 @@ class _Exit:
                 for node in (last_inside, *casts):
                     # Of what is computed elsewhere now, not even the length can be asked here.
                     if len(node.users) != 1:
-                        raise Refused(f"the length of {describe(node)} is used behind the experts")
+                        raise Refused(f"the length of {describe(node)} is used behind the experts", node)
                 self.factors.append(factor)
                 self.inside += [*casts, user]
                 casts, rows = [], user
@@ -215,17 +215,17 @@ class _Exit:
         """Check that ``user`` sums a token's rows; the last node of the sum."""
         if (parts := _parts_of(user, rows)) is not None:
             if not _cut_alike(user, self.entry, parts):
-                raise Refused(f"{describe(user)} cuts its results in other parts than its rows")
+                raise Refused(f"{describe(user)} cuts its results in other parts than its rows", user)
             return _added_in_turns(facts, [_added(_after_casts(part)) for part in parts], tokens)
         added = _added(rows) if _is_sum_by_index(user) else None
         if added is not None:
             if not _same_index((added[1],), tokens):
-                raise Refused(f"{describe(user)} sums by another index than that of the tokens")
+                raise Refused(f"{describe(user)} sums by another index than that of the tokens", user)
             return user
         # Back in the order of the tokens: all choices of a token stand together.
         divided = _divided(tokens[0]) if len(tokens) == 1 else None
         if divided is None or not (is_getitem(user) and arg(user, 0) is rows and _inverts(facts, user, divided[0])):
-            raise Refused(f"its results go to {describe(user)}, which is no sum over the rows of a token")
+            raise Refused(f"its results go to {describe(user)}, which is no sum over the rows of a token", user)
         return _summed_by_choice(user, divided[1], value_of(self.exit))
 
 
@@ -282,14 +282,14 @@ def _summed_by_choice(rows: Node, choices: int, whole: Any) -> Node:
     view = _only_user(_after_casts(rows))
     value = value_of(view)
     if not _named(view, ("view", "reshape", "unflatten")) or not isinstance(value, torch.Tensor):
-        raise Refused(f"its results go to {describe(view)}, which is no sum over the rows of a token")
+        raise Refused(f"its results go to {describe(view)}, which is no sum over the rows of a token", view)
     width = whole.shape[1:] if isinstance(whole, torch.Tensor) else value_of(rows).shape[1:]
     if value.ndim != 3 or value.shape[1] != choices or value.shape[2:] != width:
-        raise Refused(f"{describe(view)} does not put the {choices} rows of a token together")
+        raise Refused(f"{describe(view)} does not put the {choices} rows of a token together", view)
     total = _only_user(_after_casts(view))
     dim = total.kwargs.get("dim", total.args[1] if len(total.args) > 1 else None)
     if not _named(total, ("sum",)) or dim not in (1, -2, (1,), [1], (-2,), [-2]):
-        raise Refused(f"its results go to {describe(total)}, which is no sum over the rows of a token")
+        raise Refused(f"its results go to {describe(total)}, which is no sum over the rows of a token", total)
     return total
 
 
@@ -312,7 +312,7 @@ def _added(rows: Node) -> tuple[Node, Node]:
         or given[3] is not rows
         or given[0] is rows
     ):
-        raise Refused(f"its results go to {describe(node)}, which is no sum over the rows of a token")
+        raise Refused(f"its results go to {describe(node)}, which is no sum over the rows of a token", node)
     return node, given[2]
 
 
@@ -327,7 +327,7 @@ def _added_in_turns(facts: GraphFacts, sums: Sequence[tuple[Node, Node]], tokens
         # out = out.index_add(...), turn by turn.
         for before, after in zip(sorted(nodes), sorted(nodes)[1:], strict=False):
             if set(before.users) != {after} or arg(after, 0) is not before:
-                raise Refused(f"{describe(before)} is used before the rows of each token are summed")
+                raise Refused(f"{describe(before)} is used before the rows of each token are summed", before)
         return last
     memory = {storage_of(target) for target in targets}
     if len(memory) != 1 or None in memory or None in targets:
@@ -335,7 +335,7 @@ def _added_in_turns(facts: GraphFacts, sums: Sequence[tuple[Node, Node]], tokens
     node = first
     while node is not last:
         if node not in nodes and any(storage_of(source) in memory for source in node.all_input_nodes):
-            raise Refused(f"{describe(node)} reads a sum before the rows of each token are in it")
+            raise Refused(f"{describe(node)} reads a sum before the rows of each token are in it", node)
         node = node.next
     return last
 
@@ -468,7 +468,7 @@ def _with_weights(facts: GraphFacts, region: Region, exits: Sequence[_Exit]) -> 
     late = closure_forward(region.body, until=max(factors)) if factors else set()
     for factor in factors:
         if factor in late:
-            raise Refused(f"{describe(factor)} is computed from the experts' own result")
+            raise Refused(f"{describe(factor)} is computed from the experts' own result", factor)
     if len({facts.grad_mode(node) for node in (*inside, *region.exits)}) != 1:
         raise Refused("gradients are switched on and off behind the experts")
     for exit in exits:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.fx import arg, calls, describe
+from hecate.passes.fx import arg, calls, describe, line_of
 
 
 def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
@@ -31,7 +31,8 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         extra = [key for key in ("bias", "out_dtype") if operands.get(key) is not None]
         if extra or operands.get("offs") is None:
             reason = f"grouped matmul with {' and '.join(extra) or 'no offs'}: {describe(node)}"
-            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason))
+            line = str(line_of(node) or "")
+            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason, line=line))
             continue
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(

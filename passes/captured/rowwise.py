@@ -73,7 +73,20 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
                 if got is not kind:
                     raise Refused(f"{source.name} should be {kind.value} but is {got.value}")
         else:
-            known[node] = _derive(node, known)
+            try:
+                known[node] = _derive(node, known)
+            except Refused as refused:
+                raise Refused(str(refused), _written_as(node, nodes)) from None
+
+
+def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
+    """The first node of the piece whose call has the name of a traced operator; None if none has."""
+    name = str(getattr(traced.target, "__name__", traced.target)).split(".")[0].strip("_")
+    for node in nodes:
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if target.strip("_") == name:
+            return node
+    return None
 
 
 def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:

@@ -142,4 +142,4 @@ class GraphFacts:
             if node._erased or node > until:
                 continue
             if storage is None or (storage in made and node > made[storage]):
-                raise Refused(f"in-place {describe(node)}")
+                raise Refused(f"in-place {describe(node)}", node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ def show(folder: str) -> dict[str, Any]:
     for name, disabled in {"on": (), "off": ("schedule",)}.items():
         torch._dynamo.reset()
         place = Path(folder) / name
-        config = hecate.Config(backend="aot_eager", policy=Anything(), disable_passes=disabled, dump=place)
+        config = hecate.Config(
+            backend="aot_eager", policy=Anything(), disable_passes=disabled, dump=place, dump_ranks="all"
+        )
         model = hecate.compile(build("qwen3_moe"), config)
         try:
             hecate.save_timeline(model, place / "early.json")
@@ -138,9 +141,16 @@ def show(folder: str) -> dict[str, Any]:
         run_step(model, batch(0))
         rank = torch.distributed.get_rank()
         hecate.save_timeline(model, place / "deeper" / f"{rank}.json")
+        explained = hecate.explain(model)
         found[name] = {
-            "explain": str(hecate.explain(model)),
-            "dump": (place / f"rank{rank}" / "graph000.b-forward.schedule.txt").read_text(),
+            "explain": str(explained),
+            "dump": (place / f"rank{rank}" / "graph0" / "schedule.txt").read_text(),
+            "last": {
+                part: (place / f"rank{rank}" / "graph0" / part / "04_order_collectives.py").read_text()
+                for part in ("forward", "backward")
+            },
+            "later": {part: [(r.name, r.enabled) for r in done] for part, done in explained.graphs[0].later.items()},
+            "dict": json.loads(json.dumps(explained.to_dict())),
             "events": json.loads((place / "deeper" / f"{rank}.json").read_text())["traceEvents"],
         }
     found["disagreement"] = _in_another_order_on_rank_1()
@@ -163,22 +173,52 @@ def _in_another_order_on_rank_1() -> str:
     return "nothing was said"
 
 
+def _of_last_layer(schedule: str) -> list[str]:
+    return [line for line in schedule.splitlines() if line.startswith("forward model.layers.1.mlp.experts")]
+
+
+def _check_names(last: dict[str, str]) -> None:
+    """What autograd made of nodes still says who inserted them, and arguments say what they are in the model."""
+    for part, lines in {
+        "forward": (
+            r'    send_index_L1: "i64\[\w+\]" = .*  # exchange_rows, L1',
+            r"    rows_L0: .*exchange_wait.*  # split_collectives, L0",
+            r'    primals_\d+: "f32\[96, 32\]",  # model\.embed_tokens\.weight',
+        ),
+        "backward": (
+            r"    own_grads_L1: .*sparse_reduce_scatter_wait\.default\(sparse_reduce_scatter_started_L1, .*",
+            r"    grad_rows_L0: .*exchange_wait.*  # split_collectives, L0",
+            r'    mean_grad_model_norm_weight: "f32\[32\]" = mean_grads\[\d+\]  # bucket_gradients',
+        ),
+    }.items():
+        for line in lines:
+            assert re.search(rf"(?m)^{line}$", last[part]), f"{part}: {line}"
+
+
 @pytest.mark.distributed
 def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
     for result in run_ranks(f"{_HERE}:show", 2, folder=str(tmp_path)):
         assert "run a forward first" in result["early"]
         assert "ranks disagree on the order of collectives in the forward of graph 0" in result["disagreement"]
         on, off = result["on"], result["off"]
-        assert "split_collectives, schedule, order_collectives" in on["explain"]
-        assert "schedule (off)" in off["explain"]
-        assert "backward model.layers.0.mlp.experts: exchange" in on["explain"].replace("\n", " ")
+        final = ["drop_causal_masks", "split_collectives", "schedule", "order_collectives"]
+        assert list(on["later"]) == ["joint", "forward", "backward"]
+        assert on["later"]["forward"] == [[one, True] for one in final]
+        assert off["later"]["backward"] == [[one, one != "schedule"] for one in final]
+        (one,) = [
+            row for row in on["dict"]["schedule"]
+            if (row["part"], row["subject"], row["operator"])
+            == ("backward", "model.layers.0.mlp.experts", "exchange")
+        ]  # fmt: skip
+        assert one["count"] >= 1 and one["predicted_bytes"] >= 0 and one["took"] > 0
         assert "exposed" in on["explain"]
-        (line,) = [line for line in on["dump"].splitlines() if "layers.1.mlp.experts" in line]
+        (line,) = _of_last_layer(on["dump"])
         for operator in ("sparse_all_gather", "gather_counts", "exchange", "exchange_back"):
             assert f"{operator} " in line
         behind = [float(line.split("sparse_all_gather ")[1].split(";")[0].split()[2])]
-        (other,) = [line for line in off["dump"].splitlines() if "layers.1.mlp.experts" in line]
+        (other,) = _of_last_layer(off["dump"])
         behind.append(float(other.split("sparse_all_gather ")[1].split(";")[0].split()[2]))
         assert behind[0] > 0.0 == behind[1], "attention lies between start and wait, or nothing"
+        _check_names(on["last"])
         spans = [event for event in on["events"] if event["ph"] == "X"]
         assert {event["tid"] for event in spans} == {0, 1} and all(event["dur"] >= 0 for event in spans)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,12 @@ import torch
 import hecate
 from hecate.passes import PASSES
 from hecate.reports.stats import LayerStats, Stats
-from tests.support.models import batch, build
+from hecate.reports.travel import travels
+from hecate.reports.units import as_bytes, rates_text
+from hecate.runtime.comm.measure_rates import NO_LINK
+from hecate.runtime.comm.queue import Span
+from tests.hecate_compile.test_errors import MixingMoE
+from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 
 
 @pytest.fixture
@@ -73,6 +81,96 @@ def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     config = hecate.Config(backend="aot_eager", dump=tmp_path if how == "option" else None)
     model = hecate.compile(build("mixtral"), config)
     model(input_ids=batch(0), labels=batch(0))
-    files = sorted(path.name for path in (tmp_path / "rank0").iterdir())
-    assert len(files) == 3 * len(PASSES)
-    assert files[0].startswith("graph000.01.drop_causal_masks")
+    files = sorted(path.relative_to(tmp_path / "rank0").as_posix() for path in (tmp_path / "rank0").rglob("*.*"))
+    assert files[0] == "graph0/00_model.py" and "index.html" in files
+    names = {function.__name__ for function in PASSES}
+    rewrote = {record.name for record in hecate.explain(model).graphs[0].passes if record.rewritten}
+    dumped = {match[1] for file in files if (match := re.fullmatch(r"graph0/\d\d_(\w+)\.diff", file))}
+    assert dumped == rewrote < names, "a pass that changed nothing writes nothing"
+    text = (tmp_path / "rank0" / "graph0" / "00_model.py").read_text()
+    assert re.search(r"# modeling_mixtral\.py:\d+ in forward: ", text), "the line of model code"
+
+
+def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
+    model(input_ids=batch(0), labels=batch(0))
+    explanation = hecate.explain(model)
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert [layer["experts"] for layer in data["layers"]] == [8, 8]
+    assert all(region["rewritten"] and not region["reason"] for region in data["regions"])
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(one["whole_bytes"] for one in data["parameters"]) == whole
+    assert [one["name"] for one in data["graphs"][0]["passes"]["captured"]] == [f.__name__ for f in PASSES]
+    text, page = str(explanation), explanation._repr_html_()
+    assert re.search(r"experts +│ +4 │ +\d+(\.\d+)? kB │", text)
+    assert "rows travel" in text and "rows travel" in page and page.count("<table>") == page.count("</table>") >= 4
+
+
+def test_a_layer_that_is_left_alone_names_the_line_and_the_fix() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = hecate.compile(PlainLanguageModel(MixingMoE), hecate.Config(backend="aot_eager"))
+    with pytest.warns(UserWarning, match="gathers all its experts"):
+        model(batch(0), batch(0))
+    explanation = hecate.explain(model)
+    assert len(explanation.regions) == 2 and not any(region.rewritten for region in explanation.regions)
+    path = Path(inspect.getfile(MixingMoE))
+    lines = path.read_text().splitlines()
+    for region in explanation.regions:
+        file, _, number = region.line.rpartition(":")
+        assert Path(file).resolve() == path.resolve()
+        assert "h.sum(0" in lines[int(number) - 1], "the line that mixes rows"
+        assert "keep rows apart" in region.reason and "each row by itself" in region.fix
+    assert "to do: " in str(explanation)
+
+
+class BreakingMoE(PlainMoE):
+    """A layer behind which tracing breaks."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        torch._dynamo.graph_break()
+        return out
+
+
+def test_a_layer_is_told_of_in_the_graph_that_has_it() -> None:
+    torch._dynamo.reset()
+    model = hecate.compile(PlainLanguageModel(BreakingMoE, experts=2), hecate.Config(backend="aot_eager"))
+    model(batch(0), batch(0))
+    explanation = hecate.explain(model)
+    assert len(explanation.graphs) > 1
+    assert [(region.layer, region.rewritten) for region in explanation.regions] == [
+        ("blocks.0", True),
+        ("blocks.1", True),
+    ]
+    assert len({region.graph for region in explanation.regions}) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"), (999, "999 B"), (999.6, "1.00 kB"), (1000, "1 kB"), (1.5e6, "1.50 MB"), (129.73e9, "130 GB"),
+        (12.34e12, "12.3 TB"),
+    ],
+)  # fmt: skip
+def test_bytes_have_a_unit(number: float, text: str) -> None:
+    assert as_bytes(number) == text
+
+
+def test_rates_have_units() -> None:
+    text = rates_text(hecate.Rates(flops=129734994732.95604, rank_bytes=2e9, node_bytes=1e9, hidden_seconds=0.0123))
+    assert text == (
+        "130 GFLOP/s, links 2 GB/s of a rank and 1 GB/s of a node, memory 10 GB/s, 12.30 ms hidden in a layer"
+    )
+    alone = hecate.Rates(flops=1e9, rank_bytes=2e9, node_bytes=NO_LINK)
+    assert rates_text(alone) == "1 GFLOP/s, links 2 GB/s of a rank, memory 10 GB/s", "one node has no link"
+
+
+def test_travels_add_up_and_what_has_not_run_has_no_time() -> None:
+    notes = ["forward exchange 0.002000 0.001000 a.experts"] * 2 + ["backward exchange 0.001000 0.000000 a.experts"]
+    spans = [Span.of(note) for note in notes]
+    for span in spans[:2]:
+        span.begun, span.ended, span.waited, span.ready = 1.0, 1.5, 1.25, 1.75
+    forward, backward = travels(spans, link_bytes=1e6)
+    assert (forward.count, forward.predicted, forward.took, forward.exposed) == (2, 0.004, 1.0, 1.0)
+    assert forward.predicted_bytes == pytest.approx(4000)
+    assert (backward.took, backward.exposed) == (None, None)

@@ -246,11 +246,11 @@ def test_what_a_start_needs_stays_before_it() -> None:
 def test_switched_off_everything_stays() -> None:
     gm, inputs = traced()
     expected = gm(*inputs)
-    before = [node.name for node in gm.graph.nodes]
+    before = list(gm.graph.nodes)
     run_passes(
         gm, context(), passes=FINAL_PASSES, disabled=[p.__name__ for p in FINAL_PASSES], check=GraphModule.recompile
     )
-    assert [node.name for node in gm.graph.nodes] == before
+    assert list(gm.graph.nodes) == before
     run_passes(gm, context(), passes=FINAL_PASSES, disabled=["schedule"], check=GraphModule.recompile)
     order = names(gm)
     for index, name in enumerate(order):

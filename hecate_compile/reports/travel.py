@@ -1,0 +1,104 @@
+"""What travelled in the last step, beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hecate.runtime.comm.collective import Carries, collective_named
+from hecate.runtime.comm.queue import Span
+from hecate.runtime.state.layer import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """All collectives of one kind for one layer, in one part of the graph.
+
+    Attributes:
+        part: "forward" or "backward".
+        subject: the layer, or the parameters.
+        count: how many.
+        predicted, behind, took, exposed: seconds: predicted, of compute meanwhile, measured, and in which the compute
+            stood still; the last two are None before they have run.
+        predicted_bytes: that leave this rank, by the same prediction.
+    """
+
+    part: str
+    subject: str
+    operator: str
+    count: int
+    predicted: float
+    behind: float
+    took: float | None
+    exposed: float | None
+    predicted_bytes: float
+
+
+def travels(spans: Iterable[Span], link_bytes: float) -> tuple[Travel, ...]:
+    """The collectives of a step, in the order of their first starts.
+
+    Args:
+        link_bytes: bytes per second, as the predictions took it: bytes are predicted seconds of an idle link.
+    """
+    groups: dict[tuple[str, str, str], list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.part, span.subject, span.operator), []).append(span)
+    return tuple(
+        Travel(
+            part=part, subject=subject, operator=operator, count=len(group),
+            predicted=sum(span.predicted for span in group), behind=sum(span.behind for span in group),
+            took=_total(group, "seconds"), exposed=_total(group, "exposed"),
+            predicted_bytes=sum(span.predicted for span in group) * link_bytes,
+        )
+        for (part, subject, operator), group in groups.items()
+    )  # fmt: skip
+
+
+def _total(spans: Sequence[Span], name: str) -> float | None:
+    return sum(getattr(span, name) for span in spans) if all(span.ready for span in spans) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes that this rank sent for one layer in the last step, and what was predicted; and memory of replicas.
+
+    Attributes:
+        rows, experts: forward and backward; experts are replicas and their gradients.
+        replica_bytes: of a rank's replicas in the last step, the mean over ranks.
+        most_replica_bytes: the most that a rank may hold.
+    """
+
+    layer: str
+    predicted_rows: float
+    rows: int
+    predicted_experts: float
+    experts: int
+    replica_bytes: float
+    most_replica_bytes: float
+
+
+def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) -> tuple[LayerBytes, ...]:
+    """Of every layer.
+
+    Args:
+        slots: replicas that a rank may hold of a layer.
+    """
+    found = list(found)
+
+    def predicted(layer: Layer, carries: Carries) -> float:
+        return sum(
+            one.predicted_bytes
+            for one in found
+            if one.subject == layer.name and collective_named(one.operator).carries == carries
+        )
+
+    return tuple(
+        LayerBytes(
+            layer=layer.name,
+            predicted_rows=predicted(layer, "rows"), rows=layer.bytes_sent,
+            predicted_experts=predicted(layer, "replicas"), experts=layer.expert_bytes_sent,
+            replica_bytes=layer.replicas * layer.sizes.expert_bytes / layer.world.size,
+            most_replica_bytes=slots * layer.sizes.expert_bytes,
+        )
+        for layer in dict.fromkeys(layers)
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""``index.html`` of a dump: the passes of every graph, one after the other, in one file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from hecate.passes.dumps.palette import KINDS, kind_colour, layer_class, style
+from hecate.passes.dumps.printing import Line
+from hecate.passes.dumps.steps import DumpedPart, Step
+
+# Of a graph or a difference on the page; the files have all.
+MOST_LINES = 3000
+
+_STYLE = """
+:root{color-scheme:light}
+*{box-sizing:border-box}
+body{font:15px/1.45 system-ui,sans-serif;color:#202124;background:#fff;margin:0 auto;max-width:1280px;padding:16px}
+h1{font-size:22px}h2{font-size:18px;margin-top:36px;border-top:1px solid #dadce0;padding-top:16px}h3{font-size:15px}
+nav a{display:inline-block;margin:0 12px 6px 0}
+table{border-collapse:collapse;font-size:14px}th,td{text-align:left;padding:4px 10px;border-bottom:1px solid #e8eaed}
+td.number{text-align:right;font-variant-numeric:tabular-nums}
+tr.same,tr.off{color:#5f6368}
+.scroll{overflow-x:auto;max-width:100%}
+pre{font:12px/1.4 ui-monospace,monospace;margin:0;overflow:auto;max-height:75vh;border:1px solid #dadce0}
+pre span{display:block;padding:0 8px;min-width:max-content;min-height:1.4em}
+details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
+.plus{background:#e6f4ea}.minus{background:#fce8e6}.at{background:#e8f0fe;color:#3c4043}
+.key span{display:inline-block;padding:1px 8px;margin:0 6px 6px 0;border:1px solid #dadce0;font-size:13px}
+@media(max-width:600px){body{padding:8px;font-size:14px}th,td{padding:3px 5px}pre{font-size:11px}}
+"""
+
+
+def page(parts: Sequence[DumpedPart], title: str) -> str:
+    """The whole page."""
+    links = "".join(f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>' for part in parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>Graphs of {escape(title)}</title><style>{_STYLE}{style()}</style></head><body>"
+        f"<h1>Graphs of {escape(title)}</h1>{_key(parts)}<nav>{links}</nav>"
+        + "".join(map(_part, parts))
+        + "</body></html>\n"
+    )
+
+
+def _key(parts: Sequence[DumpedPart]) -> str:
+    """What the colours mean."""
+    layers = dict.fromkeys(line.layer for part in parts for step in part.steps for line in step.lines if line.layer)
+    shown = [f'<span class="{layer_class(layer)}">experts of {escape(layer)}</span>' for layer in list(layers)[:8]]
+    shown += [
+        f'<span style="border-left:5px solid {kind_colour(kind)}">collective of {kind}</span>' for kind in KINDS
+    ]
+    return f'<p class="key">{"".join(shown)}</p>'
+
+
+def _title(part: DumpedPart) -> str:
+    return f"graph {part.graph}, {part.part or 'as captured'}"
+
+
+def _anchor(part: DumpedPart) -> str:
+    return f"graph{part.graph}-{part.part or 'captured'}"
+
+
+def _part(part: DumpedPart) -> str:
+    text = [f'<h2 id="{_anchor(part)}">{escape(_title(part))}</h2>', _table(part)]
+    if part.schedule:
+        text.append(f"<h3>schedule</h3>{_pre([(line, '') for line in part.schedule], '')}")
+    for what, picture in (("before", part.before), ("after", part.after)):
+        if picture is not None:
+            text.append(
+                f"<details{' open' if what == 'after' else ''}><summary>layer {escape(picture.layer)}, {what} its "
+                f'rows are exchanged</summary><div class="scroll">{picture.svg()}</div></details>'
+            )
+    text += [_step(part, step) for step in part.steps if step.lines]
+    return "".join(text)
+
+
+def _table(part: DumpedPart) -> str:
+    rows = []
+    for step in part.steps:
+        record = step.record
+        if record is None:
+            continue
+        plus, minus = _counts(step)
+        kind = "" if step.lines else "same" if record.enabled else "off"
+        name = f'<a href="#{_step_anchor(part, step)}">{step.name}</a>' if step.lines else step.name
+        changed = f"+{plus} −{minus}" if step.lines else "nothing" if record.enabled else "off"  # noqa: RUF001
+        why = "; ".join(f"{skip.where}: {skip.reason}" for skip in record.skipped)
+        rows.append(
+            f'<tr class="{kind}"><td class="number">{step.index}</td><td>{name}</td><td>{escape(step.summary)}</td>'
+            f'<td class="number">{record.rewritten}</td><td class="number">{len(record.skipped)}</td>'
+            f'<td class="number">{record.seconds * 1e3:.1f}</td><td>{changed}</td><td>{escape(why)}</td></tr>'
+        )
+    head = "".join(
+        f"<th>{name}</th>" for name in ("", "pass", "what it does", "rewritten", "left alone", "ms", "lines", "why")
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _counts(step: Step) -> tuple[int, int]:
+    """Lines that came and went; the first two lines of a diff are its head."""
+    body = step.diff[2:]
+    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
+
+
+def _step_anchor(part: DumpedPart, step: Step) -> str:
+    return f"{_anchor(part)}-{step.index}"
+
+
+def _step(part: DumpedPart, step: Step) -> str:
+    diff = ""
+    if step.diff:
+        marks = {"+": "plus", "-": "minus", "@": "at"}
+        lines = [(line, marks.get(line[:1], "")) for line in step.diff]
+        diff = (
+            f"<details open><summary>difference</summary>{_pre(lines, step.file.replace('.py', '.diff'))}</details>"
+        )
+    graph = _pre([(line.text, _classes(line)) for line in step.lines], step.file)
+    return (
+        # A link to something inside opens what it is in; one to the outside does not.
+        f'<details><summary>{step.index:02} {escape(step.name)}</summary><div id="{_step_anchor(part, step)}">{diff}'
+        f"<details><summary>graph, {len(step.lines)} lines</summary>{graph}</details></div></details>"
+    )
+
+
+def _classes(line: Line) -> str:
+    return " ".join(filter(None, (layer_class(line.layer), f"carries-{line.carries}" if line.carries else "")))
+
+
+def _pre(lines: Sequence[tuple[str, str]], file: str) -> str:
+    shown = [
+        f'<span class="{kind}">{escape(text)}</span>' if kind else f"<span>{escape(text)}</span>"
+        for text, kind in lines[:MOST_LINES]
+    ]
+    missing = len(lines) - len(shown)
+    if missing > 0:
+        shown.append(f'<span>cut here: {missing} more lines in <a href="{escape(file)}">{escape(file)}</a></span>')
+    return f"<pre>{''.join(shown)}</pre>"

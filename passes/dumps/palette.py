@@ -1,0 +1,41 @@
+"""Colours of pages and drawings: expert regions by layer, collectives by what they carry."""
+
+from __future__ import annotations
+
+# Pale, so that black text can be read on them.
+_LAYERS = ("#d7e8fa", "#fde7c8", "#dcefd6", "#f6d9e5", "#e4defa", "#d2efee", "#f7efb5", "#e9ded4")
+_OTHER = "#eef0f2"
+
+KINDS: dict[str, str] = {
+    "rows": "#f28b82",
+    "counts": "#fdd663",
+    "tickets": "#fcad70",
+    "replicas": "#c58af9",
+    "experts": "#a77bd0",
+    "dense": "#81c995",
+    "bucket": "#8ab4f8",
+}
+
+
+def colour_of(layer: str) -> str:
+    """Of a layer by its short name, ``L3``; every eighth has the same."""
+    digits = layer.removeprefix("L")
+    return _LAYERS[int(digits) % len(_LAYERS)] if digits.isdecimal() else _OTHER
+
+
+def kind_colour(carries: str) -> str:
+    """Of a collective that carries rows, replicas, ..."""
+    return KINDS.get(carries, _OTHER)
+
+
+def layer_class(layer: str) -> str:
+    """The name of a layer's colour in a page's style; "" for a layer without a number."""
+    digits = layer.removeprefix("L")
+    return f"layer{int(digits) % len(_LAYERS)}" if digits.isdecimal() else ""
+
+
+def style() -> str:
+    """The rules of all colours, for a page."""
+    rules = [f".layer{number}{{background:{colour}}}" for number, colour in enumerate(_LAYERS)]
+    rules += [f".carries-{kind}{{box-shadow:inset 5px 0 0 {colour}}}" for kind, colour in KINDS.items()]
+    return "\n".join(rules)

@@ -1,0 +1,183 @@
+"""A graph as readable Python: one line a node, with dtype and sizes, and who wrote it.
+
+    # model.py:41 in forward: hidden = tokens @ self.w_in[expert]
+    rows_L0: "f32[R', 16]" = torch.ops.hecate.exchange.default(hidden, splits_L0, ...)  # exchange_rows, L0
+
+The lines that passes inserted name the pass and the layer; all others follow the line of model code that they come
+from. It is for reading and for comparing two graphs line by line, and parses as Python; it is not meant to be run.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.dumps.regions import expert_regions
+from hecate.passes.dumps.shapes import LEGEND, Value, text_of, values_of
+from hecate.passes.dumps.sources import source_of
+from hecate.passes.dumps.value_names import pass_of
+from hecate.passes.fx import is_getitem, line_of
+from hecate.runtime.comm.collective import collective_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a printed graph.
+
+    Attributes:
+        layer: short name of the MoE layer whose experts it computes with, "" for all else.
+        carries: what a collective on it carries, "" if it is none.
+    """
+
+    text: str
+    layer: str = ""
+    carries: str = ""
+
+
+def print_graph(
+    gm: GraphModule, layers: Mapping[int, str], names: Mapping[int, str], *, part: str = ""
+) -> list[Line]:
+    """``gm`` and the bodies of its higher-order operators.
+
+    Args:
+        layers: short name of each layer id.
+        names: module name of each layer id.
+        part: "joint", "forward" or "backward", once autograd has parted them.
+    """
+    lines = [Line(text=f"# {LEGEND}")]
+    lines += [Line(text=f"# {short}: {names.get(id, id)}", layer=short) for id, short in layers.items()]
+    for name, module in gm.named_modules():
+        if isinstance(module, GraphModule):
+            function = re.sub(r"\W", "_", name) or part or "forward"
+            lines += [Line(text=""), *_function(function, module, layers, joint=part == "joint")]
+    return lines
+
+
+def text_of_lines(lines: list[Line]) -> str:
+    """The lines as the text of a file."""
+    return "\n".join(line.text for line in lines) + "\n"
+
+
+def _function(name: str, gm: GraphModule, layers: Mapping[int, str], *, joint: bool) -> Iterator[Line]:
+    values = values_of(gm.graph)
+    regions = expert_regions(gm.graph, joint=joint)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    yield Line(text=f"def {name}(")
+    yield Line(text="    self,")
+    for node in placeholders:
+        yield Line(text=f"    {node.name}{_annotation(values[node])},{_remark(source_of(node))}")
+    yield Line(text="):")
+    before = ""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        layer = layers.get(regions[node], f"L_{regions[node]}") if node in regions else ""
+        line = line_of(node)
+        where = f"{line.short} in {line.function}: {line.code}" if line is not None else ""
+        if where and where != before and node.op != "output":
+            before = where
+            yield Line(text=f"    # {where}", layer=layer)
+        collective = collective_of(node.target) if node.op == "call_function" else None
+        yield Line(
+            text=f"    {_statement(node, values[node])}{_comment(node, layer)}",
+            layer=layer,
+            carries=collective.carries if collective is not None else "",
+        )
+
+
+def _annotation(value: Value) -> str:
+    text = text_of(value)
+    return f': "{text}"' if text else ""
+
+
+def _comment(node: Node, layer: str) -> str:
+    """Who wrote it, for which layer, and whether autograd shall compute it again."""
+    notes = [name] if (name := pass_of(node)) else []
+    if notes and layer:
+        notes.append(layer)
+    again = node.meta.get("recompute")
+    if again is not None:
+        notes.append(f"recompute: {getattr(again, 'name', again)}")
+    return _remark(", ".join(notes))
+
+
+def _remark(text: str) -> str:
+    return f"  # {text}" if text else ""
+
+
+def _statement(node: Node, value: Value) -> str:
+    if node.op == "output":
+        return f"return {literal(node.args[0])}"
+    if is_getitem(node):
+        call = f"{literal(node.args[0])}[{_index(node.args[1])}]"
+    elif node.op == "get_attr":
+        call = f"self.{node.target}"
+    elif node.op == "call_method":
+        call = f"{literal(node.args[0])}.{node.target}({_arguments(node.args[1:], node.kwargs)})"
+    elif node.op == "call_module":
+        call = f"self.{node.target}({_arguments(node.args, node.kwargs)})"
+    else:
+        call = f"{_called(node.target)}({_arguments(node.args, node.kwargs)})"
+    return f"{node.name}{_annotation(value)} = {call}"
+
+
+def _arguments(args: Any, kwargs: Mapping[str, Any]) -> str:
+    return ", ".join([*map(literal, args), *(f"{name}={literal(value)}" for name, value in kwargs.items())])
+
+
+def _index(index: Any) -> str:
+    """What stands between square brackets."""
+    if isinstance(index, tuple) and index:
+        return ", ".join(map(_index, index)) + ("," if len(index) == 1 else "")
+    if isinstance(index, slice):
+        ends = ["" if end is None else literal(end) for end in (index.start, index.stop)]
+        return ":".join(ends) + ("" if index.step is None else f":{literal(index.step)}")
+    return literal(index)
+
+
+def _called(target: Any) -> str:
+    """The dotted name of a function."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{target}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"torch.ops.higher_order.{target.name()}"
+    name = str(getattr(target, "__name__", target))
+    module = getattr(target, "__module__", None)
+    if getattr(operator, name, None) is target:
+        return f"operator.{name}"
+    dotted = f"{module}.{name}" if isinstance(module, str) else f"torch.{name}"
+    return re.sub(r"[^\w.]", "_", dotted.replace("builtins.", ""))
+
+
+def literal(value: Any) -> str:
+    """A value as it stands in Python code; something that parses, where it has no spelling."""
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"Sym({str(value)!r})"
+    if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str)):
+        return "..." if value is Ellipsis else repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if callable(value) and hasattr(value, "__name__"):
+        return _called(value)
+    return type(value).__name__

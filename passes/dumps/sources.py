@@ -1,0 +1,33 @@
+"""What the arguments of a graph are in the model: Dynamo knows it of its graph, and later graphs learn it here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch.fx import GraphModule, Node
+
+
+def source_of(node: Node) -> str:
+    """What an argument of a graph is in the model, ``layers.0.norm.weight``; "" if nobody knows."""
+    if "hecate_source" in node.meta:
+        return str(node.meta["hecate_source"])
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", str(source.name))
+    return name.removeprefix("L['self'].")
+
+
+def sources_of(gm: GraphModule) -> list[str]:
+    """:func:`source_of` of each argument of a captured graph."""
+    return [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def note_sources(gm: GraphModule, sources: Sequence[str]) -> None:
+    """Write on the arguments of a graph behind autograd which arguments of the captured graph they are."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        described = node.meta.get("desc")
+        if isinstance(described, PlainAOTInput) and described.idx < len(sources):
+            node.meta["hecate_source"] = sources[described.idx]
