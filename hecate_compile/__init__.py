@@ -16,7 +16,9 @@ from hecate.checkpoints.state_dicts import (
 )
 from hecate.config import Config
 from hecate.reports.explanation import Explanation
+from hecate.reports.monitor import Monitor, monitor
 from hecate.reports.record_routing import record
+from hecate.reports.run_files import RunError
 from hecate.reports.stats import LayerStats, Stats
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.placement.planner import Rates
@@ -36,10 +38,12 @@ __all__ = [
     "LayerStats",
     "Loaded",
     "MismatchError",
+    "Monitor",
     "NoCheckpointError",
     "NoExpertsError",
     "Policy",
     "Rates",
+    "RunError",
     "Stats",
     "Topology",
     "UntracedReadError",
@@ -52,6 +56,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "load",
     "load_pretrained",
+    "monitor",
     "record",
     "save",
     "save_timeline",
