@@ -38,6 +38,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.api",),
     ("hecate",),
     ("hecate.simulator",),
+    ("hecate.commands",),
     ("hecate.cli",),
 )
 
