@@ -40,8 +40,9 @@ def main() -> None:
     """Train Mixture-of-Experts models without stragglers."""
 
 
-for command in (explain, dump, bisect, report, doctor):
-    app.command()(command)
+_COMMANDS: tuple[Callable[..., None], ...] = (explain, dump, bisect, report, doctor)
+for _command in _COMMANDS:
+    app.command()(_command)
 
 
 @app.command()
