@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.ranks import run_ranks
 
@@ -87,6 +89,34 @@ def test_extending(title: str) -> None:
     ranks = run_ranks("tests.test_docs:run_section", 2 if title == "A collective" else 1, title=title)
     expected = {"A pass": "drop_double_relu", "A policy": "HottestEverywhere", "A collective": "MOST_ROWS"}
     assert all(expected[title] in names for names in ranks)
+
+
+def blocks_of_tutorial() -> str:
+    """Its program, as the page builds it up."""
+    return "\n\n".join(re.findall(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text(), flags=re.DOTALL))
+
+
+def run_tutorial(folder: str) -> None:
+    """On one rank, where the user would run it."""
+    os.chdir(folder)
+    exec(compile(blocks_of_tutorial(), "tutorial.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.distributed
+def test_tutorial(tmp_path: Path) -> None:
+    from hecate.cli import app
+    from hecate.commands.bisect import _script
+
+    run_ranks("tests.test_docs:run_tutorial", 2, folder=str(tmp_path))
+    ran = CliRunner().invoke(app, ["report", str(tmp_path / "runs" / "tutorial")])
+    assert ran.exit_code == 0 and "30 steps of 2 rank(s)" in ran.output, ran.output
+    page = (tmp_path / "runs" / "tutorial" / "report.html").read_text()
+    for part in ("Alerts", "Balance", "Load of ranks", "Time", "Timeline of a step", "Layers"):
+        assert f"<h2>{part}" in page and f"**{part}**" in (DOCS / "tutorial.md").read_text()
+    # What explain and bisect are given there.
+    script = tmp_path / "train.py"
+    script.write_text(blocks_of_tutorial())
+    assert _script(str(script)) == f"{script}:build"
 
 
 @pytest.mark.parametrize("module", ["hecate.runtime.placement.planner"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +143,7 @@ class Monitor:
         self._logged: list[dict[str, Number]] = []
         self._flushed = time.monotonic()
         self._tensorboard = tensorboard
+        self._failed = False
         state.forward.before = self._before_forward
 
     def __enter__(self) -> Monitor:
@@ -153,13 +155,15 @@ class Monitor:
     def log(self, **values: Number) -> None:
         """Add numbers to the step that runs, under their names: ``log(loss=loss)``.
 
-        Call it between a step's forward and the next one. Tensors with one element are read later, so that nothing
+        Call it between a step's forward and the next one. After the disk was full it does nothing. Tensors with one element are read later, so that nothing
         waits for the GPU here. Ranks may log different values; the report shows their mean.
 
         Raises:
             RuntimeError: no training forward has run yet, or the monitor is closed.
             ValueError: a tensor with more than one element.
         """
+        if self._failed:
+            return
         if self._step is None:
             why = "the monitor is closed" if self._file.closed else "no training forward has run"
             raise RuntimeError(f"hecate.monitor: log() belongs to a step, and {why}")
@@ -211,7 +215,20 @@ class Monitor:
         if self._state.world.rank == 0:
             self._take_placements(step)
         if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
-            self._flush()
+            try:
+                self._flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk ends the monitor, not the training."""
+        self._failed, self._state.forward.before = True, None
+        self._file.close()
+        warnings.warn(
+            f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs nothing "
+            f"from here on: {error}",
+            stacklevel=2,
+        )
 
     def _take_spans(self, step: _Step) -> None:
         queue, drawn = self._state.world.queue, step.number % self._timeline_every == 0

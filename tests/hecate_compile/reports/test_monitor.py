@@ -133,6 +133,24 @@ def test_a_block_that_raises_keeps_its_steps(tmp_path: Path) -> None:
         pass
 
 
+def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, arrays: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path) as monitor:
+        run_step(model, batch(0))
+        monitor.log(loss=1.0)
+        run_step(model, batch(1))
+        monkeypatch.setattr(monitor_module, "append_chunk", full)
+        with pytest.warns(UserWarning, match="no space left"):
+            run_step(model, batch(2))
+        monitor.log(loss=2.0)
+        run_step(model, batch(3))
+    assert load_run(tmp_path).logged["loss"].tolist() == [1.0]
+
+
 def test_refusals(tmp_path: Path) -> None:
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     with pytest.raises(ValueError, match="was not compiled"):
