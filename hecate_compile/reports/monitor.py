@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -155,8 +156,9 @@ class Monitor:
     def log(self, **values: Number) -> None:
         """Add numbers to the step that runs, under their names: ``log(loss=loss)``.
 
-        Call it between a step's forward and the next one. After the disk was full it does nothing. Tensors with one element are read later, so that nothing
-        waits for the GPU here. Ranks may log different values; the report shows their mean.
+        Call it between a step's forward and the next one that trains. Tensors with one element are read later, so
+        that nothing waits for the GPU here. Ranks may log different values; the report shows their mean. Once the
+        disk is full it does nothing.
 
         Raises:
             RuntimeError: no training forward has run yet, or the monitor is closed.
@@ -164,16 +166,18 @@ class Monitor:
         """
         if self._failed:
             return
-        if self._step is None:
+        if self._file.closed or (self._step is None and not self._logged):
             why = "the monitor is closed" if self._file.closed else "no training forward has run"
             raise RuntimeError(f"hecate.monitor: log() belongs to a step, and {why}")
+        # An evaluation ends a step, but what is logged behind it is still of that step.
+        logged = self._step.logged if self._step is not None else self._logged[-1]
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"hecate.monitor: {name} has {value.numel()} elements, one number is logged")
                 # A copy: the user may add to it in place before it is read.
                 value = value.detach().clone()
-            self._step.logged[name] = value
+            logged[name] = value
 
     def close(self) -> None:
         """Write what is left. What runs afterwards is not logged. A second call does nothing."""
@@ -193,6 +197,12 @@ class Monitor:
     def _before_forward(self) -> None:
         self._end_step()
         if torch.is_grad_enabled():
+            if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
+                try:
+                    self._flush()
+                except OSError as error:
+                    self._give_up(error)
+                    return
             self._step = _Step(number=self._next, began=time.time(), clock=time.perf_counter())
             self._next += 1
 
@@ -214,16 +224,13 @@ class Monitor:
         self._take_spans(step)
         if self._state.world.rank == 0:
             self._take_placements(step)
-        if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
-            try:
-                self._flush()
-            except OSError as error:
-                self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         """A full disk ends the monitor, not the training."""
         self._failed, self._state.forward.before = True, None
-        self._file.close()
+        # What is left in its buffer does not fit either.
+        with suppress(OSError):
+            self._file.close()
         warnings.warn(
             f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs nothing "
             f"from here on: {error}",

@@ -42,7 +42,7 @@ def train(path: str) -> dict[str, Any]:
     with hecate.monitor(model, path, timeline_every=2) as monitor:
         for step in range(3):
             loss = run_step(model, batch(step))
-            monitor.log(loss=loss, step_squared=step**2)
+            monitor.log(loss=loss)
             stats = hecate.stats(model).layers
             seen.append(
                 {
@@ -55,6 +55,8 @@ def train(path: str) -> dict[str, Any]:
             if step == 1:
                 with torch.no_grad():
                     model(input_ids=batch(9))
+            # Behind an evaluation, it belongs to the step before it.
+            monitor.log(step_squared=step**2)
     # Not a part of the run any more.
     run_step(model, batch(4))
     return {"seen": seen}
