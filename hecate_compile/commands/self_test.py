@@ -25,6 +25,7 @@ class SmallMoE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_experts = _EXPERTS
         self.router = nn.Linear(_HIDDEN, _EXPERTS, bias=False)
         self.w_in = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, 32, device="cpu") / 4)
         self.w_out = nn.Parameter(torch.randn(_EXPERTS, 32, _HIDDEN, device="cpu") / 6)

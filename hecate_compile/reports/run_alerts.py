@@ -117,8 +117,10 @@ def _overlap(run: RunData) -> Iterator[Alert]:
         return
     quarters = [hidden[begin : begin + size] for begin in range(0, run.steps - size + 1, size)]
     means = [float(np.nanmean(quarter)) for quarter in quarters if np.isfinite(quarter).any()]
-    exposed = np.nanmax(np.where(np.isnan(run.exposed), 0, run.exposed), 1)[_newest(run)]
-    share = float(np.median(exposed / np.maximum(run.seconds[_newest(run)], 1e-9)))
+    # With NCCL most steps are not measured.
+    known = np.flatnonzero(np.isfinite(hidden))[-len(hidden[_newest(run)]) :]
+    exposed = np.where(np.isnan(run.exposed[known]), 0, run.exposed[known]).max(1)
+    share = float(np.median(exposed / np.maximum(run.seconds[known], 1e-9)))
     if len(means) > 1 and means[-1] < LOST * max(means) and share > EXPOSED:
         yield Alert(
             kind="overlap",
