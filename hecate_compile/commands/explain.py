@@ -55,9 +55,9 @@ def explain(
 
     Example: hecate explain qwen3_moe --ranks 16 --nodes 2
     """
-    spec = _cluster(cluster, ranks, nodes)
+    spec, config = _cluster(cluster, ranks, nodes), _config(policy, disable_pass)
     given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
-    made, graphs = _compile(given, spec, _config(policy, disable_pass))
+    made, graphs = _compile(given, spec, config)
     console = Console(**_CONSOLE)
     console.print(str(made))
     for captured in graphs:
@@ -89,9 +89,9 @@ def dump(
     """
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"--out {out} is a file, expected a folder")
-    spec = _cluster(cluster, ranks, nodes)
+    spec, config = _cluster(cluster, ranks, nodes), _config(policy, disable_pass)
     given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
-    made, _ = _compile(given, spec, replace(_config(policy, disable_pass), dump=out))
+    made, _ = _compile(given, spec, replace(config, dump=out))
     console = Console(**_CONSOLE)
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
     if not files:
