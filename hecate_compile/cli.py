@@ -32,6 +32,8 @@ from hecate.simulator.replay import replay as replay_trace
 from hecate.simulator.study import STEPS, Build, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, load_trace, make
 
+MostReplicas = Annotated[str, typer.Option(help="most replicas on a rank; auto: as many as are predicted to pay")]
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -57,12 +59,7 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="routing that hecate.record wrote")] = None,
     workload: Annotated[str, typer.Option(help=f"made-up routing instead: {', '.join(WORKLOADS)}")] = "zipf",
     skew: Annotated[float, typer.Option(help="exponent of zipf and drift")] = 1.5,
-    replicas: Annotated[
-        str,
-        typer.Option(
-            help="most replicas on a rank, or auto: what is predicted to pay; your own policies get a number"
-        ),
-    ] = "auto",
+    replicas: MostReplicas = "auto",
     rematerialize: Annotated[bool, typer.Option(help="gather replicas again for the backward")] = False,
     steps: Annotated[int, typer.Option(min=1, help="steps to simulate, spread over the trace")] = 3,
     optimizer_bytes: Annotated[float, typer.Option(help="per parameter, beside itself and its gradient")] = 8.0,
@@ -108,12 +105,7 @@ def replay(
         list[str], typer.Option(help="static, hecate, paper, or file.py:Class of your own; several times")
     ] = ["static", "hecate"],  # noqa: B006  typer copies it
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of equal size; by default those of the run")] = None,
-    replicas: Annotated[
-        str,
-        typer.Option(
-            help="most replicas on a rank, or auto: what is predicted to pay; your own policies get a number"
-        ),
-    ] = "auto",
+    replicas: MostReplicas = "auto",
 ) -> None:
     """Play the routing of a run back, for each policy, with the run's own model, ranks and rates.
 

@@ -54,7 +54,8 @@ class Config:
         dispatch: how rows travel between nodes. ``"rows"``: every choice of a token is a row, straight to a holder of
             its expert. ``"nodes"``: a token's row crosses to each node once, and a rank there passes it on
             to the holders; results are summed there, and cross once. A layer in which that cannot be proven right
-            stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay.
+            stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay
+            and the policy makes no replicas, which keep rows in their node already.
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, half
             as much more traffic of experts and their gradients. The planner counts it.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for

@@ -143,6 +143,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # All systems share the code of one model, and Dynamo counts each as a recompile.
     torch._dynamo.config.recompile_limit = 64
+    # And takes for dynamic what differs between them, such as the choices of a token, which no training changes.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     world = find_world(None, torch.device("cpu"))
@@ -170,6 +172,7 @@ def main() -> None:
                 runner.load(entry, even, step)
                 entry.system.step(ids)
             entry.system.begin()
+            entry.system.check()
         # Owners that change collect garbage, and would look through all models that were built here.
         gc.collect()
         gc.freeze()

@@ -15,16 +15,41 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 Ints = NDArray[np.int64]
+# Rounds of swaps until no token has an expert twice.
+_TRIES = 200
 _ROUTERS = (modeling_qwen3_moe.Qwen3MoeTopKRouter, modeling_qwen2_moe.Qwen2MoeTopKRouter)
 
 
 def deal(counts: Ints, tokens: int, top_k: int, rng: np.random.Generator) -> Ints:
     """Experts for every token, so that expert e occurs ``counts[e]`` times: int64 ``[E] -> [tokens, top_k]``.
 
-    A token's experts differ unless one expert has more rows than there are tokens.
+    Which of them meet in a token is chance, as far as a token's experts differ; they do unless one expert has more
+    rows than there are tokens. (Were they dealt in the order of their numbers, every token would have one on each
+    node, and no two of its rows could cross together.)
     """
-    experts = np.repeat(np.arange(len(counts)), counts)
-    return rng.permutation(experts.reshape(top_k, tokens).T)
+    # Side by side an expert's rows are in no token twice. The hottest first, so that it is in one column.
+    hottest = int(np.argmax(counts))
+    order = np.concatenate([[hottest], rng.permutation(np.delete(np.arange(len(counts)), hottest))])
+    apart = np.repeat(order, counts[order]).reshape(top_k, tokens)
+    mixed = rng.permuted(apart, axis=1)
+    for _ in range(_TRIES):
+        column, token = _second_ones(mixed)
+        if not len(token):
+            return mixed.T
+        # Another token's in the same column takes its place; that may be no better, so there are several tries.
+        other = rng.integers(0, tokens, len(token))
+        for c, one, two in zip(column.tolist(), token.tolist(), other.tolist(), strict=True):
+            mixed[c, one], mixed[c, two] = mixed[c, two], mixed[c, one]
+    return rng.permutation(apart.T)
+
+
+def _second_ones(choices: Ints) -> tuple[Ints, Ints]:
+    """Column and token of each choice ``[top_k, tokens]`` that an earlier column of its token has too."""
+    again = np.zeros(choices.shape, dtype=bool)
+    for column in range(1, len(choices)):
+        again[column] = (choices[:column] == choices[column]).any(0)
+    column, token = np.nonzero(again)
+    return column, token
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

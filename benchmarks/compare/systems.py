@@ -95,6 +95,13 @@ class System:
         """Seconds of moves between steps, for each step of the workload so far; see :class:`Moves`."""
         return Moves().per_step()
 
+    def check(self) -> None:
+        """Once compiled: whether the system is what its name says.
+
+        Raises:
+            RuntimeError: it is not, with the reason.
+        """
+
     def learn(self, rates: Rates) -> None:
         """Hear how fast the machine is."""
 
@@ -224,6 +231,11 @@ class EngineSystem(System):
 
     def moves(self) -> dict[str, float]:
         return self.moved.per_step()
+
+    def check(self) -> None:
+        skipped = hecate.explain(self.model).skipped
+        if skipped:
+            raise RuntimeError(f"compare: a system is not what its name says: {skipped[0].reason}")
 
     def learn(self, rates: Rates) -> None:
         self.engine.placer.set_rates(rates, because="given to the benchmark")

@@ -41,6 +41,14 @@ def test_a_trace_fits_more_ranks_and_layers() -> None:
     assert (fitted[0, 2] != fitted[0, 0]).any()
 
 
+def test_which_experts_meet_in_a_token_is_chance() -> None:
+    """As if drawn: of 31 other experts 15 are on the same node."""
+    dealt = [routing.deal(np.full(32, 64), 1024, 2, np.random.default_rng(seed)) for seed in range(20)]
+    on_node = np.concatenate(dealt) // 16
+    assert np.mean(on_node[:, 0] == on_node[:, 1]) == pytest.approx(15 / 31, abs=0.05)
+    assert len({tuple(sorted(pair)) for pair in dealt[0].tolist()}) > 200
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_dealt_choices_have_the_counts_of_the_trace(name: str) -> None:
     shape = shapes.SHAPES["gpt-moe-s"]

@@ -50,8 +50,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(1, 1)
-        world = SimpleNamespace(rank=0, size=W)
-        self.placer = Placer(Static(), Topology.even(W, W), world)  # type: ignore[arg-type]
+        world: Any = SimpleNamespace(rank=0, size=W)
+        self.placer = Placer(Static(), Topology.even(W, W), world)
         self.layers = [Layer(LayerPlacer(self.placer, id=0, name="one", owners=OWNERS), world)]
         self.owner_mover, self.moved = self, 0
 
@@ -76,8 +76,9 @@ class Layer:
 def system(engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> systems.EngineSystem:
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(systems.routing, "prepare", lambda model, tokens: [])
-    made: Any = systems.EngineSystem(engine, SimpleNamespace(tokens=4), policy)  # type: ignore[arg-type]
-    return made
+    shape: Any = SimpleNamespace(tokens=4)
+    stand_in: Any = engine
+    return systems.EngineSystem(stand_in, shape, policy)
 
 
 def test_owners_move_at_their_steps_and_only_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,8 @@ if not ALL:
         2: {name: CASES[2][name] for name in ("split", "one expert")},
         4: {name: CASES[4][name] for name in ("qwen3_moe", "plain")},
     }
-_ONLY_ALL = pytest.mark.skipif(not ALL, reason="HECATE_TESTS=all runs it")
+# All of it takes two and a half minutes. ``make test`` has Inductor and all ways to write experts with rows alone.
+_ONLY_ALL = pytest.mark.skipif(not ALL, reason="more than a minute more: with HECATE_TESTS=all")
 
 
 def measure_all(size: int) -> dict[str, Any]:

@@ -82,9 +82,9 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[st
     return [(name, _kept(value)) for name, value in found]
 
 
-def _kept(value: torch.Tensor) -> torch.Tensor:
+def _kept(value: Any) -> torch.Tensor:
     """Without rows that only pad."""
-    part = value.as_subclass(torch.Tensor)  # type: ignore[arg-type]
+    part: torch.Tensor = value.as_subclass(torch.Tensor)
     pieces = getattr(value, "pieces", None)
     return part if pieces is None else torch.cat([part[p.start : p.start + p.rows] for p in pieces] or [part[:0]])
 

@@ -50,25 +50,16 @@ def test_timeline_of_a_single_rank_is_refused(model: torch.nn.Module, tmp_path: 
         hecate.save_timeline(model, tmp_path / "x.json")
 
 
+def layer_stats(name: str, rows: tuple[int, int]) -> LayerStats:
+    nothing = (0, 0)
+    return LayerStats(
+        name=name, rows=rows, expert_rows=rows, bytes_sent=nothing, node_bytes_sent=nothing, replicas=0,
+        expert_bytes_sent=nothing,
+    )  # fmt: skip
+
+
 def test_imbalance() -> None:
-    layer = LayerStats(
-        name="x",
-        rows=(6, 2),
-        expert_rows=(6, 2),
-        bytes_sent=(0, 0),
-        node_bytes_sent=(0, 0),
-        replicas=0,
-        expert_bytes_sent=(0, 0),
-    )
-    empty = LayerStats(
-        name="y",
-        rows=(0, 0),
-        expert_rows=(0, 0),
-        bytes_sent=(0, 0),
-        node_bytes_sent=(0, 0),
-        replicas=0,
-        expert_bytes_sent=(0, 0),
-    )
+    layer, empty = layer_stats("x", (6, 2)), layer_stats("y", (0, 0))
     assert layer.imbalance == 1.5
     assert empty.imbalance == 1.0
     assert Stats(layers=(layer, empty)).imbalance == 1.25
