@@ -67,7 +67,8 @@ def run_trial(trial: Trial, rank: int) -> None:
     if not trial.plain:
         disabled = (*made.config.disable_passes, *trial.disabled)
         model = compile(model, replace(made.config, disable_passes=tuple(dict.fromkeys(disabled))))
-    losses, arrays = [], {}
+    losses: list[float] = []
+    arrays: dict[str, Any] = {}
     names = [name for name, _ in model.named_parameters()]
     for step in range(trial.steps):
         model.zero_grad(set_to_none=True)

@@ -88,8 +88,11 @@ class RunHead:
         """
         path = folder / "run.json"
         try:
-            given = json.loads(path.read_text())
-            head = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+            given: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in json.loads(path.read_text()).items()
+            }
+            head = cls(**given)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path} is not what hecate.monitor writes: {error}") from None
         if head.format != _FORMAT or len(head.layers) != len(head.experts) or not head.nodes:
@@ -141,7 +144,8 @@ def starts_in(root: Path) -> list[Path]:
 def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
     """Write one chunk and hand it to the operating system, which keeps it when this process is killed."""
     plain = io.BytesIO()
-    np.savez(plain, **dict(arrays))
+    named: dict[str, Any] = dict(arrays)
+    np.savez(plain, **named)
     # The fastest level: most of it is small numbers in wide integers.
     packed = zlib.compress(plain.getbuffer(), 1)
     file.write(_HEAD.pack(_MAGIC, len(packed), zlib.crc32(packed)) + packed)

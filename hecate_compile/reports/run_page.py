@@ -209,7 +209,7 @@ def _per_rank(values: Floats) -> dict[str, Array]:
     """A line for each rank, or the least, the mean and the most if there are too many."""
     if values.shape[1] <= _MOST_LINES:
         return {f"rank {rank}": values[:, rank] for rank in range(values.shape[1])}
-    empty = np.isnan(values).all(1)
+    empty: Array = np.asarray(np.isnan(values).all(1))
     filled = np.where(empty[:, None], 0, values)
     found = {"least": np.nanmin(filled, 1), "mean": np.nanmean(filled, 1), "most": np.nanmax(filled, 1)}
     return {name: np.where(empty, np.nan, line) for name, line in found.items()}
@@ -263,7 +263,7 @@ def _evenness(run: RunData, layer: int) -> Floats:
 
 def _mean(values: Array) -> Floats:
     """Over the last dimension; NaN where there is none."""
-    empty = np.isnan(values).all(1)
+    empty: Array = np.asarray(np.isnan(values).all(1))
     found: Floats = np.where(empty, np.nan, np.nanmean(np.where(empty[:, None], 0, values), 1))
     return found
 
