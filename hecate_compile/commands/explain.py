@@ -59,7 +59,8 @@ def explain(
     given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
     made, graphs = _compile(given, spec, config)
     console = Console(**_CONSOLE)
-    console.print(str(made))
+    # Its tables have a width of their own.
+    console.print(str(made), soft_wrap=True)
     for captured in graphs:
         lines = schedule_lines(notes_in(captured.graph.graph.nodes), measured=False)
         if lines:

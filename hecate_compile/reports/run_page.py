@@ -10,7 +10,7 @@ import numpy as np
 
 from hecate.reports.run_alerts import Alert, find_alerts
 from hecate.reports.run_data import Floats, RankTimeline, RunData
-from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, short, timeline
+from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, timeline
 from hecate.runtime.comm.collective import collective_named
 
 # Lines of a plot that has one for each rank, and ranks of a timeline.
@@ -119,7 +119,7 @@ def _numbers(run: RunData) -> str:
         shown.append(("hidden", f"{hidden:.0%}" if np.isfinite(hidden) else "not measured"))
     memory = run.memory[newest]
     if np.isfinite(memory).any():
-        shown.append(("memory, most", f"{short(float(np.nanmax(memory)))}B"))
+        shown.append(("memory, most", f"{float(np.nanmax(memory)) / 1e9:.3g} GB"))
     cells = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in shown)
     return f'<div class="numbers">{cells}</div>\n<p class="quiet">Medians of the last {-newest.start} steps.</p>'
 
@@ -221,7 +221,11 @@ def _layers(run: RunData) -> str:
     parts = []
     for index, (name, experts) in enumerate(zip(run.head.layers, run.head.experts, strict=True)):
         load = run.load[:, index, :experts].astype(np.float64)
-        plots = [heat_map(_relative(load[:, None]), run.step, title="Rows of experts over the mean", rows="expert")]
+        plots = [
+            heat_map(
+                _relative(load[:, None]), run.step, title="Rows of experts over the mean", rows="expert", low=0.0
+            )
+        ]
         if run.head.world_size > 1:
             held = run.holders[:, index, :experts].astype(np.float64)
             size = float(run.head.world_size)

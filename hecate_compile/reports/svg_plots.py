@@ -19,7 +19,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 WIDTH, HEIGHT = 400, 200
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
 # Colours that differ for colour-blind readers too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 # From dark to bright with even steps of lightness (points of viridis).
@@ -70,7 +70,7 @@ def heat_map(
         f'style="image-rendering:pixelated" href="data:image/png;base64,{picture}"/>',
         _text(LEFT - 6, TOP + 9, "0", anchor="end"),
         _text(LEFT - 6, TOP + height, str(count - 1), anchor="end") if count > 1 else "",
-        _text(12, TOP + height / 2, rows, anchor="middle", turned=True),
+        _text(10, TOP + height / 2, rows, anchor="middle", turned=True),
         *_step_axis(firsts, steps, width),
         *_colour_bar(LEFT + width + 8, height, least, most),
     ]
@@ -102,8 +102,11 @@ def line_plot(
         parts.append(_text(LEFT - 6, y + 4, short(tick), anchor="end"))
     for number, (name, values) in enumerate(drawn.items()):
         colour = COLOURS[number % len(COLOURS)]
+        # Lines behind are thicker: where two lie on each other, both can be seen.
+        behind = len(drawn) - 1 - number
+        thick = 1.6 + behind * min(1.8, 4 / max(1, len(drawn) - 1))
         parts += [
-            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{points}"/>'
+            f'<polyline fill="none" stroke="{colour}" stroke-width="{thick:.1f}" points="{points}"/>'
             for points in _polylines(values, least, most, width, height)
         ]
         x, y = LEFT + (number % 3) * 118, HEIGHT - 6 - 16 * ((len(drawn) - 1) // 3 - number // 3)
@@ -111,7 +114,7 @@ def line_plot(
         parts.append(_text(x + 14, y, name))
     parts += _step_axis(firsts, steps, width, TOP + height)
     if unit:
-        parts.append(_text(12, TOP + height / 2, unit, anchor="middle", turned=True))
+        parts.append(_text(10, TOP + height / 2, unit, anchor="middle", turned=True))
     return _svg(title, parts)
 
 
@@ -125,7 +128,9 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str], colours: Mapping[str, st
     height, wide = 16, WIDTH - LEFT - RIGHT
     bottom = TOP + height * len(lines)
     end = end if end > 0 else 1.0
-    parts = [_text(LEFT - 6, TOP + height * line + 12, label, anchor="end") for line, label in enumerate(lines)]
+    parts = [
+        _text(LEFT - 6, TOP + height * line + 12, label, anchor="end") for line, label in enumerate(lines) if label
+    ]
     for bar in bars:
         x, length = LEFT + wide * bar.begin / end, wide * (bar.end - bar.begin) / end
         parts.append(

@@ -35,8 +35,8 @@ class StrangeMoE(PlainMoE):
         out = torch.zeros_like(tokens)
         for expert in range(self.w_in.shape[0]):
             token, choice = torch.where(chosen == expert)
-            h = torch.cumsum(tokens[token] @ self.w_in[expert], 0)
-            h = h @ self.w_out[expert]
+            h = tokens[token] @ self.w_in[expert]
+            h = (h - h.sum(0, keepdim=True)) @ self.w_out[expert]
             out.index_add_(0, token, h * weights[token, choice, None])
         return out.view_as(hidden)
 
@@ -81,7 +81,7 @@ def test_a_config_needs_no_weights(folder: Path) -> None:
 def test_a_region_that_is_left_alone_is_explained_by_its_line(folder: Path) -> None:
     done = run("explain", f"{folder}/model.py:strange", "--ranks", "2", "--strict")
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "left alone" in done.stdout and "cumsum" in done.stdout
+    assert "left alone" in done.stdout and "sum" in done.stdout
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
@@ -23,6 +22,7 @@ from hecate.reports.run_data import load_run
 from hecate.reports.run_page import page_of
 from hecate.reports.svg_plots import heat_map, line_plot, short, ticks
 from tests.hecate_compile.reports.made_run import Array, make_run
+from tests.support.browser import find_browser, look_at
 
 _VOID = {"meta", "link", "br", "img"}
 
@@ -269,37 +269,45 @@ def test_bad_input_is_explained(arguments: list[str], said: str, tmp_path: Path)
 
 # --- a browser ---
 
-_SHOWN = "[...document.querySelectorAll('%s')].filter(one => one.checkVisibility())"
+# Of all that can be seen: what is inside closed details is not.
+_MEASURED = """(() => {
+  const shown = what => [...document.querySelectorAll(what)].filter(one => one.checkVisibility());
+  const lying = shown("svg text").filter(one => !one.hasAttribute("transform"));
+  const box = one => one.getBoundingClientRect();
+  return {
+    reaches: document.documentElement.scrollWidth,
+    plots: shown("svg").map(one => [box(one).width, box(one).height]),
+    letters: Math.min(...lying.map(one => box(one).height)),
+    outside: lying.filter(one => {
+      const a = box(one), b = box(one.ownerSVGElement);
+      return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1;
+    }).map(one => one.textContent),
+    pictures: shown("svg image").map(one => box(one).width),
+  };
+})()"""
+_NO_BROWSER = "no chromium is found: apt install chromium"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright is not installed")
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
 @pytest.mark.parametrize("width", [1280, 400])
 def test_in_a_browser(width: int, tmp_path: Path) -> None:
-    from playwright.sync_api import Error, sync_playwright
-
     make_run(tmp_path / "x", steps=80, load_of=dead)
-    target = tmp_path / "x.html"
-    target.write_text(page_of(load_run(tmp_path / "x"), name="x"))
-    with sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch()
-        except Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
-        tab = browser.new_page(viewport={"width": width, "height": 900})
-        said: list[str] = []
-        asked: list[str] = []
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(target.as_uri())
-        assert said == []
-        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out to the right"
-        sizes = tab.evaluate(f"{_SHOWN % 'svg'}.map(s => [s.getBoundingClientRect().width, s.clientHeight])")
-        assert len(sizes) > 10 and all(w > 200 and h > 80 for w, h in sizes)
-        letters = tab.evaluate(f"{_SHOWN % 'svg text'}.map(t => t.getBoundingClientRect().height)")
-        # A turned text is as high as it is long, so the least is of one that lies.
-        assert min(letters) >= 8, "letters can be read"
-        images = tab.evaluate("[...document.querySelectorAll('svg image')].every(i => i.getBBox().width > 0)")
-        assert images
-        browser.close()
+    seen = look_at(page_of(load_run(tmp_path / "x"), name="x"), _MEASURED, width=width, folder=tmp_path)
+    assert seen.console == () and seen.asked == ()
+    found = seen.value
+    assert found["reaches"] <= width, "nothing sticks out to the right"
+    assert len(found["plots"]) > 10 and all(wide > 200 and high > 80 for wide, high in found["plots"])
+    assert found["letters"] >= 8, "letters can be read"
+    assert found["outside"] == [], "no letter is cut off"
+    assert len(found["pictures"]) >= 5 and min(found["pictures"]) > 4, "pictures are there, and colour bars"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
+def test_what_is_wrong_with_a_page_is_seen(tmp_path: Path) -> None:
+    wrong = '<img src="https://example.org/x.png"><script>nothing.at_all</script><div style="width:900px">x</div>'
+    seen = look_at(wrong, _MEASURED, width=400, folder=tmp_path)
+    assert seen.value["reaches"] >= 900 and seen.value["plots"] == []
+    assert any("nothing is not defined" in line for line in seen.console)
+    assert seen.asked == ("https://example.org/x.png",)
