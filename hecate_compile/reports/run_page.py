@@ -81,7 +81,7 @@ _BALANCE = (
     "Rows of the busiest rank over the mean, mean over layers: 1 is balanced. Before: if owners computed all rows of "
     "their experts. After: what ranks computed with this run's replicas."
 )
-_RANKS = "Rows of each rank over the mean, mean over layers. Left if owners computed all, right as it was."
+_RANKS = "Rows of each rank over the mean, mean over layers. Before: if owners computed all. After: as it was."
 _TIME = (
     "A step lasts from one forward to the next, so it has the optimizer and the loading of data in it. Hidden is the "
     "part of the collectives' time in which the compute went on."

@@ -19,6 +19,7 @@ from hecate.commands.bisect import NAMES, _reason, _search, _Trials
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
 from hecate.commands.bisect_worker import Trial
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from tests.support.extent import ALL
 
 ROOT = Path(__file__).parents[3]
 
@@ -167,6 +168,9 @@ def test_bad_input_is_explained(script: str, said: str, tmp_path: Path) -> None:
 
 # --- real steps ---
 
+# Each launch imports torch anew in every rank; the search itself is tested above, for every pass.
+_ONLY_ALL = pytest.mark.skipif(not ALL, reason="a minute or more of launches: with HECATE_TESTS=all")
+
 SCRIPT = """
 import torch
 
@@ -221,7 +225,10 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "name"),
-    [("backend, 'PASSES'", "group_expert_loops"), ("lowering, 'FINAL_PASSES'", "split_collectives")],
+    [
+        pytest.param("backend, 'PASSES'", "group_expert_loops", marks=_ONLY_ALL),
+        ("lowering, 'FINAL_PASSES'", "split_collectives"),
+    ],
 )
 def test_a_planted_fault_is_found(table: str, name: str, tmp_path: Path) -> None:
     done = run(tmp_path, f"plant({table}, '{name}')", "--ranks", "2", "--steps", "1")
@@ -229,6 +236,7 @@ def test_a_planted_fault_is_found(table: str, name: str, tmp_path: Path) -> None
     assert f"\n{name} changes the result" in done.stdout
 
 
+@_ONLY_ALL
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
