@@ -40,7 +40,7 @@ def bisect(
     process; instead of the dict it may give a list of batches, and behind them a hecate.Config. The reference is the
     step without any pass, and for its loss the model without Hecate.
 
-    Ends with code 0 if nothing differs, 1 if something does, 2 if the script cannot be used.
+    Ends with code 0 if nothing differs, 1 if something does or the step does not run, 2 if there is no such script.
 
     Example: hecate bisect mymodel.py:build --ranks 2
     """
