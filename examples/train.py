@@ -50,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--record", type=Path, help="file for a trace of the routing, trace.npz")
+    parser.add_argument("--monitor", type=Path, help="folder for a run that hecate report draws")
     parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--generate", type=int, default=60, help="bytes to generate at the end")
@@ -162,7 +163,8 @@ def main() -> None:
         console.print(f"going on from step {start}, saved in {args.checkpoints}")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     recording = hecate.record(model, args.record) if args.record else nullcontext()
-    with recording, Progress(*columns, console=console) as progress:
+    monitor = hecate.monitor(model, args.monitor, first_step=start * args.micro_batches) if args.monitor else None
+    with recording, monitor or nullcontext(), Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=args.steps, completed=start)
         for step in range(start, args.steps):
             began = time.perf_counter()
@@ -181,6 +183,8 @@ def main() -> None:
             schedule.step()
             optimizer.zero_grad()
             losses.append(mean_over_ranks(total, size))
+            if monitor is not None:
+                monitor.log(loss=losses[-1])
             if args.checkpoints and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 extra = {"schedule": schedule.state_dict(), "losses": losses}
                 hecate.save(args.checkpoints, model, optimizer, step=step + 1, extra=extra, keep=3)  # 5

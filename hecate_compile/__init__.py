@@ -17,7 +17,9 @@ from hecate.checkpoints.state_dicts import (
 from hecate.config import Config
 from hecate.integrations.s2_cache import S2Cache
 from hecate.reports.explanation import Explanation
+from hecate.reports.monitor import Monitor, monitor
 from hecate.reports.record_routing import record
+from hecate.reports.run_files import RunError
 from hecate.reports.stats import LayerStats, Stats
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
@@ -38,10 +40,12 @@ __all__ = [
     "LayerStats",
     "Loaded",
     "MismatchError",
+    "Monitor",
     "NoCheckpointError",
     "NoExpertsError",
     "Policy",
     "Rates",
+    "RunError",
     "S2Attention",
     "S2Cache",
     "Stats",
@@ -57,6 +61,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "load",
     "load_pretrained",
+    "monitor",
     "record",
     "save",
     "save_timeline",

@@ -1,13 +1,9 @@
-"""The command line: ``hecate simulate`` and ``hecate replay``."""
+"""The command line: ``hecate simulate`` and ``hecate replay``, and the names of all other commands."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,6 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from hecate.commands.bisect import bisect
+from hecate.commands.doctor import doctor
+from hecate.commands.explain import dump, explain
+from hecate.commands.load_name import load_name
+from hecate.commands.report import report
 from hecate.runtime.placement.hecate_policy import Hecate, Replicas
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.runtime.placement.topology import Topology
@@ -39,6 +40,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.callback()
 def main() -> None:
     """Train Mixture-of-Experts models without stragglers."""
+
+
+_COMMANDS: tuple[Callable[..., None], ...] = (explain, dump, bisect, report, doctor)
+for _command in _COMMANDS:
+    app.command()(_command)
 
 
 @app.command()
@@ -62,6 +68,8 @@ def simulate(
     """Predict a training step of MODEL on clusters that are not there, for each policy.
 
     Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
+
+    Example: hecate simulate model.py:build --cluster h100-64.toml --policy static --policy hecate
     """
     if out is not None and not out.resolve().parent.is_dir():
         raise typer.BadParameter(f"--json: there is no folder {out.resolve().parent}")
@@ -99,7 +107,10 @@ def replay(
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of equal size; by default those of the run")] = None,
     replicas: MostReplicas = "auto",
 ) -> None:
-    """Play the routing of a run back, for each policy, with the run's own model, ranks and rates."""
+    """Play the routing of a run back, for each policy, with the run's own model, ranks and rates.
+
+    Example: hecate replay trace.npz --policy static --policy hecate --nodes 2
+    """
     try:
         most = _replicas(replicas)
         counts, owners = load_trace(trace)
@@ -187,7 +198,7 @@ def _policy(name: str, replicas: Replicas) -> Policy:
         return known[name]()
     if ":" not in name:
         raise typer.BadParameter(f"no policy {name!r}; there are {', '.join(known)}, and file.py:Class")
-    kind = _load(name, "policy", "Class")
+    kind = load_name(name, "policy", "Class")
     policy = kind() if isinstance(kind, type) and issubclass(kind, Policy) else None
     if policy is None:
         raise typer.BadParameter(f"policy {name!r} is no hecate.Policy")
@@ -196,32 +207,8 @@ def _policy(name: str, replicas: Replicas) -> Policy:
     return policy
 
 
-def _load(name: str, what: str, kind: str) -> Any:
-    """What ``file.py:name`` says; a module on the path, ``package.module:name``, works too."""
-    file, _, attribute = name.rpartition(":")
-    path = Path(file)
-    sys.path[:0] = [os.getcwd(), str(path.parent)]
-    if path.is_file():
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise typer.BadParameter(f"{what} {name!r}: {path} is not a Python file")
-        # Dataclasses look their module up.
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    elif not file or path.suffix == ".py" or not all(part.isidentifier() for part in file.split(".")):
-        raise typer.BadParameter(f"{what} {name!r}: expected file.py:{kind}")
-    else:
-        try:
-            module = importlib.import_module(file)
-        except ImportError as error:
-            raise typer.BadParameter(f"{what} {name!r}: {error}; expected file.py:{kind}") from None
-    if not hasattr(module, attribute):
-        raise typer.BadParameter(f"{what} {name!r}: {file} has no {attribute}")
-    return getattr(module, attribute)
-
-
 def _function(name: str) -> Build:
-    function = _load(name, "model", "function")
+    function = load_name(name, "model", "function")
 
     def build() -> tuple[nn.Module, Mapping[str, Any]]:
         made = function()

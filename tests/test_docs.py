@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.ranks import run_ranks
 
@@ -90,11 +91,15 @@ def test_extending(title: str) -> None:
     assert all(expected[title] in names for names in ranks)
 
 
+def program_of(name: str) -> str:
+    """All blocks of Python of a page, as one program."""
+    return "\n\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL))
+
+
 def run_page(name: str, folder: str) -> list[str]:
-    """All blocks of Python of a page, as one program that is started in ``folder``."""
+    """On one rank: what a page's program leaves in ``folder``, where a user would run it."""
     os.chdir(folder)
-    code = "\n\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL))
-    exec(compile(code, name, "exec"), {"__name__": "docs"})
+    exec(compile(program_of(name), name, "exec"), {"__name__": "__main__"})
     return sorted(path.name for path in Path().iterdir())
 
 
@@ -102,6 +107,23 @@ def run_page(name: str, folder: str) -> list[str]:
 def test_graph_dumps(tmp_path: Path) -> None:
     (found,) = run_ranks("tests.test_docs:run_page", 1, name="graph-dumps.md", folder=str(tmp_path))
     assert found == ["hecate-dump"]
+
+
+@pytest.mark.distributed
+def test_tutorial(tmp_path: Path) -> None:
+    from hecate.cli import app
+    from hecate.commands.bisect import _script
+
+    run_ranks("tests.test_docs:run_page", 2, name="tutorial.md", folder=str(tmp_path))
+    ran = CliRunner().invoke(app, ["report", str(tmp_path / "runs" / "tutorial")])
+    assert ran.exit_code == 0 and "30 steps of 2 rank(s)" in ran.output, ran.output
+    page = (tmp_path / "runs" / "tutorial" / "report.html").read_text()
+    for part in ("Alerts", "Balance", "Load of ranks", "Time", "Timeline of a step", "Layers"):
+        assert f"<h2>{part}" in page and f"**{part}**" in (DOCS / "tutorial.md").read_text()
+    # What explain and bisect are given there.
+    script = tmp_path / "train.py"
+    script.write_text(program_of("tutorial.md"))
+    assert _script(str(script)) == f"{script}:build"
 
 
 KERNELS = (

@@ -40,6 +40,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.api",),
     ("hecate",),
     ("hecate.simulator",),
+    ("hecate.commands",),
     ("hecate.cli",),
 )
 

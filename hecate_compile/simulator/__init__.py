@@ -9,6 +9,7 @@ trace.
 | file | concern |
 |---|---|
 | ``cluster`` | what a cluster is: a TOML file |
+| ``fake_ranks`` | be one of W ranks in one process |
 | ``capture`` | compile for W ranks without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
 | ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hecate.api import compile
@@ -19,12 +18,9 @@ from hecate.passes.final.aten_values import arguments_of
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
+from hecate.simulator.fake_ranks import CaptureError, fake_ranks
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
-
-
-class CaptureError(RuntimeError):
-    """A model that the simulator cannot walk through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +70,12 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
         Also whatever :func:`hecate.compile` raises.
     """
-    if dist.is_initialized():
-        raise CaptureError("hecate: a simulation needs a process of its own, without torch.distributed")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     rates = config.rates or cluster.rates
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
-    try:
-        # Dynamo would take graphs of an earlier capture with as many ranks for these.
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+    with fake_ranks(cluster.ranks):
         dispatch = config.dispatch if config.dispatch != "auto" else "rows"
         compiled = compile(model, replace(config, topology=cluster.topology, rates=rates, dispatch=dispatch))
         with capturing() as graphs, suppress(NotRun):
             compiled(**inputs)
-    finally:
-        dist.destroy_process_group()
     breaks = dict(torch._dynamo.utils.counters["graph_break"])
     parts = [captured.context.part for captured in graphs]
     if parts != ["forward", "backward"] or breaks:

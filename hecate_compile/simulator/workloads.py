@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -59,6 +59,9 @@ def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
         ValueError: it is not such a file.
     """
     try:
+        # numpy would take any other file for pickled data, and advise to trust it.
+        if path.is_file() and not is_zipfile(path):
+            raise ValueError("it is no npz archive, or it is cut off")
         with np.load(path) as archive:
             counts, owners = archive["counts"].astype(np.int64), archive["owners"]
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:

@@ -42,6 +42,8 @@ class CompiledForward:
 
     Attributes:
         hidden_time: as given.
+        before: called at the start of every forward, when the queue and the layers still have what the forward and
+            backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
     """
 
@@ -66,6 +68,7 @@ class CompiledForward:
         self._check_compiled = check_compiled
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
+        self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +76,9 @@ class CompiledForward:
             return self._forward(args, kwargs)
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        # Step 1: what this forward is for.
+        # Step 1: whoever watches sees the last step whole, and then what this forward is for.
+        if self.before is not None:
+            self.before()
         training = torch.is_grad_enabled()
         mode = StepMode(training=training, first=training not in self._compiled_modes)
         # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.

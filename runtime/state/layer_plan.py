@@ -26,6 +26,7 @@ class LayerPlan:
         steps_seen: over how many steps.
         step: forwards of this layer so far.
         planned: the placement of the next forward, if it is known already.
+        current: that of the last forward, with what was added after the gate; None before the first.
         recent: placements in use and how they travel, newest last: a forward, and a backward of an earlier one.
     """
 
@@ -34,6 +35,7 @@ class LayerPlan:
     steps_seen: int = 0
     step: int = 0
     planned: Placement | None = None
+    current: Placement | None = None
     recent: deque[tuple[Placement, list[tuple[Stage, Stage]]]] = field(default_factory=lambda: deque(maxlen=4))
 
     def forget(self) -> None:
@@ -144,6 +146,7 @@ class LayerPlacer:
         assert placement is not None
         plan.planned = None
         plan.step += 1
+        plan.current = placement
         self._keep(placement)
         return placement
 
@@ -155,6 +158,7 @@ class LayerPlacer:
         if calibrated is not placement:
             self._sign(calibrated)
             self._keep(calibrated)
+            self.plan.current = calibrated
         return calibrated
 
     def assign(self, placement: Placement, counts: Ints) -> Quotas:

@@ -134,7 +134,7 @@ def test_wrong_files_and_options_are_named(
     text = tmp_path / "notes.npz"
     text.write_text("not a trace")
     for arguments, said in (
-        ([str(text)], "is not a trace that hecate.record wrote"),
+        ([str(text)], "is not a trace that hecate.record wrote: it is no npz archive"),
         ([str(tmp_path / "missing.npz")], "is not a trace"),
         ([str(TRACES / "natural.npz"), "--nodes", "3"], "--nodes must divide"),
     ):

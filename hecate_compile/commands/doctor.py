@@ -1,0 +1,44 @@
+"""``hecate doctor``: whether this machine can train, and what to do if not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hecate.commands.machine_checks import Check, State, all_checks, self_test
+
+_SIGNS: dict[State, tuple[str, str]] = {"good": ("ok", "green"), "look": ("look", "yellow"), "bad": ("NO", "red")}
+
+
+def doctor(
+    test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="a step on two ranks, a minute")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for the self-test")] = 180,
+) -> None:
+    """Look whether this machine has what training needs. Ends with code 1 if something needed is missing.
+
+    Example: hecate doctor --no-self-test
+    """
+    checks = list(all_checks())
+    if test:
+        checks.append(self_test(timeout))
+    _print(checks)
+    if any(check.state == "bad" for check in checks):
+        raise typer.Exit(1)
+
+
+def _print(checks: list[Check]) -> None:
+    # What is printed holds paths and ranges of versions, in which brackets are brackets.
+    console = Console(markup=False, emoji=False, highlight=False, width=120)
+    table = Table("", "", "found", show_edge=False, box=None)
+    for check in checks:
+        sign, _ = _SIGNS[check.state]
+        table.add_row(sign, check.name, check.found, style=_SIGNS[check.state][1] if check.state != "good" else None)
+    console.print(table)
+    for state in ("bad", "look"):
+        for check in (one for one in checks if one.state == state):
+            console.print(f"{_SIGNS[check.state][0]} {check.name}: {check.advice}", style=_SIGNS[check.state][1])
+    missing = sum(check.state == "bad" for check in checks)
+    console.print(f"{missing} needed and missing" if missing else "everything that is needed is there")

@@ -1,0 +1,47 @@
+"""``hecate report``: a run as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hecate.reports.run_alerts import find_alerts
+from hecate.reports.run_data import load_run
+from hecate.reports.run_files import RunError
+from hecate.reports.run_page import page_of
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="folder that hecate.monitor(model, folder) wrote")],
+    out: Annotated[Path | None, typer.Option(help="the page; by default RUN/report.html")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="end with code 3 if there are alerts")] = False,
+) -> None:
+    """Draw a run as one HTML page that needs nothing else: load, placements, time, memory, alerts.
+
+    It can be called while the run goes on, or after it was killed.
+
+    Example: hecate report runs/x --out x.html
+    """
+    target = out if out is not None else run / "report.html"
+    if not target.resolve().parent.is_dir():
+        raise typer.BadParameter(
+            f"there is no folder {target.resolve().parent}"
+            + ("; hecate.monitor(model, folder) writes a run" if out is None else "")
+        )
+    try:
+        data = load_run(run)
+        page = page_of(data, name=run.resolve().name)
+        target.write_text(page, encoding="utf-8")
+    except (RunError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console, alerts = Console(width=120, markup=False, emoji=False, highlight=False), find_alerts(data)
+    console.print(f"{data.steps} steps of {data.head.world_size} rank(s): {target}", soft_wrap=True)
+    for note in data.notes:
+        console.print(f"note: {note}")
+    for alert in alerts:
+        console.print(f"alert: {alert.text}. {alert.advice}")
+    if alerts and strict:
+        raise typer.Exit(3)

@@ -1,0 +1,376 @@
+"""Watch a run while it trains: :func:`hecate.monitor`. ``hecate report`` draws what it wrote (``run_files``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hecate.compiled_model import CompiledModel, compiled_model_of
+from hecate.reports.run_files import Array, RunHead, append_chunk, rank_path, start_folder
+from hecate.reports.tensorboard_log import TensorBoardLog
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Span
+from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.world import World
+
+# A chunk is written after so many steps or seconds, whichever comes first: what a killed run loses.
+CHUNK_STEPS, CHUNK_SECONDS = 20, 10.0
+
+Number = float | int | torch.Tensor
+
+
+def monitor(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    first_step: int = 0,
+    timeline_every: int = 50,
+    tensorboard: bool = False,
+) -> Monitor:
+    """Log every training step of ``model`` into the folder ``path``; ``hecate report path`` draws it.
+
+        with hecate.monitor(model, "runs/x") as monitor:
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                monitor.log(loss=loss)
+
+    Or without ``with``, and :meth:`Monitor.close` at the end. A step is a forward with gradients and all until the
+    next forward: its backward, the optimizer, waiting for data. Every rank writes what only it knows, rank 0 also
+    what all know; only the call itself communicates. A run that is killed loses its last seconds. A second call for
+    the same folder, after a restart for instance, adds a new start; the report puts them together.
+
+    Args:
+        path: made if it is not there. On several machines without a shared disk each keeps the files of its ranks.
+        first_step: number of the first step, where a run goes on.
+        timeline_every: steps between two whose collectives are kept one by one. With NCCL times are read in these
+            steps only, because the host has to wait for the GPU.
+        tensorboard: rank 0 writes scalars for TensorBoard too, into ``path/start.../tensorboard``.
+
+    Raises:
+        ValueError: the model was not compiled; it is monitored already; a wrong number.
+        OSError: a rank cannot write; on all ranks.
+        ImportError: ``tensorboard=True`` without the package tensorboard.
+    """
+    state = compiled_model_of(model, "monitor")
+    if state.forward.before is not None:
+        raise ValueError("hecate.monitor: this model is monitored already; close the other monitor first")
+    if timeline_every < 1 or first_step < 0:
+        raise ValueError(
+            f"hecate.monitor: timeline_every={timeline_every}, first_step={first_step}; expected at least 1 and 0"
+        )
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("hecate.monitor: tensorboard=True needs TensorBoard: pip install tensorboard")
+    layers = tuple(dict.fromkeys(state.layers))
+    head = RunHead(
+        model=type(model).__name__,
+        policy=state.config.policy if state.config.policy in ("gather", "replicate") else repr(state.placer.policy),
+        device=state.world.device.type,
+        layers=tuple(layer.name for layer in layers),
+        experts=tuple(layer.num_experts for layer in layers),
+        nodes=tuple(state.placer.topology.node_of),
+        first_step=first_step,
+        started=time.time(),
+    )  # fmt: skip
+    folder, file = _open(Path(path), head, state.world)
+    log = TensorBoardLog(folder / "tensorboard", state.world.size) if tensorboard and state.world.rank == 0 else None
+    return Monitor(state, folder, file, first_step=first_step, timeline_every=timeline_every, tensorboard=log)
+
+
+@dataclass
+class _Step:
+    """A step of which the end is not known yet.
+
+    Attributes:
+        began, clock: its begin, as Unix time and on the clock of spans.
+    """
+
+    number: int
+    began: float
+    clock: float
+    logged: dict[str, Number] = field(default_factory=dict)
+
+
+@dataclass
+class _Rows:
+    """Lines of the next chunk, one list for each column."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value)
+
+
+class Monitor:
+    """What :func:`hecate.monitor` returns.
+
+    Attributes:
+        folder: where this start of the run is written.
+    """
+
+    def __init__(
+        self,
+        state: CompiledModel,
+        folder: Path,
+        file: IO[bytes],
+        *,
+        first_step: int,
+        timeline_every: int,
+        tensorboard: TensorBoardLog | None,
+    ) -> None:
+        self.folder = folder
+        self._state, self._file, self._timeline_every = state, file, timeline_every
+        self._layers = tuple(dict.fromkeys(state.layers))
+        self._place = {layer.name: index for index, layer in enumerate(self._layers)}
+        self._most = max((layer.num_experts for layer in self._layers), default=0)
+        self._next = first_step
+        self._step: _Step | None = None
+        self._rows, self._spans = _Rows(), _Rows()
+        self._owners = _Rows()
+        self._known_owners: tuple[Any, ...] = ()
+        self._logged: list[dict[str, Number]] = []
+        self._flushed = time.monotonic()
+        self._tensorboard = tensorboard
+        self._failed = False
+        state.forward.before = self._before_forward
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def log(self, **values: Number) -> None:
+        """Add numbers to the step that runs, under their names: ``log(loss=loss)``.
+
+        Call it between a step's forward and the next one that trains. Tensors with one element are read later, so
+        that nothing waits for the GPU here. Ranks may log different values; the report shows their mean. Once the
+        disk is full it does nothing.
+
+        Raises:
+            RuntimeError: no training forward has run yet, or the monitor is closed.
+            ValueError: a tensor with more than one element.
+        """
+        if self._failed:
+            return
+        if self._file.closed or (self._step is None and not self._logged):
+            why = "the monitor is closed" if self._file.closed else "no training forward has run"
+            raise RuntimeError(f"hecate.monitor: log() belongs to a step, and {why}")
+        # An evaluation ends a step, but what is logged behind it is still of that step.
+        logged = self._step.logged if self._step is not None else self._logged[-1]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(f"hecate.monitor: {name} has {value.numel()} elements, one number is logged")
+                # A copy: the user may add to it in place before it is read.
+                value = value.detach().clone()
+            logged[name] = value
+
+    def close(self) -> None:
+        """Write what is left. What runs afterwards is not logged. A second call does nothing."""
+        if self._file.closed:
+            return
+        self._end_step()
+        self._state.forward.before = None
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+    # --- around a step ---
+
+    def _before_forward(self) -> None:
+        self._end_step()
+        if torch.is_grad_enabled():
+            if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
+                try:
+                    self._flush()
+                except OSError as error:
+                    self._give_up(error)
+                    return
+            self._step = _Step(number=self._next, began=time.time(), clock=time.perf_counter())
+            self._next += 1
+
+    def _end_step(self) -> None:
+        """Take down the step that ran until now. The layers and the queue still have it."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        layers, alone = self._layers, self._state.world.size == 1
+        self._rows.add(
+            step=step.number, began=step.began, seconds=time.perf_counter() - step.clock,
+            rows=[-1 if alone else layer.rows for layer in layers],
+            row_bytes=[layer.bytes_sent for layer in layers],
+            node_bytes=[layer.node_bytes_sent for layer in layers],
+            expert_bytes=[layer.expert_bytes_sent for layer in layers],
+            memory=_memory(self._state.world.device),
+        )  # fmt: skip
+        self._logged.append(step.logged)
+        self._take_spans(step)
+        if self._state.world.rank == 0:
+            self._take_placements(step)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk ends the monitor, not the training."""
+        self._failed, self._state.forward.before = True, None
+        # What is left in its buffer does not fit either.
+        with suppress(OSError):
+            self._file.close()
+        warnings.warn(
+            f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs nothing "
+            f"from here on: {error}",
+            stacklevel=2,
+        )
+
+    def _take_spans(self, step: _Step) -> None:
+        queue, drawn = self._state.world.queue, step.number % self._timeline_every == 0
+        travel = np.full(len(self._layers) + 1, np.nan, dtype=np.float32)
+        exposed = travel.copy()
+        if drawn or not queue.on_stream:
+            travel[:], exposed[:] = 0, 0
+            for span in queue.spans:
+                # What nobody waited for has no times.
+                if span.ready:
+                    where = self._place.get(span.subject, -1)
+                    travel[where] += span.seconds
+                    exposed[where] += span.exposed
+                    if drawn:
+                        self._take_span(span, step)
+        self._rows.add(travel=travel, exposed=exposed)
+
+    def _take_span(self, span: Span, step: _Step) -> None:
+        times = (span.started, span.begun, span.ended, span.waited, span.ready)
+        self._spans.add(
+            span_step=step.number,
+            span_names=(span.part, span.operator, span.subject),
+            span_times=[moment - step.clock for moment in times],
+        )
+
+    def _take_placements(self, step: _Step) -> None:
+        loads: list[Any] = []
+        holders = np.ones((len(self._layers), self._most), dtype=np.uint16)
+        for index, layer in enumerate(self._layers):
+            counts = layer.counts
+            # On a GPU they are read when the chunk is written: the host must not wait for it here.
+            loads.append(counts.numpy().sum(0) if counts is not None and counts.device.type == "cpu" else counts)
+            placement = layer.placer.plan.current
+            if placement is not None and placement.num_replicas:
+                held = np.bincount(placement.pairs[0], minlength=layer.num_experts)
+                holders[index, : layer.num_experts] = held
+        self._rows.add(load=loads, holders=holders)
+        owners = tuple(layer.owners for layer in self._layers)
+        # Owners are replaced, never changed.
+        if len(owners) != len(self._known_owners) or any(
+            one is not other for one, other in zip(owners, self._known_owners, strict=True)
+        ):
+            self._known_owners = owners
+            lines = np.full((len(owners), self._most), -1, dtype=np.int32)
+            for index, one in enumerate(owners):
+                lines[index, : one.num_experts] = one.array
+            self._owners.add(owners_step=step.number, owners=lines)
+
+    # --- chunks ---
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        columns, steps = self._rows.columns, len(self._logged)
+        if not steps:
+            return
+        layers = len(self._layers)
+        arrays: dict[str, Array] = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in _PLAIN.items()}
+        for name in ("rows", "row_bytes", "node_bytes", "expert_bytes"):
+            arrays[name] = np.asarray(columns[name], dtype=np.int64).reshape(steps, layers)
+        for name in ("travel", "exposed"):
+            arrays[name] = np.stack(columns[name])
+        if "load" in columns:
+            arrays["load"] = self._loads(columns["load"])
+            arrays["holders"] = np.stack(columns["holders"])
+            if self._state.world.size == 1:
+                arrays["rows"] = arrays["load"].sum(2, dtype=np.int64)
+        if self._owners.columns:
+            arrays["owners_step"] = np.asarray(self._owners.columns["owners_step"], dtype=np.int64)
+            arrays["owners"] = np.stack(self._owners.columns["owners"])
+        if self._spans.columns:
+            arrays["span_step"] = np.asarray(self._spans.columns["span_step"], dtype=np.int64)
+            arrays["span_names"] = np.asarray(self._spans.columns["span_names"], dtype=np.str_)
+            arrays["span_times"] = np.asarray(self._spans.columns["span_times"], dtype=np.float64)
+        for name in sorted({name for line in self._logged for name in line}):
+            arrays[f"log.{name}"] = np.asarray([float(line.get(name, np.nan)) for line in self._logged])
+        self._rows, self._spans, self._owners, self._logged = _Rows(), _Rows(), _Rows(), []
+        append_chunk(self._file, arrays)
+        if self._tensorboard is not None:
+            self._tensorboard.write(arrays, self._known_owners)
+
+    def _loads(self, lines: Sequence[Sequence[Any]]) -> Array:
+        loads = np.zeros((len(lines), len(self._layers), self._most), dtype=np.uint32)
+        for step, line in enumerate(lines):
+            for index, load in enumerate(line):
+                if load is not None:
+                    load = load.sum(0).cpu().numpy() if isinstance(load, torch.Tensor) else load
+                    loads[step, index, : len(load)] = load
+        return loads
+
+
+_PLAIN: dict[str, Any] = {"step": np.int64, "began": np.float64, "seconds": np.float64, "memory": np.int64}
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that tensors took so far, else what this process has in memory; 0 if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _open(root: Path, head: RunHead, world: World) -> tuple[Path, IO[bytes]]:
+    """The folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise."""
+    problem, number = "", 0
+    if world.rank == 0:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            taken = [int(path.name[5:]) for path in root.glob("start*") if path.name[5:].isdecimal()]
+            number = max(taken, default=-1) + 1
+            start_folder(root, number).mkdir()
+        except OSError as error:
+            problem = str(error)
+    told = torch.tensor([bool(problem), number], dtype=torch.int64, device=world.control_device)
+    with doing("hecate.monitor"):
+        collectives.broadcast(told, world)
+    failed, number = told.tolist()
+    if failed:
+        raise OSError(f"hecate.monitor: rank 0 cannot write into {root}. {problem}".rstrip())
+    folder, file = start_folder(root, number), None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The first rank of each machine, of which every one may have a disk of its own.
+        if int(os.environ.get("LOCAL_RANK", world.rank)) == 0:
+            head.write(folder)
+        file = rank_path(folder, world.rank).open("ab")
+    except OSError as error:
+        problem = str(error)
+    failures = torch.tensor([bool(problem)], dtype=torch.int64, device=world.control_device)
+    with doing("hecate.monitor"):
+        collectives.all_reduce(failures, world)
+    if int(failures) or file is None:
+        if file is not None:
+            file.close()
+        raise OSError(f"hecate.monitor: {problem or 'another rank'} cannot write into {folder}")
+    return folder, file

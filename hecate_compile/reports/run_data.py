@@ -1,0 +1,263 @@
+"""A run that :func:`hecate.monitor` wrote, all ranks and starts put together, and what it says about load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hecate.reports.run_files import Array, RankFile, RunError, RunHead, rank_path, read_rank, starts_in
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """The collectives of one rank in one step.
+
+    Attributes:
+        names: part, operator and subject of each, str ``[m, 3]``.
+        times: started, begun, ended, waited, ready, in seconds from the step's begin, ``[m, 5]``.
+    """
+
+    rank: int
+    step: int
+    names: Array
+    times: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Series over the steps of a run: n steps, L layers, W ranks, E the most experts of a layer.
+
+    What a rank did not write is NaN.
+
+    Attributes:
+        head: of the last start.
+        notes: what is missing, in words.
+        step: numbers, ``[n]``.
+        seconds: of a step, of the slowest rank, ``[n]``.
+        load: rows of each expert, ``[n, L, E]``.
+        holders: ranks that held each expert, ``[n, L, E]``.
+        owners: who owned it, ``[n, L, E]``; -1 for experts that a layer does not have.
+        rows: that each rank computed, ``[n, L, W]``.
+        owner_rows: that it would have computed if owners computed all rows of their experts, ``[n, L, W]``.
+        row_bytes, expert_bytes: that each rank sent, ``[n, W]``.
+        travel, exposed: seconds of collectives, and in which the compute stood still for them, ``[n, W]``.
+        layer_travel, layer_exposed: the same for each layer, means over ranks, ``[n, L]``.
+        memory: ``[n, W]``.
+        logged: what the user logged, means over ranks, ``[n]`` each.
+        timelines: of the last step of which there are any, one for each rank that has it.
+    """
+
+    head: RunHead
+    notes: tuple[str, ...]
+    step: Array
+    seconds: Floats
+    load: Array
+    holders: Array
+    owners: Array
+    rows: Floats
+    owner_rows: Floats
+    row_bytes: Floats
+    expert_bytes: Floats
+    travel: Floats
+    exposed: Floats
+    layer_travel: Floats
+    layer_exposed: Floats
+    memory: Floats
+    logged: Mapping[str, Floats]
+    timelines: tuple[RankTimeline, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.step)
+
+    @property
+    def before(self) -> Floats:
+        """Rows of the busiest rank over the mean, if owners computed all: ``[n, L]``."""
+        return max_over_mean(self.owner_rows)
+
+    @property
+    def after(self) -> Floats:
+        """The same, of what ranks did compute."""
+        return max_over_mean(self.rows)
+
+    @property
+    def hidden(self) -> Floats:
+        """The part of the collectives' time in which the compute went on, of all ranks: ``[n]``."""
+        return _hidden(np.nansum(self.travel, 1), np.nansum(self.exposed, 1))
+
+    @property
+    def layer_hidden(self) -> Floats:
+        """The same for each layer, ``[n, L]``."""
+        return _hidden(self.layer_travel, self.layer_exposed)
+
+    @property
+    def replicas(self) -> Array:
+        """Copies of experts on ranks that do not own them, ``[n, L]``."""
+        here = self.owners >= 0
+        return np.where(here, self.holders.astype(np.int64) - 1, 0).sum(2)
+
+
+def max_over_mean(rows: Floats) -> Floats:
+    """Of the last dimension; 1 where there are no rows, NaN where a rank is missing."""
+    mean = rows.mean(-1)
+    return np.where(mean == 0, 1.0, rows.max(-1) / np.where(mean == 0, 1, mean))
+
+
+def _hidden(travel: Floats, exposed: Floats) -> Floats:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(travel > 0, np.clip(1 - exposed / travel, 0, 1), np.nan)
+
+
+def load_run(root: Path) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        RunError: no run, a damaged file, or nothing logged yet.
+    """
+    starts = starts_in(root)
+    parts, notes = [], []
+    last: RunHead | None = None
+    for folder in reversed(starts):
+        head = RunHead.read(folder)
+        if last is None:
+            last = head
+        elif (head.layers, head.experts, head.world_size) != (last.layers, last.experts, last.world_size):
+            notes.append(f"{folder.name} and earlier starts are of another model or number of ranks, and left out")
+            break
+        part = _read_start(folder, head, notes)
+        if part is not None:
+            parts.append(part)
+    assert last is not None
+    if not parts:
+        raise RunError(f"{root} has no steps yet: a chunk is written every {_WRITTEN}")
+    return _assemble(last, list(reversed(parts)), notes)
+
+
+_WRITTEN = "20 steps or 10 seconds, and at the end"
+
+
+@dataclass(frozen=True)
+class _Start:
+    """One start: the steps that rank 0 and all others that wrote have in common."""
+
+    ranks: dict[int, RankFile]
+    steps: int
+
+    @property
+    def first(self) -> Mapping[str, Array]:
+        return self.ranks[0].arrays
+
+
+def _read_start(folder: Path, head: RunHead, notes: list[str]) -> _Start | None:
+    ranks = {}
+    for rank in range(head.world_size):
+        path = rank_path(folder, rank)
+        if not path.exists():
+            continue
+        read = read_rank(path)
+        if read.problem:
+            notes.append(f"{folder.name}: rank {rank}: {read.problem}")
+        if read.steps:
+            ranks[rank] = read
+    if 0 not in ranks:
+        notes.append(f"{folder.name}: rank 0 wrote no step, so it is left out")
+        return None
+    missing = [rank for rank in range(head.world_size) if rank not in ranks]
+    if missing:
+        notes.append(f"{folder.name}: nothing of ranks {missing}; what only they know is missing")
+    return _Start(ranks, min(read.steps for read in ranks.values()))
+
+
+def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
+    kept = []
+    for index, start in enumerate(starts):
+        steps = start.first["step"][: start.steps]
+        # What ran again after a restart counts as it ran the last time.
+        later = min((other.first["step"][0] for other in starts[index + 1 :]), default=np.inf)
+        kept.append(np.flatnonzero(steps < later))
+    size = head.world_size
+
+    def of_ranks(name: str, shape: tuple[int, ...]) -> Floats:
+        """``[n, ..., W]``."""
+        parts = []
+        for start, keep in zip(starts, kept, strict=True):
+            part = np.full((len(keep), *shape, size), np.nan)
+            for rank, read in start.ranks.items():
+                part[..., rank] = read.arrays[name][keep]
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def of_first(name: str) -> Array:
+        return np.concatenate([start.first[name][keep] for start, keep in zip(starts, kept, strict=True)])
+
+    layers = (len(head.layers),)
+    load, owners = of_first("load"), np.concatenate([_owners(s, k) for s, k in zip(starts, kept, strict=True)])
+    travel, exposed = of_ranks("travel", (layers[0] + 1,)), of_ranks("exposed", (layers[0] + 1,))
+    names = sorted({name for start in starts for read in start.ranks.values() for name in read.arrays})
+    return RunData(
+        head=head, notes=tuple(notes), step=of_first("step"), seconds=_nan(np.nanmax, of_ranks("seconds", ()), 1),
+        load=load, holders=of_first("holders"), owners=owners, rows=of_ranks("rows", layers),
+        owner_rows=_owner_rows(load, owners, size),
+        row_bytes=of_ranks("row_bytes", layers).sum(1), expert_bytes=of_ranks("expert_bytes", layers).sum(1),
+        travel=travel.sum(1), exposed=exposed.sum(1),
+        layer_travel=_nan(np.nanmean, travel[:, :-1], 2), layer_exposed=_nan(np.nanmean, exposed[:, :-1], 2),
+        memory=of_ranks("memory", ()),
+        logged={name[4:]: _logged(name, starts, kept) for name in names if name.startswith("log.")},
+        timelines=_timelines(starts[-1], starts[-1].first["step"][kept[-1]]),
+    )  # fmt: skip
+
+
+def _nan(function: Any, values: Floats, axis: int) -> Floats:
+    """A function that leaves NaN out, without numpy's warning where there is nothing else."""
+    empty = np.isnan(values).all(axis)
+    found: Floats = np.where(empty, np.nan, function(np.where(np.expand_dims(empty, axis), 0, values), axis=axis))
+    return found
+
+
+def _owners(start: _Start, keep: Array) -> Array:
+    """Owners in each step, from the changes: ``[n, L, E]``."""
+    steps, since = start.first["step"][keep], start.first["owners_step"]
+    where = np.clip(np.searchsorted(since, steps, side="right") - 1, 0, None)
+    found: Array = start.first["owners"][where]
+    return found
+
+
+def _owner_rows(load: Array, owners: Array, size: int) -> Floats:
+    steps, layers, _ = load.shape
+    rows = np.zeros((steps, layers, size))
+    for rank in range(size):
+        rows[..., rank] = np.where(owners == rank, load, 0).sum(2)
+    return rows
+
+
+def _logged(name: str, starts: list[_Start], kept: list[Array]) -> Floats:
+    parts = []
+    for start, keep in zip(starts, kept, strict=True):
+        values = np.full((len(keep), len(start.ranks)), np.nan)
+        for column, read in enumerate(start.ranks.values()):
+            if name in read.arrays:
+                values[:, column] = read.arrays[name][keep]
+        parts.append(_nan(np.nanmean, values, 1))
+    return np.concatenate(parts)
+
+
+def _timelines(start: _Start, steps: Array) -> tuple[RankTimeline, ...]:
+    found = [(rank, read.arrays) for rank, read in start.ranks.items() if len(read.arrays.get("span_step", ()))]
+    known = sorted({int(step) for _, arrays in found for step in arrays["span_step"] if step in steps})
+    if not known:
+        return ()
+    last = known[-1]
+    lines = []
+    for rank, arrays in found:
+        here = arrays["span_step"] == last
+        if here.any():
+            lines.append(
+                RankTimeline(rank=rank, step=last, names=arrays["span_names"][here], times=arrays["span_times"][here])
+            )
+    return tuple(lines)

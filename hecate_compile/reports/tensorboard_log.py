@@ -1,0 +1,65 @@
+"""Scalars of a run for TensorBoard, beside the file of :func:`hecate.monitor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hecate.reports.run_files import Array
+from hecate.runtime.placement.owners import Owners
+
+
+class TensorBoardLog:
+    """Written by rank 0, a chunk of steps at a time.
+
+    Args:
+        folder: for TensorBoard's own files.
+        world_size: W.
+
+    Raises:
+        ImportError: there is no TensorBoard.
+    """
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        # It imports what is not installed with Hecate.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+        self._world_size = world_size
+
+    def write(self, arrays: Mapping[str, Array], owners: Sequence[Owners]) -> None:
+        """A chunk, as ``run_files`` describes it.
+
+        Args:
+            owners: of each layer, now.
+        """
+        for index, step in enumerate(arrays["step"].tolist()):
+            moment = float(arrays["began"][index])
+            for tag, value in self._scalars(arrays, owners, index).items():
+                if np.isfinite(value):
+                    self._writer.add_scalar(tag, value, step, walltime=moment)
+        self._writer.flush()
+
+    def _scalars(self, arrays: Mapping[str, Array], owners: Sequence[Owners], index: int) -> dict[str, float]:
+        found = {name[4:]: float(array[index]) for name, array in arrays.items() if name.startswith("log.")}
+        travel, exposed = arrays["travel"][index].sum(), arrays["exposed"][index].sum()
+        found |= {
+            "hecate/step_seconds": float(arrays["seconds"][index]),
+            "hecate/memory_bytes": float(arrays["memory"][index]),
+            "hecate/hidden": float(1 - exposed / travel) if travel > 0 else float("nan"),
+        }
+        if "load" in arrays:
+            loads, holders = arrays["load"][index], arrays["holders"][index]
+            found["hecate/replicas"] = float(holders.astype(np.int64).sum() - holders.size)
+            before = []
+            for load, one in zip(loads, owners, strict=True):
+                rows = np.bincount(one.array, load[: one.num_experts], minlength=self._world_size)
+                before.append(rows.max() / rows.mean() if rows.any() else np.nan)
+            found["hecate/imbalance_of_owners"] = float(np.nanmean(before)) if np.isfinite(before).any() else np.nan
+        return found
+
+    def close(self) -> None:
+        self._writer.close()

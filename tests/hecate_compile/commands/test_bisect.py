@@ -1,0 +1,251 @@
+"""hecate bisect: the search by itself, and faults planted into passes of a real step."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hecate.cli import app
+from hecate.commands.bisect import NAMES, _reason, _search, _Trials
+from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
+from hecate.commands.bisect_worker import Trial
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from tests.support.extent import ALL
+
+ROOT = Path(__file__).parents[3]
+
+
+def result(loss: float, gradient: float | None) -> RankResult:
+    gradients = {} if gradient is None else {(0, "w"): np.array([0.5, gradient], np.float32)}
+    return RankResult(loss=np.array([loss]), gradients=gradients)
+
+
+# --- the search ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16])
+def test_the_first_wrong_is_found_by_halves(count: int) -> None:
+    for first in range(1, count + 1):
+        asked: list[int] = []
+
+        def wrong(k: int, first: int = first, asked: list[int] = asked) -> bool:
+            asked.append(k)
+            return k >= first
+
+        assert first_wrong(count, wrong) == first
+        assert len(asked) <= math.ceil(math.log2(count)) if count > 1 else not asked
+        assert 0 not in asked and count not in asked, "both are known"
+
+
+def test_differences() -> None:
+    assert not compare([result(1, 2)], [result(1, 2)]).beyond(0)
+    assert compare([result(1.01, 2)], [result(1, 2)]).loss == pytest.approx(0.01)
+    found = compare([result(1, 2.02)], [result(1, 2)])
+    assert found.gradient == pytest.approx(0.01, rel=1e-3) and found.worst == "w, step 0"
+    # The largest of a gradient is that of all ranks: a rank with almost nothing is not more exact than the others.
+    ranks = [result(1, 1e-9), result(1, 2)]
+    assert compare([result(1, 2e-9), result(1, 2)], ranks).gradient < 1e-8
+    for wrong in (result(math.nan, 2), result(1, math.nan), result(1, None)):
+        assert compare([wrong], [result(1, 2)]).beyond(1e9)
+    assert not compare([result(1, 5)], [result(1, 2)], gradients=False).beyond(0)
+    assert Difference(error="it crashed").beyond(1e9) and "it crashed" in str(Difference(error="it crashed"))
+
+
+def test_a_result_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "x.npz").write_bytes(b"PK")
+    for name in ("x.npz", "none.npz"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            read_result(tmp_path / name)
+
+
+def test_a_trial_as_text() -> None:
+    trial = Trial(script="a.py:build", out="x", disabled=("schedule",), plain=False, steps=2)
+    assert Trial.from_text(trial.as_text()) == trial
+
+
+def test_names_are_all_passes_once_in_order() -> None:
+    every = [function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)]
+    assert sorted(NAMES) == sorted(set(every))
+    assert list(NAMES[: len(PASSES)]) == [function.__name__ for function in PASSES]
+
+
+class Pretended(_Trials):
+    """Trials that run nothing: results are off where a pass of ``faults`` is on."""
+
+    faults: tuple[str, ...] = ()
+    plain_loss = 1.0
+    runs = 0
+
+    def run(self, disabled: Sequence[str], what: str, *, plain: bool = False) -> list[RankResult] | str:
+        self.runs += 1
+        if plain:
+            return [result(self.plain_loss, 3)]
+        bad = [name for name in self.faults if name not in disabled]
+        if "crash" in self.faults and "schedule" not in disabled:
+            return "RuntimeError: no"
+        return [result(1.0, 2.0 + 0.1 * len(bad))]
+
+
+def pretended(*faults: str) -> tuple[Pretended, io.StringIO]:
+    said = io.StringIO()
+    trials = Pretended(
+        script="x", folder=Path(), ranks=1, steps=1, timeout=1, console=Console(file=said, width=200, markup=False)
+    )
+    trials.faults = faults
+    return trials, said
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_in_any_pass_is_named(name: str, one_by_one: bool) -> None:
+    trials, said = pretended(name)
+    assert _search(trials, 1e-4, one_by_one=one_by_one) == 1
+    assert f"\n{name} changes the result" in said.getvalue()
+    assert f'disable_passes=("{name}",)' in said.getvalue()
+    assert one_by_one or trials.runs <= 4 + math.ceil(math.log2(len(NAMES)))
+
+
+def test_of_two_faults_the_first_is_named() -> None:
+    trials, said = pretended(NAMES[3], NAMES[7])
+    assert _search(trials, 1e-4, one_by_one=False) == 1
+    assert f"\n{NAMES[3]} changes the result" in said.getvalue() and "not the only one" in said.getvalue()
+
+
+def test_a_crash_is_a_difference() -> None:
+    trials, said = pretended("crash")
+    assert _search(trials, 1e-4, one_by_one=False) == 1
+    assert "\nschedule changes the result" in said.getvalue() and "RuntimeError: no" in said.getvalue()
+
+
+def test_no_fault_and_a_fault_elsewhere() -> None:
+    trials, said = pretended()
+    assert _search(trials, 1e-4, one_by_one=False) == 0 and trials.runs == 3
+    assert "no pass changes loss or gradients" in said.getvalue()
+    trials, said = pretended()
+    trials.plain_loss = 1.5
+    assert _search(trials, 1e-4, one_by_one=False) == 1
+    assert "the loss differs from the model without Hecate" in said.getvalue()
+
+
+def test_the_reason_of_a_failure() -> None:
+    assert _reason("W1 note: x\n[rank1]:   File 'a'\n[rank1]: hecate.x.DisagreementError: no\n") == (
+        "hecate.x.DisagreementError: no"
+    )
+    assert _reason("Traceback:\nValueError: bad\nend") == "ValueError: bad"
+    assert _reason("\nKilled\n") == "Killed" and "without a word" in _reason("")
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("{}/none.py", "there is no file"),
+        ("{}/script.py", "has no build()"),
+        ("{}/script.py:other", "has no other()"),
+        ("{}/broken.py", "is not a Python file"),
+        ("{}/binary.py", "is not a Python file"),
+    ],
+)
+def test_bad_input_is_explained(script: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("def make():\n    pass\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00\x00")
+    ran = CliRunner().invoke(app, ["bisect", script.format(tmp_path)])
+    text = "".join(ran.output.replace("│", " ").split())
+    assert ran.exit_code == 2 and said.replace(" ", "") in text, ran.output
+
+
+# --- real steps ---
+
+# Each launch imports torch anew in every rank; the search itself is tested above, for every pass.
+_ONLY_ALL = pytest.mark.skipif(not ALL, reason="a minute or more of launches: with HECATE_TESTS=all")
+
+SCRIPT = """
+import torch
+
+import hecate.graph.backend as backend
+import hecate.graph.lowering as lowering
+from tests.support.models import batch, build as make
+
+def build():
+    ids = batch(0, rows=4)
+    return make("plain", layers=1), {{"input_ids": ids, "labels": ids}}
+
+def no_tuple():
+    return make("plain", layers=1)
+
+def plant(module, table, name):
+    \"\"\"Let the pass of this name scale what the graph returns, beside its work.\"\"\"
+    passes = getattr(module, table)
+    right = next(one for one in passes if one.__name__ == name)
+
+    def planted(gm, context):
+        outcome = right(gm, context)
+        output = next(node for node in gm.graph.nodes if node.op == "output")
+        for node in output.all_input_nodes:
+            key = "val" if "val" in node.meta else "example_value"
+            value = node.meta.get(key)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                target = torch.ops.aten.mul.Tensor if key == "val" else torch.mul
+                with gm.graph.inserting_after(node):
+                    scaled = gm.graph.call_function(target, (node, 1.01))
+                scaled.meta[key] = value
+                output.replace_input_with(node, scaled)
+        return outcome
+
+    planted.__name__ = name
+    setattr(module, table, tuple(planted if one is right else one for one in passes))
+
+{plant}
+"""
+
+
+def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(plant=plant))
+    # The folder that is worked in is on the path, and tests.support with it.
+    return subprocess.run(
+        [sys.executable, "-m", "hecate.cli", "bisect", f"{script}:{function}", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        pytest.param("backend, 'PASSES'", "group_expert_loops", marks=_ONLY_ALL),
+        ("lowering, 'FINAL_PASSES'", "split_collectives"),
+    ],
+)
+def test_a_planted_fault_is_found(table: str, name: str, tmp_path: Path) -> None:
+    done = run(tmp_path, f"plant({table}, '{name}')", "--ranks", "2", "--steps", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"\n{name} changes the result" in done.stdout
+
+
+@_ONLY_ALL
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--ranks", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no pass changes loss or gradients" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_script_that_returns_no_model(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--ranks", "1", function="no_tuple")
+    assert done.returncode == 1 and "must return a model and a batch" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,95 @@
+"""hecate doctor: what it finds, what it says to do, and its exit code."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hecate.cli import app
+from hecate.commands import doctor, machine_checks
+from hecate.commands.machine_checks import Check, all_checks, self_test, version_fits
+
+
+def test_every_line_that_is_not_good_says_what_to_do() -> None:
+    checks = list(all_checks())
+    names = [check.name for check in checks]
+    for name in ("Python", "torch", "numpy", "backends", "cores", "limits", "cgroups", "network"):
+        assert name in names
+    for check in checks:
+        assert check.found, check
+        assert bool(check.advice) == (check.state != "good"), check
+
+
+def test_this_machine_can_train() -> None:
+    ran = CliRunner().invoke(app, ["doctor", "--no-self-test"])
+    assert ran.exit_code == 0, ran.output
+    assert "everything that is needed is there" in ran.output
+
+
+def test_what_is_missing_is_named_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    ran = CliRunner().invoke(app, ["doctor", "--no-self-test"])
+    assert ran.exit_code == 1
+    assert "apt install g++" in ran.output and "2 needed and missing" in ran.output
+
+
+def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "_requirements", lambda: {"no-such-package": ">=1", "numpy": ">=999"})
+    found = {check.name: check for check in machine_checks._versions()}
+    assert found["no-such-package"].state == "bad" and "pip install" in found["no-such-package"].advice
+    assert found["numpy"].state == "look" and "numpy>=999" in found["numpy"].advice
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True), ("2.10.1", ">=2.11,<2.14", False), ("2.14.0", ">=2.11,<2.14", False),
+        ("13", ">=13", True), ("13.1", ">=13", True), ("1.26", "==1.26.0", True), ("2.0rc1", ">=2", True),
+        ("1", "", True),
+    ],
+)  # fmt: skip
+def test_versions(version: str, wanted: str, fits: bool) -> None:
+    assert version_fits(version, wanted) is fits
+
+
+def test_a_self_test_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    popen = subprocess.Popen
+
+    def sleep(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        started.append(popen(["sleep", "60"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(machine_checks.subprocess, "Popen", sleep)
+    check = self_test(0.2)
+    assert check.state == "bad" and "no end after 0.2 s" in check.found
+    assert started[0].poll() is not None
+
+
+def test_a_self_test_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    command = ["sh", "-c", "echo start; echo '[rank0]: RuntimeError: no route'; exit 1"]
+    monkeypatch.setattr(machine_checks.subprocess, "Popen", lambda _, **options: popen(command, **options))
+    check = self_test(30)
+    assert check.state == "bad" and "no route" in check.found and "torchrun" in check.advice
+
+
+def test_the_command_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Check(name="two ranks", state="bad", found="x [y]", advice="do [this]")
+    monkeypatch.setattr(doctor, "self_test", lambda timeout: bad)
+    monkeypatch.setattr(doctor, "all_checks", lambda: iter(()))
+    ran = CliRunner().invoke(app, ["doctor"])
+    assert ran.exit_code == 1 and "do [this]" in ran.output and "x [y]" in ran.output
+
+
+@pytest.mark.distributed
+def test_two_ranks_on_this_machine(tmp_path: Path) -> None:
+    check = self_test(200)
+    assert check.state == "good", check.found

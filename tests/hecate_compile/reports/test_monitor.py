@@ -1,0 +1,214 @@
+"""hecate.monitor: what is in the files after real steps, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hecate
+from hecate.reports import monitor as monitor_module
+from hecate.reports.run_data import load_run
+from hecate.reports.run_files import rank_path, read_rank
+from hecate.reports.run_page import page_of
+from tests.support.models import batch, build
+from tests.support.parity import run_step
+from tests.support.ranks import message_of, run_ranks
+
+EAGER = {"backend": "aot_eager"}
+
+
+class Everywhere(hecate.Policy):
+    """Expert 0 has a replica on every rank."""
+
+    replicates = True
+
+    def place(self, layer: Any) -> Any:
+        from hecate.runtime.placement.placement import Placement
+
+        replicas: list[set[int]] = [set() for _ in layer.owners.ranks]
+        replicas[0] = set(range(layer.owners.world_size))
+        return Placement.with_replicas(layer.owners, replicas)
+
+
+def train(path: str) -> dict[str, Any]:
+    """On one rank: three steps, an evaluation between them, what stats says of each."""
+    model = hecate.compile(build("mixtral"), hecate.Config(policy=Everywhere(), **EAGER))
+    seen = []
+    with hecate.monitor(model, path, timeline_every=2) as monitor:
+        for step in range(3):
+            loss = run_step(model, batch(step))
+            monitor.log(loss=loss)
+            stats = hecate.stats(model).layers
+            seen.append(
+                {
+                    "rows": [layer.rows for layer in stats], "experts": [layer.expert_rows for layer in stats],
+                    "sent": [layer.bytes_sent for layer in stats], "loss": float(loss),
+                    "expert_bytes": [layer.expert_bytes_sent for layer in stats],
+                    "replicas": [layer.replicas for layer in stats],
+                }
+            )  # fmt: skip
+            if step == 1:
+                with torch.no_grad():
+                    model(input_ids=batch(9))
+            # Behind an evaluation, it belongs to the step before it.
+            monitor.log(step_squared=step**2)
+    # Not a part of the run any more.
+    run_step(model, batch(4))
+    return {"seen": seen}
+
+
+@pytest.mark.distributed
+def test_a_run_holds_what_stats_showed(tmp_path: Path) -> None:
+    ranks = run_ranks("tests.hecate_compile.reports.test_monitor:train", 2, path=str(tmp_path / "x"))
+    run = load_run(tmp_path / "x")
+    assert run.notes == () and run.step.tolist() == [0, 1, 2]
+    for step, seen in enumerate(ranks[0]["seen"]):
+        assert run.rows[step].tolist() == seen["rows"]
+        assert run.load[step].tolist() == seen["experts"]
+        assert run.row_bytes[step].tolist() == np.sum(seen["sent"], 0).tolist()
+        assert run.expert_bytes[step].tolist() == np.sum(seen["expert_bytes"], 0).tolist()
+        assert run.replicas[step].tolist() == seen["replicas"] == [1, 1]
+        assert run.holders[step, :, 0].tolist() == [2, 2]
+        assert run.logged["loss"][step] == pytest.approx(np.mean([rank["seen"][step]["loss"] for rank in ranks]))
+    assert run.logged["step_squared"].tolist() == [0, 1, 4]
+    assert run.owners[2].tolist() == [[0] * 4 + [1] * 4] * 2
+    assert (run.seconds > 0).all() and (run.travel > 0).all() and (run.exposed >= 0).all()
+    assert (run.memory > 0).all()
+    # Of every second step; of the last of them both ranks have all collectives.
+    assert [line.step for line in run.timelines] == [2, 2]
+    for line in run.timelines:
+        assert {"exchange", "gather_counts", "sparse_all_gather"} <= set(line.names[:, 1])
+        assert (line.times[:, 2] >= line.times[:, 1]).all() and (line.times >= 0).all()
+    assert "Timeline of a step" in page_of(run, name="x")
+
+
+def test_a_run_that_never_ends_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "CHUNK_SECONDS", 1e9)
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    monitor = hecate.monitor(model, tmp_path)
+    for step in range(monitor_module.CHUNK_STEPS + 5):
+        run_step(model, batch(step, rows=2))
+    # As a killed process leaves it: nothing was closed.
+    assert load_run(tmp_path).steps == monitor_module.CHUNK_STEPS, "all but what was not written yet"
+    monitor.close()
+    assert load_run(tmp_path).steps == monitor_module.CHUNK_STEPS + 5
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    model = hecate.compile(build("mixtral"), hecate.Config(**EAGER))
+    monitor = hecate.monitor(model, tmp_path / "x", first_step=100)
+    with pytest.raises(RuntimeError, match="no training forward has run"):
+        monitor.log(loss=1.0)
+    for step in range(2):
+        loss = run_step(model, batch(step))
+        monitor.log(loss=loss)
+        # The user's own tensor may change before it is written.
+        loss.mul_(0)
+    monitor.close()
+    monitor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        monitor.log(loss=1.0)
+    run = load_run(tmp_path / "x")
+    assert run.step.tolist() == [100, 101]
+    assert (run.logged["loss"] > 0).all()
+    assert (run.load.sum(2) == batch(0).numel() * 2).all() and (run.rows[..., 0] == batch(0).numel() * 2).all()
+    assert run.timelines == () and np.isnan(run.hidden).all()
+    page_of(run, name="x")
+    # A second start goes behind the first.
+    with hecate.monitor(model, tmp_path / "x", first_step=102):
+        run_step(model, batch(3))
+    assert load_run(tmp_path / "x").step.tolist() == [100, 101, 102]
+
+
+def test_a_block_that_raises_keeps_its_steps(tmp_path: Path) -> None:
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with pytest.raises(ZeroDivisionError), hecate.monitor(model, tmp_path):
+        run_step(model, batch(0))
+        raise ZeroDivisionError
+    assert read_rank(rank_path(tmp_path / "start000", 0)).steps == 1
+    with hecate.monitor(model, tmp_path):
+        pass
+
+
+def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, arrays: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path) as monitor:
+        run_step(model, batch(0))
+        monitor.log(loss=1.0)
+        run_step(model, batch(1))
+        monkeypatch.setattr(monitor_module, "append_chunk", full)
+        with pytest.warns(UserWarning, match="no space left"):
+            run_step(model, batch(2))
+        monitor.log(loss=2.0)
+        run_step(model, batch(3))
+    assert load_run(tmp_path).logged["loss"].tolist() == [1.0]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with pytest.raises(ValueError, match="was not compiled"):
+        hecate.monitor(build("plain", layers=1), tmp_path)
+    for wrong in ({"timeline_every": 0}, {"first_step": -1}):
+        with pytest.raises(ValueError, match="expected at least"):
+            hecate.monitor(model, tmp_path, **wrong)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="rank 0 cannot write"):
+        hecate.monitor(model, tmp_path / "file")
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ImportError, match="pip install tensorboard"):
+            hecate.monitor(model, tmp_path / "x", tensorboard=True)
+    assert not (tmp_path / "x").exists(), "what is refused leaves nothing behind"
+    with hecate.monitor(model, tmp_path / "x") as monitor:
+        with pytest.raises(ValueError, match="monitored already"):
+            hecate.monitor(model, tmp_path / "y")
+        run_step(model, batch(0))
+        with pytest.raises(ValueError, match="3 elements"):
+            monitor.log(loss=torch.zeros(3))
+
+
+def refuse(path: str, blocked: str) -> str:
+    """On one rank: rank 1 finds a folder where its file belongs, or rank 0 a file where the run's folder belongs."""
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    if blocked and torch.distributed.get_rank() == 1:
+        open_file = Path.open
+
+        def refuse_own(self: Path, *args: Any, **kwargs: Any) -> Any:
+            if self.name == blocked:
+                raise OSError(f"no room for {self.name}")
+            return open_file(self, *args, **kwargs)
+
+        Path.open = refuse_own  # type: ignore[method-assign]
+    return message_of(lambda: hecate.monitor(model, path))
+
+
+@pytest.mark.distributed
+def test_a_rank_that_cannot_write_stops_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    where = "tests.hecate_compile.reports.test_monitor:refuse"
+    first, second = run_ranks(where, 2, path=str(tmp_path / "x"), blocked="rank1.steps")
+    assert "another rank cannot write" in first and "no room for rank1.steps" in second
+    for text in run_ranks(where, 2, path=str(tmp_path / "file"), blocked=""):
+        assert text.startswith(("FileExistsError", "NotADirectoryError", "OSError")) and "rank 0" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path, tensorboard=True) as monitor:
+        for step in range(2):
+            monitor.log(loss=run_step(model, batch(step)))
+    events = EventAccumulator(str(tmp_path / "start000" / "tensorboard"))
+    events.Reload()
+    assert {"loss", "hecate/step_seconds"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("loss")] == [0, 1]

@@ -1,0 +1,313 @@
+"""The page of a run: whole, by itself, with the plots and alerts that belong there."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import xml.etree.ElementTree as ElementTree
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hecate.cli import app
+from hecate.reports.run_alerts import effective_experts, find_alerts
+from hecate.reports.run_data import load_run
+from hecate.reports.run_page import page_of
+from hecate.reports.svg_plots import heat_map, line_plot, short, ticks
+from tests.hecate_compile.reports.made_run import Array, make_run
+from tests.support.browser import find_browser, look_at
+
+_VOID = {"meta", "link", "br", "img"}
+
+
+class Structure(HTMLParser):
+    """Elements of a page, and whether every one is closed in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.titles: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2", "figcaption"):
+            self.titles.append(data)
+
+
+def structure_of(page: str) -> Structure:
+    parser = Structure()
+    parser.feed(page)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+def skewed(experts: int, hottest: float) -> Callable[[Array], Array]:
+    """Load in which one expert has a part of all rows."""
+
+    def load(number: Array) -> Array:
+        rows = np.full((len(number), 2, experts), (1 - hottest) / (experts - 1))
+        rows[:, :, 3] = hottest
+        return (rows * 10_000).round()
+
+    return load
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    make_run(tmp_path / "a <run>", ranks=2)
+    return page_of(load_run(tmp_path / "a <run>"), name="a <run>")
+
+
+def test_the_page_has_every_part(page: str) -> None:
+    found = structure_of(page)
+    for title in (
+        "a <run>", "Alerts", "Balance", "Load of ranks", "Time", "Timeline of a step", "Memory and traffic",
+        "Layers: load and placement of experts", "Step time", "loss", "Memory", "Busiest rank over the mean",
+        "Rows of ranks, before", "Rows of ranks, after", "Replicas in a layer", "Hidden transfers",
+    ):  # fmt: skip
+        assert title in found.titles, title
+    for title in ("Rows of experts over the mean", "Holders of experts", "Owners of experts"):
+        assert found.titles.count(title) == 2, "once for each layer"
+    assert "&lt;run&gt;" in page and "<run>" not in page, "names are text"
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    found = structure_of(page)
+    assert not [tag for tag, _ in found.found if tag in ("script", "iframe", "object", "embed")]
+    for tag, attributes in found.found:
+        for name, value in attributes.items():
+            if name in ("src", "href", "srcset", "action"):
+                assert value is not None and value.startswith("data:"), (tag, name, value)
+    assert "url(" not in page and "@import" not in page
+    assert 'name="viewport"' in page, "or a telephone would shrink it"
+
+
+def test_every_plot_is_well_formed_and_scales(page: str) -> None:
+    plots = re.findall(r"<svg .*?</svg>", page, flags=re.DOTALL)
+    assert len(plots) == structure_of(page).found.count(("figcaption", {})) > 10
+    for plot in plots:
+        root = ElementTree.fromstring(plot)
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        # Wider ones could not be read at 400 pixels; with a fixed size they would not shrink.
+        assert width == 400 and "width" not in root.attrib
+        for node in root.iter():
+            for name in ("x", "x1", "x2", "y", "y1", "y2"):
+                if name in node.attrib:
+                    assert -1 <= float(node.attrib[name]) <= max(width, height) + 1, (node.tag, node.attrib)
+            # Pictures are text in which anything may stand.
+            assert not any("nan" in value.lower() for name, value in node.attrib.items() if name != "href")
+
+
+def pixels(picture: str) -> Array:
+    data = base64.b64decode(picture)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    place, lines = 8, b""
+    while place < len(data):
+        length, kind = struct.unpack(">I4s", data[place : place + 8])
+        body = data[place + 8 : place + 8 + length]
+        assert struct.unpack(">I", data[place + 8 + length : place + 12 + length])[0] == zlib.crc32(kind + body)
+        lines += body if kind == b"IDAT" else b""
+        place += 12 + length
+    flat = np.frombuffer(zlib.decompress(lines), np.uint8).reshape(height, 1 + 3 * width)
+    assert not flat[:, 0].any()
+    return flat[:, 1:].reshape(height, width, 3)
+
+
+def test_a_heat_map_shows_what_is_in_it() -> None:
+    values = np.zeros((50, 4))
+    values[25:, 1] = 1.0
+    values[:, 3] = np.nan
+    svg = heat_map(values, np.arange(50), title="x", rows="expert")
+    picture = pixels(re.findall(r"base64,([^\"]+)", svg)[0]).astype(int)
+    assert picture.shape == (4, 50, 3)
+    assert (picture[1, 30] == (253, 231, 37)).all() and (picture[1, 10] == (68, 1, 84)).all()
+    assert (picture[3] == 225).all(), "grey where nothing is known"
+
+
+def test_a_long_run_is_averaged_not_sampled() -> None:
+    values = np.zeros((40_000, 1))
+    values[123] = 4000.0
+    picture = pixels(re.findall(r"base64,([^\"]+)", heat_map(values, np.arange(40_000), title="x", rows="r"))[0])
+    assert picture.shape == (1, 400, 3)
+    assert (picture[0, 1] != picture[0, 200]).any(), "one hot step is not lost"
+
+
+def test_a_line_with_gaps() -> None:
+    values = np.array([1.0, np.nan, 3.0, 4.0, np.inf, 6.0])
+    lines = re.findall(r'points="([^"]*)"', line_plot({"a": values}, np.arange(6), title="x"))
+    assert sorted(len(line.split()) for line in lines) == [2, 2, 2], "no line through a gap; lone points can be seen"
+    assert "nan" not in line_plot({"a": values * np.nan}, np.arange(6), title="x").lower()
+
+
+def test_round_numbers() -> None:
+    assert ticks(0, 10) == [0, 5, 10] and ticks(1, 1) == [1]
+    assert [short(value) for value in (0, 0.005, 12, 1234, 2e6, 3.25e9)] == [
+        "0",
+        "0.005",
+        "12",
+        "1.23k",
+        "2M",
+        "3.25G",
+    ]
+
+
+# --- alerts ---
+
+
+def kinds(root: Path) -> set[str]:
+    return {alert.kind for alert in find_alerts(load_run(root))}
+
+
+def test_a_good_run_has_no_alerts(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=80)
+    assert kinds(tmp_path) == set()
+    assert "Nothing stands out" in page_of(load_run(tmp_path), name="x")
+
+
+def dead(number: Array) -> Array:
+    load = np.full((len(number), 2, 8), 100)
+    load[number > 50, 1, 6] = 0
+    return load
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("dead", {"load_of": dead}),
+        ("collapse", {"load_of": skewed(8, 0.97)}),
+        ("imbalance", {"load_of": skewed(8, 0.6)}),
+        ("overlap", {"exposed_of": lambda number: np.where(number > 55, 0.9, 0.1)}),
+        ("nan", {"loss_of": lambda number: np.where(number > 50, np.nan, 1.0)}),
+        ("nan", {"loss_of": lambda number: np.where(number == 70, np.inf, 1.0)}),
+        ("slow", {"seconds_of": lambda number: np.where(number % 10 == 5, 1.0, 0.1)}),
+        ("memory", {"memory_of": lambda number: (1e9 + number * 2e7).astype(np.int64)}),
+    ],
+)
+def test_an_alert_for_what_goes_wrong(kind: str, given: dict[str, Any], tmp_path: Path) -> None:
+    make_run(tmp_path, steps=80, **given)
+    assert kind in kinds(tmp_path)
+    assert f'data-kind="{kind}"' in page_of(load_run(tmp_path), name="x")
+
+
+def test_values_that_were_not_logged_are_no_alert(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=80, loss_of=lambda number: np.where(number % 10, np.nan, 1.0))
+    assert "nan" not in kinds(tmp_path)
+
+
+def test_effective_experts() -> None:
+    loads = np.array([[1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    assert effective_experts(loads) == pytest.approx([4, 1, 2, 1])
+
+
+# --- sizes of runs ---
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(1, 1), (2, 2), (5, 16), (41, 3)])
+def test_runs_of_all_sizes_have_a_page(steps: int, ranks: int, tmp_path: Path) -> None:
+    make_run(tmp_path, steps=steps, ranks=ranks, experts=16)
+    structure_of(page_of(load_run(tmp_path), name="x"))
+
+
+def test_a_run_of_which_ranks_are_missing_has_a_page(tmp_path: Path) -> None:
+    make_run(tmp_path, ranks=4, missing=(1, 3))
+    page = page_of(load_run(tmp_path), name="x")
+    structure_of(page)
+    assert "nothing of ranks [1, 3]" in page
+
+
+# --- the command ---
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=80, load_of=dead)
+    ran = CliRunner().invoke(app, ["report", str(tmp_path / "x")])
+    assert ran.exit_code == 0, ran.output
+    assert "80 steps of 2 rank(s)" in ran.output and "no rows for expert 6" in ran.output
+    structure_of((tmp_path / "x" / "report.html").read_text())
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "x"), "--strict"]).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{}/none"], "there is no folder"),
+        (["{}/none", "--out", "{}/x.html"], "there is no such folder"),
+        (["{}"], "no start000"),
+        (["{}/x", "--out", "{}/none/x.html"], "there is no folder"),
+        (["{}/damaged"], "damaged at byte"),
+    ],
+)
+def test_bad_input_is_explained(arguments: list[str], said: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=5)
+    folder = make_run(tmp_path / "damaged", steps=5)
+    (folder / "rank0.steps").write_bytes(b"x" * 100)
+    ran = CliRunner().invoke(app, ["report", *(argument.format(tmp_path) for argument in arguments)])
+    text = "".join(ran.output.replace("│", " ").split())
+    assert ran.exit_code == 2 and said.replace(" ", "") in text, ran.output
+
+
+# --- a browser ---
+
+# Of all that can be seen: what is inside closed details is not.
+_MEASURED = """(() => {
+  const shown = what => [...document.querySelectorAll(what)].filter(one => one.checkVisibility());
+  const lying = shown("svg text").filter(one => !one.hasAttribute("transform"));
+  const box = one => one.getBoundingClientRect();
+  return {
+    reaches: document.documentElement.scrollWidth,
+    plots: shown("svg").map(one => [box(one).width, box(one).height]),
+    letters: Math.min(...lying.map(one => box(one).height)),
+    outside: lying.filter(one => {
+      const a = box(one), b = box(one.ownerSVGElement);
+      return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1;
+    }).map(one => one.textContent),
+    pictures: shown("svg image").map(one => box(one).width),
+  };
+})()"""
+_NO_BROWSER = "no chromium is found: apt install chromium"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
+@pytest.mark.parametrize("width", [1280, 400])
+def test_in_a_browser(width: int, tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=80, load_of=dead)
+    seen = look_at(page_of(load_run(tmp_path / "x"), name="x"), _MEASURED, width=width, folder=tmp_path)
+    assert seen.console == () and seen.asked == ()
+    found = seen.value
+    assert found["reaches"] <= width, "nothing sticks out to the right"
+    assert len(found["plots"]) > 10 and all(wide > 200 and high > 80 for wide, high in found["plots"])
+    assert found["letters"] >= 8, "letters can be read"
+    assert found["outside"] == [], "no letter is cut off"
+    assert len(found["pictures"]) >= 5 and min(found["pictures"]) > 4, "pictures are there, and colour bars"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
+def test_what_is_wrong_with_a_page_is_seen(tmp_path: Path) -> None:
+    wrong = '<img src="https://example.org/x.png"><script>nothing.at_all</script><div style="width:900px">x</div>'
+    seen = look_at(wrong, _MEASURED, width=400, folder=tmp_path)
+    assert seen.value["reaches"] >= 900 and seen.value["plots"] == []
+    assert any("nothing is not defined" in line for line in seen.console)
+    assert seen.asked == ("https://example.org/x.png",)
