@@ -89,9 +89,10 @@ def test_the_page_is_one_file_with_the_passes_and_a_drawing(tmp_path: Path) -> N
     assert not re.search(r'(?:src|href)="(?:https?:)?//', page), "no network"
     assert 'class="layer0 carries-rows"' in page and 'class="plus"' in page
     assert all(function.__name__ in page for function in PASSES)
-    assert 'href="#graph3-captured-9"' in page
+    number = [function.__name__ for function in PASSES].index("exchange_rows") + 1
+    assert f'href="#graph3-captured-{number}"' in page
     # A browser opens what a link leads into, not what it leads to.
-    assert '<details><summary>09 exchange_rows</summary><div id="graph3-captured-9">' in page
+    assert f'<details><summary>{number:02} exchange_rows</summary><div id="graph3-captured-{number}">' in page
     for name in ("before", "after"):
         drawing = ElementTree.parse(tmp_path / f"graph3/layer_{name}.svg").getroot()
         assert len(drawing.findall("{*}g")) > 5
