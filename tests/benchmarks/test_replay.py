@@ -19,6 +19,7 @@ from hecate.runtime.placement.policy import LayerView, Policy, Static
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.replay import replay
 from hecate.simulator.workloads import load_trace
+from tests.support.extent import ALL
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "benchmarks" / "traces"
@@ -105,6 +106,7 @@ def test_what_moves_between_steps_is_in_the_time() -> None:
     assert played.mean_seconds() == pytest.approx(played.seconds.mean() + (2 * inside + across) / 8)
 
 
+@pytest.mark.skipif(not ALL, reason="half a minute to play all policies: with HECATE_TESTS=all")
 def test_hecate_is_first_in_a_cell_when_everybody_pays_for_moves() -> None:
     found = play_cell("gpt-moe-s.a", {"static": Static(), "hecate": Hecate(), **rivals(2)}, workloads=("natural",))
     seconds = {name: result.mean_seconds(WARM_UP) for name, result in found["natural"].items()}
