@@ -1,4 +1,4 @@
-"""Sixty drawn cases, two hundred with HECATE_TESTS=all; ``python -m tests.fuzz`` draws more."""
+"""Thirty-six drawn cases, two hundred with HECATE_TESTS=all; ``python -m tests.fuzz`` draws more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.draw import ACTIONS, FAULTS, draw_case, draw_model
 from tests.support.extent import ALL
 
-_SEED, _MODELS, _CASES = 3, 5 if ALL else 3, 40 if ALL else 20
+_SEED, _MODELS, _CASES = 3, 5 if ALL else 3, 40 if ALL else 12
 
 
 @pytest.mark.distributed

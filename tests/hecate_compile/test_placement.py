@@ -19,6 +19,7 @@ from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.placement.topology import Topology
 from hecate.wrap.shard import shard_of
 from tests.support.adversaries import Anything, Moving
+from tests.support.extent import ALL
 from tests.support.models import batch, build
 from tests.support.parity import rank_and_size, run_step, step_and_compare
 from tests.support.ranks import run_ranks
@@ -77,7 +78,7 @@ def check_thirty_steps(results: list[Any]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("calibrates", [False, True])
+@pytest.mark.parametrize("calibrates", [False, True] if ALL else [True])
 def test_thirty_steps_equal_one_process(calibrates: bool) -> None:
     check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 2, nodes=None, calibrates=calibrates))
 
@@ -99,6 +100,8 @@ def resharding_is_invisible() -> dict[str, Any]:
     """The same training with owners that move every second step and with owners that stay, side by side."""
     found = {}
     for name, make in OPTIMIZERS.items():
+        if name == "AdamW foreach" and not ALL:
+            continue
         torch._dynamo.reset()
         # Two layers once: their moves are agreed on together.
         layers = 2 if name == "AdamW" else 1
@@ -166,7 +169,10 @@ def test_resharding_is_bitwise_invisible() -> None:
             assert result["tensors"] >= 25
 
 
-def hundred_steps() -> dict[str, Any]:
+STEPS = 100 if ALL else 40
+
+
+def many_steps() -> dict[str, Any]:
     """The default policy on a load that jumps between two experts, so that its prediction is always wrong."""
     import hecate
 
@@ -174,7 +180,7 @@ def hundred_steps() -> dict[str, Any]:
     model = _compiled(build("gpt_oss", num_experts_per_tok=1), window=1, reshard_every=0)
     calls = _log_collectives()
     worst, graphs = 0.0, set()
-    for step in range(100):
+    for step in range(STEPS):
         for candidate in (model, reference):
             for name, parameter in candidate.named_parameters():
                 if name.endswith("router.bias"):
@@ -218,12 +224,12 @@ def _log_collectives() -> list[str]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_hundred_steps_of_changing_placements() -> None:
-    ranks = run_ranks(f"{_HERE}:hundred_steps", 3)
+def test_steps_of_changing_placements() -> None:
+    ranks = run_ranks(f"{_HERE}:many_steps", 3)
     for result in ranks:
         assert result["worst"] < 1e-5
         assert result["graphs"] == [1]
-        assert result["calls"] > 100 * 2 * 5
+        assert result["calls"] > STEPS * 2 * 5
     assert len({result["log"] for result in ranks}) == 1
 
 
