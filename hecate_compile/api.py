@@ -88,7 +88,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 1: everything that can be wrong, before anything changes.
     check_usable(model, config)
-    key_heads = check_attention(model, config)
+    attention = check_attention(model, config)
     experts, passed_over = _find_experts(model, config)
     if not experts and config.dense == "replicate":
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
@@ -137,9 +137,10 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     accelerate_state.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
-        key_heads=key_heads,
+        key_heads=attention.key_heads, sparse_layers=attention.sparse_layers,
     )  # fmt: skip
-    model.compile(backend=backend.entry())
+    # What runs outside of graphs has full attention, and nobody would notice.
+    model.compile(backend=backend.entry(), fullgraph=config.attention is not None)
 
     # Step 5: what happens around a step.
     compiled = model._compiled_call_impl
@@ -158,6 +159,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
+        one_graph=config.attention is not None,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,11 +39,25 @@ def check_usable(model: nn.Module, config: Config) -> None:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
 
 
-def check_attention(model: nn.Module, config: Config) -> int | None:
-    """What ``Config(attention=...)`` can be told about a model before it is traced.
+@dataclass(frozen=True, kw_only=True)
+class KnownAttention:
+    """What a model's config says about its attention; None where it does not.
 
-    Returns:
-        The heads of keys that the model's config says, or None.
+    Attributes:
+        key_heads: heads of keys.
+        sparse_layers: layers that ``Config(attention=...)`` makes sparse.
+    """
+
+    key_heads: int | None = None
+    sparse_layers: int | None = None
+
+
+# Kinds of layers that have one attention over their own tokens.
+_WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def check_attention(model: nn.Module, config: Config) -> KnownAttention:
+    """What ``Config(attention=...)`` can be told about a model before it is traced.
 
     Raises:
         UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
@@ -54,7 +69,7 @@ def check_attention(model: nn.Module, config: Config) -> int | None:
     heads = getattr(found, "num_attention_heads", None)
     key_heads = getattr(found, "num_key_value_heads", None) or heads
     if options is None or not isinstance(heads, int) or not isinstance(key_heads, int):
-        return None
+        return KnownAttention()
     kind = getattr(found, "_attn_implementation", None)
     if kind not in (None, "sdpa"):
         raise UnsupportedAttentionError(
@@ -63,7 +78,8 @@ def check_attention(model: nn.Module, config: Config) -> int | None:
             "sinks, cannot have it"
         )
     layers = getattr(found, "num_hidden_layers", None)
-    if isinstance(layers, int) and all(map(options.is_dense, range(layers))):
+    sparse = sum(not options.is_dense(number) for number in range(layers)) if isinstance(layers, int) else None
+    if sparse == 0:
         raise UnsupportedAttentionError(
             f"hecate.Config: dense_layers={options.dense_layers!r} are all {layers} layers of the model, so none "
             "would be sparse. Give fewer, such as S2Attention(dense_layers=())"
@@ -76,7 +92,9 @@ def check_attention(model: nn.Module, config: Config) -> int | None:
             "that the model has positions for: attention stays dense. Give fewer or smaller blocks",
             stacklevel=4,
         )
-    return key_heads
+    kinds = getattr(found, "layer_types", None) or ()
+    countable = not getattr(found, "is_encoder_decoder", False) and all(kind in _WITH_ATTENTION for kind in kinds)
+    return KnownAttention(key_heads=key_heads, sparse_layers=sparse if countable else None)
 
 
 def check_no_optimizer(model: nn.Module) -> None:
