@@ -18,11 +18,11 @@ _HERE = "tests.hecate_compile.integrations.test_s2_cache"
 LONG = 200 if ALL else 60
 
 
-def pair(family: str, options: dict[str, Any] = OPTIONS) -> tuple[Any, Any]:
+def pair(family: str, options: dict[str, Any] = OPTIONS, **changes: Any) -> tuple[Any, Any]:
     """A compiled model, and the plain one with masks."""
     torch._dynamo.reset()
     attention = hecate.S2Attention(**options)
-    reference, model = (model_of(family, use_cache=True).eval() for _ in range(2))
+    reference, model = (model_of(family, use_cache=True, **changes).eval() for _ in range(2))
     give_masks(reference, attention)
     return hecate.compile(model, hecate.Config(backend="aot_eager", attention=attention)), reference
 
@@ -102,6 +102,18 @@ def test_compressed_keys_are_for_all_heads() -> None:
         hecate.S2Cache(model)
     prompt = batch(0, rows=2, length=37)
     assert torch.equal(tokens(model, prompt, 40), tokens(reference, prompt, 40, use_cache=False))
+
+
+def test_a_dense_layer_with_a_window() -> None:
+    """It has a mask of its own, which the one column of the others must not become."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "use_sliding_window": True}
+    model, reference = pair("qwen3", **kinds)
+    prompt = batch(0, rows=2, length=27)
+    cache = hecate.S2Cache(model)
+    wanted = tokens(reference, prompt, LONG, use_cache=False)
+    assert torch.equal(tokens(model, prompt, LONG, past_key_values=cache), wanted)
+    # That the window makes a difference.
+    assert not torch.equal(tokens(pair("qwen3")[1], prompt, LONG, use_cache=False), wanted)
 
 
 def test_padding_is_refused() -> None:
