@@ -139,7 +139,7 @@ def check(found: dict[str, Any], case: str) -> None:
     sparse = 2 if options["dense_layers"] == () else 1
     assert found["rewritten"]["shard_context"] == sparse
     assert found["rewritten"]["skip_blocks"] == (0 if "disable_passes" in config else sparse)
-    assert "self_attn: sparse," in found["text"] or config.get("checkpointed")
+    assert "model.layers.1.self_attn: sparse," in found["text"]
     if family != "llama":
         assert found["rewritten"]["exchange_rows"] == 2
 
