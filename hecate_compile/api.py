@@ -37,6 +37,7 @@ from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.wrap.attention_config import AttentionConfig
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, find_experts
 from hecate.wrap.loops import make_loops_traceable
@@ -88,7 +89,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 1: everything that can be wrong, before anything changes.
     check_usable(model, config)
-    attention = check_attention(model, config)
+    known = check_attention(model, config)
     experts, passed_over = _find_experts(model, config)
     if not experts and config.dense == "replicate":
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
@@ -137,7 +138,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     accelerate_state.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
-        key_heads=attention.key_heads, sparse_layers=attention.sparse_layers,
+        key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known),
     )  # fmt: skip
     # What runs outside of graphs has full attention, and nobody would notice.
     model.compile(backend=backend.entry(), fullgraph=config.attention is not None)
@@ -181,6 +182,13 @@ def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule]
         if config.attention is None or config.experts is not None:
             raise
         return [], []
+
+
+def _sparse_layers(config: Config, known: AttentionConfig) -> int | None:
+    """How many layers must become sparse, where the model's config says it."""
+    if config.attention is None or known.layers is None or not known.all_attend:
+        return None
+    return len(config.attention.sparse_layers(known.layers))
 
 
 def explain(model: nn.Module) -> Explanation:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from hecate.config import Config
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
+from hecate.wrap.attention_config import AttentionConfig, attention_config
 
 
 def check_usable(model: nn.Module, config: Config) -> None:
@@ -39,62 +38,41 @@ def check_usable(model: nn.Module, config: Config) -> None:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownAttention:
-    """What a model's config says about its attention; None where it does not.
-
-    Attributes:
-        key_heads: heads of keys.
-        sparse_layers: layers that ``Config(attention=...)`` makes sparse.
-    """
-
-    key_heads: int | None = None
-    sparse_layers: int | None = None
-
-
-# Kinds of layers that have one attention over their own tokens.
-_WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-def check_attention(model: nn.Module, config: Config) -> KnownAttention:
+def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
     """What ``Config(attention=...)`` can be told about a model before it is traced.
 
     Raises:
         UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
-        ValueError: parts of the context would be seen by no head.
+        ValueError: parts of the context would be seen by no head, or ``dense_layers`` names a layer that is none.
     """
-    options = config.attention
-    found: Any = getattr(model, "config", None)
-    found = found.get_text_config() if hasattr(found, "get_text_config") else found
-    heads = getattr(found, "num_attention_heads", None)
-    key_heads = getattr(found, "num_key_value_heads", None) or heads
-    if options is None or not isinstance(heads, int) or not isinstance(key_heads, int):
-        return KnownAttention()
-    kind = getattr(found, "_attn_implementation", None)
-    if kind not in (None, "sdpa"):
+    known, options = attention_config(model), config.attention
+    if options is None or known.heads is None or known.key_heads is None:
+        return known
+    if known.implementation not in (None, "sdpa"):
         raise UnsupportedAttentionError(
-            f"hecate.Config: {type(model).__name__} has attn_implementation={kind!r}, and S2-Attention takes the "
-            'place of "sdpa" alone. Load the model with attn_implementation="sdpa"; GPT-OSS, whose attention has '
-            "sinks, cannot have it"
+            f"hecate.Config: {type(model).__name__} has attn_implementation={known.implementation!r}, and "
+            'S2-Attention takes the place of "sdpa" alone. Load the model with attn_implementation="sdpa"; GPT-OSS, '
+            "whose attention has sinks, cannot have it"
         )
-    layers = getattr(found, "num_hidden_layers", None)
-    sparse = sum(not options.is_dense(number) for number in range(layers)) if isinstance(layers, int) else None
-    if sparse == 0:
-        raise UnsupportedAttentionError(
-            f"hecate.Config: dense_layers={options.dense_layers!r} are all {layers} layers of the model, so none "
-            "would be sparse. Give fewer, such as S2Attention(dense_layers=())"
-        )
-    options.pattern(heads, key_heads)
-    longest = getattr(found, "max_position_embeddings", None)
-    if isinstance(longest, int) and options.local * options.block >= longest:
+    if known.layers is not None:
+        if not options.sparse_layers(known.layers):
+            raise UnsupportedAttentionError(
+                f"hecate.Config: dense_layers={options.dense_layers!r} are all {known.layers} layers of the model, "
+                "so none would be sparse. Give fewer, such as S2Attention(dense_layers=())"
+            )
+        if not isinstance(options.dense_layers, str) and max(options.dense_layers, default=0) >= known.layers:
+            raise ValueError(
+                f"hecate.Config: dense_layers={options.dense_layers!r} names layer {max(options.dense_layers)}, and "
+                f"the model has {known.layers}, from 0"
+            )
+    options.pattern(known.heads, known.key_heads)
+    if known.positions is not None and options.local * options.block >= known.positions:
         warnings.warn(
-            f"hecate.Config: {options.local} local blocks of {options.block} tokens are all of the {longest} tokens "
-            "that the model has positions for: attention stays dense. Give fewer or smaller blocks",
+            f"hecate.Config: {options.local} local blocks of {options.block} tokens are all of the {known.positions} "
+            "tokens that the model has positions for: attention stays dense. Give fewer or smaller blocks",
             stacklevel=4,
         )
-    kinds = getattr(found, "layer_types", None) or ()
-    countable = not getattr(found, "is_encoder_decoder", False) and all(kind in _WITH_ATTENTION for kind in kinds)
-    return KnownAttention(key_heads=key_heads, sparse_layers=sparse if countable else None)
+    return known
 
 
 def check_no_optimizer(model: nn.Module) -> None:

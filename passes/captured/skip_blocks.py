@@ -47,7 +47,7 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
             _rewrite(node, mask, gm, facts)
             rewritten += 1
         except Refused as refused:
-            reason = f"its mask is computed, which is right and as slow as dense attention: {refused}"
+            reason = f"its mask is computed, which is right and slower than dense attention: {refused}"
             skipped.append(Skip(where=mask.meta.get(LAYER) or name_of_layer(node), reason=reason, fallback=False))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 

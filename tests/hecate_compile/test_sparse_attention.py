@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hecate
+from hecate.checkpoints.run_state import function_options
 from hecate.runtime.ops.s2_masks import visible
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
@@ -223,6 +225,8 @@ def test_refused_in_compile() -> None:
         compiled("gpt_oss")
     with pytest.raises(ValueError, match=r"dense_layers=\(0, 1\) are all 2 layers"):
         compiled("llama", OPTIONS | {"dense_layers": (0, 1)})
+    with pytest.raises(ValueError, match=r"dense_layers=\(0, 7\) names layer 7, and the model has 2"):
+        compiled("llama", OPTIONS | {"dense_layers": (0, 7)})
     with pytest.raises(ValueError, match="see only 50% of the context"):
         compiled("llama", OPTIONS | {"stride": 4})
     with pytest.warns(UserWarning, match="attention stays dense"):
@@ -327,4 +331,21 @@ def test_checkpoints_know_the_option(tmp_path: Path) -> None:
     plain = hecate.compile(model_of("mixtral"), hecate.Config(backend="aot_eager"))
     with pytest.raises(hecate.MismatchError, match=r"hecate\.attention was .* and is None"):
         hecate.load(tmp_path / "run", plain)
-    hecate.load(tmp_path / "run", compiled("mixtral", OPTIONS | {"dense_layers": [0]}))
+    # The same function, in other words.
+    for same in ({"dense_layers": [0, 0]}, {"stride": 2, "offset": 2}):
+        hecate.load(tmp_path / "run", compiled("mixtral", OPTIONS | same))
+
+
+def test_checkpoints_from_before_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = hecate.compile(model_of("mixtral"), hecate.Config(backend="aot_eager"))
+    options = function_options(plain)
+    del options["hecate.attention"]
+    with monkeypatch.context() as patched:
+        # The package has a function of this name.
+        patched.setattr(import_module("hecate.checkpoints.save"), "function_options", lambda model: options)
+        hecate.save(tmp_path / "run", plain, step=1)
+    hecate.load(tmp_path / "run", plain)
+    sparse = compiled("mixtral")
+    with pytest.raises(hecate.MismatchError, match=r"hecate\.attention was None and is .*same_options=False"):
+        hecate.load(tmp_path / "run", sparse)
+    hecate.load(tmp_path / "run", sparse, same_options=False)
