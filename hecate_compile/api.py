@@ -39,7 +39,7 @@ from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.attention_config import AttentionConfig
 from hecate.wrap.expert_shards import is_expert_shard, size_up
-from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, find_experts
+from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
 from hecate.wrap.loops import make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
@@ -178,8 +178,10 @@ def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule]
         return [], []
     try:
         return find_experts(model, config.experts)
-    except NoExpertsError:
-        if config.attention is None or config.experts is not None:
+    except NoExpertsError as error:
+        described = getattr(model, "config", None)
+        # Something that may well be experts is not to be trained as if it were none without a word.
+        if config.attention is None or config.experts is not None or error.passed_over or counts_experts(described):
             raise
         return [], []
 

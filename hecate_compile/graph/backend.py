@@ -20,7 +20,7 @@ from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.base import PassRecord
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.dumps.folder import MOST_BYTES, DumpFolder
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import run_passes
@@ -249,7 +249,7 @@ def _tokens(gm: GraphModule) -> int:
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node, facts):
-            count = math.prod(_hint(size) for size in value.shape[:2])
+            count = math.prod(size_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
 
@@ -258,13 +258,6 @@ def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
     source = getattr(node, "_dynamo_source", None)
     return facts.same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size, or what it was in the first batch."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def _most_bytes() -> int:

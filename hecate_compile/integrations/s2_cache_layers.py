@@ -71,6 +71,8 @@ class S2Layer(CacheLayerMixin):
         self.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0:
+            return
         raise UnsupportedAttentionError(
             "hecate.S2Cache: tokens are to be taken back, as assisted decoding does, but what they pushed out is "
             "gone. Use the default cache"

@@ -36,7 +36,7 @@ from hecate.passes.captured.attention_calls import (
 from hecate.passes.captured.causal_masks import CausalMasks, UnknownMask
 from hecate.passes.captured.open_sizes import same_size
 from hecate.passes.captured.scope import Scope
-from hecate.passes.captured.torch_values import value_of
+from hecate.passes.captured.torch_values import size_hint, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
@@ -92,10 +92,8 @@ class _Work:
             pattern, length = self._shard(node, scope, name)
         except (Refused, ValueError) as refused:
             reason = str(refused).removeprefix("hecate.S2Attention: ")
-            raise UnsupportedAttentionError(
-                f"hecate: {name} cannot have S2-Attention: {reason}. S2Attention(dense_layers=...) leaves layers as "
-                "they are"
-            ) from None
+            advice = "" if "dense_layers" in reason else ". S2Attention(dense_layers=...) leaves layers as they are"
+            raise UnsupportedAttentionError(f"hecate: {name} cannot have S2-Attention: {reason}{advice}") from None
         self.rewritten += 1
         self.remarks.append(Remark(where=name, text=_costs(pattern, length)))
 
@@ -131,7 +129,7 @@ class _Work:
         copy_place(node, mask)
         mask.meta[LAYER] = name
         change_operands(node, {"attn_mask": mask, "is_causal": False})
-        return pattern, _number(key.shape[2])
+        return pattern, size_hint(key.shape[2])
 
     def _pattern(self, query_heads: Any, key_heads: Any) -> Pattern:
         if not isinstance(query_heads, int) or not isinstance(key_heads, int) or query_heads % key_heads:
@@ -259,13 +257,6 @@ def _called(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def _number(size: Any) -> int:
-    """A size, or what it was in the first batch."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def _costs(pattern: Pattern, length: int) -> str:

@@ -40,7 +40,7 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
     for node in list(gm.graph.nodes):
         if not attends(node):
             continue
-        mask = operands_of_attention(node).get("attn_mask")
+        mask: Any = operands_of_attention(node).get("attn_mask")
         if not calls(mask, torch.ops.hecate.s2_mask, torch.ops.hecate.s2_stored_mask):
             continue
         try:

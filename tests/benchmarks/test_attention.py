@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import attention
+from tests.support.extent import ALL
 
 
 def test_all_parts_run_and_are_shown(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_the_recall_task_has_its_answers() -> None:
         assert [pairs[int(key)] for key in x[row, -attention._ASKED :, 0]] == y[row, -attention._ASKED :].tolist()
 
 
-@pytest.mark.parametrize("name", attention.recall_kinds())
+@pytest.mark.parametrize("name", attention.recall_kinds() if ALL else ("S2",))
 def test_one_step_of_each_kind_of_recall(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {name: attention.recall_kinds()[name]}
     monkeypatch.setattr(attention, "recall_kinds", lambda: kinds)

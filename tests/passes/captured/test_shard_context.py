@@ -350,7 +350,8 @@ def test_masks_of_checkpointed_layers_come_from_outside() -> None:
 
 
 def test_a_layer_without_a_number_is_refused() -> None:
-    assert "its number is not known" in refused(WAYS["a mask"], S2Attention(block=16, local=1))
+    text = refused(WAYS["a mask"], S2Attention(block=16, local=1))
+    assert "its number is not known" in text and text.count("dense_layers=") == 1, text
 
 
 @pytest.mark.parametrize("off", [(), ("skip_blocks",)])
