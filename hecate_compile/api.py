@@ -37,8 +37,9 @@ from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.wrap.attention_config import AttentionConfig
 from hecate.wrap.expert_shards import is_expert_shard, size_up
-from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, find_experts
+from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
 from hecate.wrap.loops import make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
@@ -88,7 +89,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 1: everything that can be wrong, before anything changes.
     check_usable(model, config)
-    key_heads = check_attention(model, config)
+    known = check_attention(model, config)
     experts, passed_over = _find_experts(model, config)
     if not experts and config.dense == "replicate":
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
@@ -137,9 +138,10 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     accelerate_state.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
-        key_heads=key_heads,
+        key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known),
     )  # fmt: skip
-    model.compile(backend=backend.entry())
+    # What runs outside of graphs has full attention, and nobody would notice.
+    model.compile(backend=backend.entry(), fullgraph=config.attention is not None)
 
     # Step 5: what happens around a step.
     compiled = model._compiled_call_impl
@@ -158,6 +160,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
+        one_graph=config.attention is not None,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -175,10 +178,19 @@ def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule]
         return [], []
     try:
         return find_experts(model, config.experts)
-    except NoExpertsError:
-        if config.attention is None or config.experts is not None:
+    except NoExpertsError as error:
+        described = getattr(model, "config", None)
+        # Something that may well be experts is not to be trained as if it were none without a word.
+        if config.attention is None or config.experts is not None or error.passed_over or counts_experts(described):
             raise
         return [], []
+
+
+def _sparse_layers(config: Config, known: AttentionConfig) -> int | None:
+    """How many layers must become sparse, where the model's config says it."""
+    if config.attention is None or known.layers is None or not known.all_attend:
+        return None
+    return len(config.attention.sparse_layers(known.layers))
 
 
 def explain(model: nn.Module) -> Explanation:

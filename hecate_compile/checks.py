@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from hecate.config import Config
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
+from hecate.wrap.attention_config import AttentionConfig, attention_config
 
 
 def check_usable(model: nn.Module, config: Config) -> None:
@@ -38,45 +38,41 @@ def check_usable(model: nn.Module, config: Config) -> None:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
 
 
-def check_attention(model: nn.Module, config: Config) -> int | None:
+def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
     """What ``Config(attention=...)`` can be told about a model before it is traced.
-
-    Returns:
-        The heads of keys that the model's config says, or None.
 
     Raises:
         UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
-        ValueError: parts of the context would be seen by no head.
+        ValueError: parts of the context would be seen by no head, or ``dense_layers`` names a layer that is none.
     """
-    options = config.attention
-    found: Any = getattr(model, "config", None)
-    found = found.get_text_config() if hasattr(found, "get_text_config") else found
-    heads = getattr(found, "num_attention_heads", None)
-    key_heads = getattr(found, "num_key_value_heads", None) or heads
-    if options is None or not isinstance(heads, int) or not isinstance(key_heads, int):
-        return None
-    kind = getattr(found, "_attn_implementation", None)
-    if kind not in (None, "sdpa"):
+    known, options = attention_config(model), config.attention
+    if options is None or known.heads is None or known.key_heads is None:
+        return known
+    if known.implementation not in (None, "sdpa"):
         raise UnsupportedAttentionError(
-            f"hecate.Config: {type(model).__name__} has attn_implementation={kind!r}, and S2-Attention takes the "
-            'place of "sdpa" alone. Load the model with attn_implementation="sdpa"; GPT-OSS, whose attention has '
-            "sinks, cannot have it"
+            f"hecate.Config: {type(model).__name__} has attn_implementation={known.implementation!r}, and "
+            'S2-Attention takes the place of "sdpa" alone. Load the model with attn_implementation="sdpa"; GPT-OSS, '
+            "whose attention has sinks, cannot have it"
         )
-    layers = getattr(found, "num_hidden_layers", None)
-    if isinstance(layers, int) and all(map(options.is_dense, range(layers))):
-        raise UnsupportedAttentionError(
-            f"hecate.Config: dense_layers={options.dense_layers!r} are all {layers} layers of the model, so none "
-            "would be sparse. Give fewer, such as S2Attention(dense_layers=())"
-        )
-    options.pattern(heads, key_heads)
-    longest = getattr(found, "max_position_embeddings", None)
-    if isinstance(longest, int) and options.local * options.block >= longest:
+    if known.layers is not None:
+        if not options.sparse_layers(known.layers):
+            raise UnsupportedAttentionError(
+                f"hecate.Config: dense_layers={options.dense_layers!r} are all {known.layers} layers of the model, "
+                "so none would be sparse. Give fewer, such as S2Attention(dense_layers=())"
+            )
+        if not isinstance(options.dense_layers, str) and max(options.dense_layers, default=0) >= known.layers:
+            raise ValueError(
+                f"hecate.Config: dense_layers={options.dense_layers!r} names layer {max(options.dense_layers)}, and "
+                f"the model has {known.layers}, from 0"
+            )
+    options.pattern(known.heads, known.key_heads)
+    if known.positions is not None and options.local * options.block >= known.positions:
         warnings.warn(
-            f"hecate.Config: {options.local} local blocks of {options.block} tokens are all of the {longest} tokens "
-            "that the model has positions for: attention stays dense. Give fewer or smaller blocks",
+            f"hecate.Config: {options.local} local blocks of {options.block} tokens are all of the {known.positions} "
+            "tokens that the model has positions for: attention stays dense. Give fewer or smaller blocks",
             stacklevel=4,
         )
-    return key_heads
+    return known
 
 
 def check_no_optimizer(model: nn.Module) -> None:

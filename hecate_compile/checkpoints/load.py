@@ -310,7 +310,8 @@ class _Loading:
             out += [f"the extra state of {name!r} is not in the checkpoint" for name in sorted(own - kept)]
             out += [f"the model has no extra state in {name!r}" for name in sorted(kept - own)]
         if same_options:
-            lines = differences(self.run.get("options", {}), function_options(model))
+            # What was saved without a word about attention had full attention.
+            lines = differences({"hecate.attention": None} | self.run.get("options", {}), function_options(model))
             out += [f"{line}; same_options=False loads it all the same" for line in lines]
         if optimizers and len(optimizers) != len(self.run["optimizers"]):
             out.append(f"{len(self.run['optimizers'])} optimizers were saved, and {len(optimizers)} are given")

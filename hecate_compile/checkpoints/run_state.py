@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import nn
 from hecate.compiled_model import CompiledModel, compiled_model_of, is_compiled
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
+from hecate.wrap.attention_config import attention_config
 
 # Of a model's configuration, what says nothing of the function that it computes, or only of training.
 _IRRELEVANT = {
@@ -167,8 +167,8 @@ def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
 def function_options(model: nn.Module) -> dict[str, Any]:
     """Options that change what the model computes: the same weights with others are another model."""
     attention = compiled_model_of(model, "save").config.attention if is_compiled(model) else None
-    # A list and a tuple of layers are the same once they are on disk.
-    options = json.loads(json.dumps(asdict(attention))) if attention is not None else None
+    known = attention_config(model)
+    options = attention.described(known.heads, known.key_heads, known.layers) if attention is not None else None
     found: dict[str, Any] = {"hecate.attention": options}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):

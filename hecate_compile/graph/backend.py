@@ -20,7 +20,7 @@ from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.base import PassRecord
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.dumps.folder import MOST_BYTES, DumpFolder
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import run_passes
@@ -65,6 +65,7 @@ class Backend:
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         key_heads: heads of keys in the model's config, if it has any.
+        sparse_layers: how many layers must become sparse; None for as many as in the first graph.
         graphs: what has been compiled so far.
         step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
@@ -76,6 +77,7 @@ class Backend:
     step: CurrentStep
     dense_parameters: int = 0
     key_heads: int | None = None
+    sparse_layers: int | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
@@ -93,18 +95,31 @@ class Backend:
         return hecate
 
     def check_sparse(self) -> None:
-        """Raise if sparse attention is asked for, and no graph so far has any.
+        """Raise if sparse attention is asked for, and nothing was compiled: then all of it is dense.
 
         Raises:
-            UnsupportedAttentionError: the model has attention that no pass sees, or none.
+            UnsupportedAttentionError: torch.compile is switched off.
         """
-        records = [record for graph in self.graphs for record in graph.passes if record.name == "shard_context"]
-        if self.config.attention is not None and not any(record.rewritten for record in records):
+        if self.config.attention is not None and not self.graphs:
             raise UnsupportedAttentionError(
-                "hecate: Config(attention=...) has made no layer sparse: the model does not call "
-                "torch.nn.functional.scaled_dot_product_attention where torch.compile sees it, or in layers of "
-                "dense_layers alone"
+                "hecate: Config(attention=...) has made no layer sparse, because torch.compile compiled nothing. Is "
+                "it switched off, by TORCHDYNAMO_DISABLE or torch.compiler.set_stance?"
             )
+
+    def _refuse_dense(self, records: Sequence[PassRecord]) -> None:
+        """Raise unless a graph, which is the whole model, has all sparse layers that it should have."""
+        if self.config.attention is None:
+            return
+        sparse = sum(record.rewritten for record in records if record.name == "shard_context")
+        wanted = self.sparse_layers if self.sparse_layers is not None else 1
+        if sparse < wanted:
+            so_far = "made no layer sparse" if not sparse else f"made only {sparse} of {wanted} layers sparse"
+            raise UnsupportedAttentionError(
+                f"hecate: Config(attention=...) has {so_far}: the others do not call "
+                "torch.nn.functional.scaled_dot_product_attention where torch.compile sees it. "
+                "S2Attention(dense_layers=...) names layers that are to stay dense"
+            )
+        self.sparse_layers = wanted if self.sparse_layers is not None else sparse
 
     @property
     def disabled(self) -> tuple[str, ...]:
@@ -152,6 +167,7 @@ class Backend:
             dump=dumps.part(number) if dumps else None,
             title=f"graph{number}",
         )
+        self._refuse_dense(records)
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         record = GraphRecord(
@@ -233,7 +249,7 @@ def _tokens(gm: GraphModule) -> int:
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node, facts):
-            count = math.prod(_hint(size) for size in value.shape[:2])
+            count = math.prod(size_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
 
@@ -242,13 +258,6 @@ def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
     source = getattr(node, "_dynamo_source", None)
     return facts.same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size, or what it was in the first batch."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def _most_bytes() -> int:

@@ -29,7 +29,8 @@ def S2Cache(model: nn.Module) -> Any:
             (``per="q"``, or the compressed keys of DeepSeek), so that all are needed.
 
     While it is used: :class:`UnsupportedAttentionError` for batches with padding, which would shift the blocks, for
-    several tokens at once behind the prompt, and for whatever takes tokens back, such as assisted decoding.
+    several tokens at once behind the prompt, and for whatever takes tokens back, such as assisted decoding. Behind
+    the prompt only the first column of a mask is looked at: one that hides some other token is not noticed.
     """
     options = compiled_model_of(model, "S2Cache").config.attention
     if options is None:

@@ -71,6 +71,8 @@ class S2Layer(CacheLayerMixin):
         self.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0:
+            return
         raise UnsupportedAttentionError(
             "hecate.S2Cache: tokens are to be taken back, as assisted decoding does, but what they pushed out is "
             "gone. Use the default cache"
@@ -89,12 +91,13 @@ class SparseCache(Cache):
     """Sparse layers, and dense ones as they are."""
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """One column for a single new token.
+        """One column for a single new token, in layers that show it all that they keep.
 
-        All layers get the same mask, and sparse ones have fewer keys. A token sees all that is kept, so one column
-        says as much as many; padding on the left shows in the first one.
+        These all get the same mask, and sparse ones have fewer keys. One column says as much as many; padding on
+        the left shows in the first one. Layers with a window have a mask of their own.
         """
-        if self.layers[0].is_initialized and query_length == 1:
+        layer = self.layers[layer_idx]
+        if query_length == 1 and type(layer) in (S2Layer, DynamicLayer) and layer.is_initialized:
             return 1, 0
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -39,6 +39,7 @@ class CompiledForward:
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
+        one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
         hidden_time: as given.
@@ -61,11 +62,12 @@ class CompiledForward:
         additions: Additions,
         outside_gradients: OutsideGradients,
         check_compiled: Callable[[], None] | None = None,
+        one_graph: bool = False,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
-        self._check_compiled = check_compiled
+        self._check_compiled, self._one_graph = check_compiled, one_graph
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
@@ -114,9 +116,15 @@ class CompiledForward:
         except TorchDynamoException as error:
             # What a user can mend is raised as it is, not as a fault of a compiler.
             refused = _refused_attention(error)
-            if refused is None:
+            if refused is not None:
+                raise refused from None
+            if self._one_graph and isinstance(error, Unsupported):
+                raise UnsupportedAttentionError(_outside_of_graph(error)) from error
+            raise
+        except FailOnRecompileLimitHit as error:
+            if not self._one_graph:
                 raise
-            raise refused from None
+            raise UnsupportedAttentionError(_TOO_MANY_GRAPHS) from error
         finally:
             self._step.mode = None
 
@@ -143,6 +151,21 @@ def _refused_attention(error: BaseException) -> UnsupportedAttentionError | None
     while here is not None and not isinstance(here, UnsupportedAttentionError):
         here = getattr(here, "inner_exception", None) or here.__cause__ or here.__context__
     return here
+
+
+_TOO_MANY_GRAPHS = (
+    "hecate: torch.compile has made as many graphs of the model as it may, and attention outside of graphs would be "
+    "dense. Raise torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles tells why there are so many"
+)
+
+
+def _outside_of_graph(error: Unsupported) -> str:
+    """What torch.compile cannot trace, which is no error for a model with full attention."""
+    what = " ".join(str(error).split("\n\nfrom user code")[0].split())
+    return (
+        "hecate: with Config(attention=...) the whole model must be one graph, because attention outside of graphs "
+        f"would be dense. torch.compile cannot trace all of it: {what}"
+    )
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:

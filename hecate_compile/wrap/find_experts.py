@@ -22,7 +22,15 @@ _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
 
 
 class NoExpertsError(ValueError):
-    """The model has no module that looks like experts."""
+    """The model has no module that looks like experts.
+
+    Attributes:
+        passed_over: modules that look similar, and why they are none.
+    """
+
+    def __init__(self, message: str, passed_over: Sequence[PassedOver] = ()) -> None:
+        super().__init__(message)
+        self.passed_over = tuple(passed_over)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +109,9 @@ def find_experts(
         found.append(ExpertsModule(name=name, module=module, parameters=keys, num_experts=num_experts, sign=sign))
     unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
     if not found or unmatched:
-        raise NoExpertsError(_nothing_found(model, unmatched if patterns is not None else None, passed_over))
+        raise NoExpertsError(
+            _nothing_found(model, unmatched if patterns is not None else None, passed_over), passed_over
+        )
     _check_shared(found)
     return found, passed_over
 
@@ -173,6 +183,12 @@ def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter
 def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]) -> bool:
     """A two-dimensional ``[E, H]`` parameter beside the experts that scores tokens rather than biases them."""
     return parameter.ndim == 2 and bool(re.search(r"router|gate(?!_)|wg$", key)) and "bias" not in key
+
+
+def counts_experts(config: object) -> bool:
+    """Whether a model's config says that it has several experts."""
+    counts = (getattr(config, name, None) for name in _COUNT_ATTRIBUTES)
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over: list[PassedOver]) -> str:

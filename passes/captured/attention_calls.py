@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from hecate.passes.captured.scope import Scope
 from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import arg, calls
 
+# In the meta of a mask: the name of the layer that it is for.
+LAYER = "hecate_layer"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -42,24 +44,25 @@ def copy_place(node: Node, new: Node) -> None:
     new.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
 
-def name_of_layer(node: Node) -> str:
-    """The module that a node is in; the node's own name where that is not known."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    name = str(stack[-1][0]) if stack else node.name
-    return name.removeprefix("L['self'].").replace("L['self']", "(the model)")
+def name_of_layer(node: Node, scope: Scope | None = None) -> str:
+    """The module that a node is in, or else the checkpointed layer whose body it is in; or else the node's name."""
+    return next(_modules(node, scope), node.name)
 
 
 def number_of_layer(node: Node, scope: Scope) -> int | None:
     """The first number in the module's name, or in that of the checkpointed layer whose body the node is in."""
-    here: Scope | None = scope
+    found = (re.search(r"(?:^|[.\['])(\d+)(?=$|[.\]'])", name) for name in _modules(node, scope))
+    return next((int(match[1]) for match in found if match), None)
+
+
+def _modules(node: Node, scope: Scope | None) -> Iterator[str]:
+    """The module that a node is in, then those that call the checkpointed bodies around it; where they are known."""
+    here: Node | None = node
     while here is not None:
-        found = re.search(r"(?:^|[.\['])(\d+)(?=$|[.\]'])", name_of_layer(node))
-        if node.meta.get("nn_module_stack") and found:
-            return int(found[1])
-        if here.call is None:
-            return None
-        node, here = here.call, here.outer
-    return None
+        stack = list((here.meta.get("nn_module_stack") or {}).values())
+        if stack:
+            yield str(stack[-1][0]).removeprefix("L['self'].").replace("L['self']", "(the model)")
+        here, scope = (scope.call, scope.outer) if scope is not None else (None, None)
 
 
 def unrepeated(node: Node, facts: GraphFacts, *, until: Node) -> Node:

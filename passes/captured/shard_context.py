@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Remark
 from hecate.passes.captured.attention_calls import (
+    LAYER,
     attends,
     change_operands,
     copy_place,
@@ -35,7 +36,7 @@ from hecate.passes.captured.attention_calls import (
 from hecate.passes.captured.causal_masks import CausalMasks, UnknownMask
 from hecate.passes.captured.open_sizes import same_size
 from hecate.passes.captured.scope import Scope
-from hecate.passes.captured.torch_values import value_of
+from hecate.passes.captured.torch_values import size_hint, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
@@ -77,23 +78,22 @@ class _Work:
 
     def rewrite(self, node: Node, scope: Scope) -> None:
         """Give one call its mask, if its layer is sparse."""
-        name = name_of_layer(node)
+        name = name_of_layer(node, scope)
         try:
             if self._is_dense(name, number_of_layer(node, scope)):
                 self.remarks.append(Remark(where=name, text="dense, as dense_layers says"))
                 return
             if not attends(node):
                 raise Refused(
-                    "it computes its weights by hand, as eager attention and attention with sinks do. "
+                    "it computes its weights by hand or by another function than scaled_dot_product_attention, as "
+                    "eager attention, nn.MultiheadAttention and attention with sinks do. "
                     'attn_implementation="sdpa" has what is rewritten; GPT-OSS has sinks and cannot have it'
                 )
             pattern, length = self._shard(node, scope, name)
         except (Refused, ValueError) as refused:
             reason = str(refused).removeprefix("hecate.S2Attention: ")
-            raise UnsupportedAttentionError(
-                f"hecate: {name} cannot have S2-Attention: {reason}. S2Attention(dense_layers=...) leaves layers as "
-                "they are"
-            ) from None
+            advice = "" if "dense_layers" in reason else ". S2Attention(dense_layers=...) leaves layers as they are"
+            raise UnsupportedAttentionError(f"hecate: {name} cannot have S2-Attention: {reason}{advice}") from None
         self.rewritten += 1
         self.remarks.append(Remark(where=name, text=_costs(pattern, length)))
 
@@ -127,8 +127,9 @@ class _Work:
                 torch.ops.hecate.s2_mask.default, given["query"], given["key"], checked, pattern.numbers
             )
         copy_place(node, mask)
+        mask.meta[LAYER] = name
         change_operands(node, {"attn_mask": mask, "is_causal": False})
-        return pattern, _number(key.shape[2])
+        return pattern, size_hint(key.shape[2])
 
     def _pattern(self, query_heads: Any, key_heads: Any) -> Pattern:
         if not isinstance(query_heads, int) or not isinstance(key_heads, int) or query_heads % key_heads:
@@ -142,18 +143,20 @@ class _Work:
 
     def _check(self, node: Node, scope: Scope, given: dict[str, Any], name: str, single: bool) -> Node | None:
         """Raise unless a call is causal; returns the check of a mask that is known only when it is there."""
-        mask = given.get("attn_mask")
+        mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
+        if not isinstance(is_causal, bool):
+            raise Refused("whether it is causal is computed")
         if mask is None:
-            alone = single and not given.get("is_causal")
+            alone = single and not is_causal
             square = same_size(value_of(given["query"]).shape[2], value_of(given["key"]).shape[2])
-            if not alone and not (given.get("is_causal") and square):
+            if not alone and not (is_causal and square):
                 raise Refused("it is not causal, or has other queries than keys")
             return None
         if not isinstance(mask, Node) or not isinstance(value_of(mask), torch.Tensor):
             raise Refused("its mask is no tensor of the graph")
         if value_of(mask).dtype is not torch.bool:
             raise Refused("its mask is numbers that are added, not true and false")
-        if given.get("is_causal"):
+        if is_causal:
             raise Refused("it has a mask and is_causal")
         if not single:
             try:
@@ -210,37 +213,50 @@ def _from_store(key: Node) -> bool:
 
 def _attends_by_hand(node: Node) -> bool:
     """Whether it is the softmax of an attention that is written out, or an attention of another kind."""
-    if calls(node, torch.ops.higher_order.flex_attention):
-        return True
-    by_call = calls(node, torch.softmax, torch.nn.functional.softmax)
+    if node.op == "call_function" and any(part in _called(node) for part in _OTHER_KINDS):
+        return not attends(node)
     value = value_of(node)
-    if not (by_call or (node.op == "call_method" and node.target == "softmax")):
+    if _called(node) not in ("softmax", "_softmax") or not isinstance(value, torch.Tensor):
         return False
-    return isinstance(value, torch.Tensor) and value.ndim == 4 and _of_scores(node)
+    return value.ndim >= 3 and _of_scores(node)
+
+
+# In the names of functions that attend, beside scaled_dot_product_attention.
+_OTHER_KINDS = (
+    "scaled_dot_product", "multi_head_attention", "native_multi_head", "flex_attention", "flash_attn", "varlen_attn",
+)  # fmt: skip
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
 def _of_scores(node: Node) -> bool:
-    """Whether a product of four-dimensional tensors lies a few nodes behind."""
+    """Whether a product of values, neither of which is a matrix of weights, lies a few nodes behind.
+
+    The search ends at linear layers: the scores of a router are one, and attention may lie behind it.
+    """
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _NEAR:
         here = waiting.popleft()
-        value = value_of(here)
-        product = calls(here, torch.matmul, operator.matmul, torch.einsum, torch.functional.einsum) or (
-            here.op == "call_method" and here.target == "matmul"
-        )
-        if product and isinstance(value, torch.Tensor) and value.ndim == 4:
-            return True
+        if _called(here) in _PRODUCTS:
+            factors = [value_of(factor) for factor in here.all_input_nodes][-2:]
+            if all(isinstance(factor, torch.Tensor) and factor.ndim >= 3 for factor in factors):
+                return True
+            continue
+        if _called(here) in ("linear", "addmm", "mm"):
+            continue
         new = [source for source in here.all_input_nodes if source not in seen]
         seen.update(new)
         waiting += new
     return False
 
 
-def _number(size: Any) -> int:
-    """A size, or what it was in the first batch."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+def _called(node: Node) -> str:
+    """The name of a function, an operator or a method."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _costs(pattern: Pattern, length: int) -> str:

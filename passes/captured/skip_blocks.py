@@ -1,8 +1,8 @@
 """skip_blocks: attention with the mask of S2-Attention computes only the blocks that are seen.
 
 Needs    torch.nn.functional.scaled_dot_product_attention with a mask of hecate.s2_mask or hecate.s2_stored_mask,
-         which shard_context put there; queries, keys and values of one type, no autocast. A single query without
-         gradients.
+         which shard_context put there; queries, keys and values of one type, or autocast, which is told by the
+         result's type and makes them one: they are cast here. A single query without gradients.
 Changes  scaled_dot_product_attention(q, repeat(k), repeat(v), s2_mask())         becomes  s2_attention(q, k, v)[0]
          with a single query                                                               s2_decode(q, s2_store(k))
          scaled_dot_product_attention(q, repeat(k), repeat(v), s2_stored_mask())  becomes  s2_decode(q, k, v)
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.attention_calls import (
+    LAYER,
     attends,
     copy_place,
     name_of_layer,
@@ -27,7 +28,7 @@ from hecate.passes.captured.attention_calls import (
     unrepeated,
 )
 from hecate.passes.captured.open_sizes import same_size
-from hecate.passes.captured.torch_values import GraphFacts, under_autocast, value_of
+from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.pattern import Pattern
 
@@ -39,15 +40,15 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
     for node in list(gm.graph.nodes):
         if not attends(node):
             continue
-        mask = operands_of_attention(node).get("attn_mask")
+        mask: Any = operands_of_attention(node).get("attn_mask")
         if not calls(mask, torch.ops.hecate.s2_mask, torch.ops.hecate.s2_stored_mask):
             continue
         try:
             _rewrite(node, mask, gm, facts)
             rewritten += 1
         except Refused as refused:
-            reason = f"its mask is computed, which is right and as slow as dense attention: {refused}"
-            skipped.append(Skip(where=name_of_layer(node), reason=reason, fallback=False))
+            reason = f"its mask is computed, which is right and slower than dense attention: {refused}"
+            skipped.append(Skip(where=mask.meta.get(LAYER) or name_of_layer(node), reason=reason, fallback=False))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
@@ -55,10 +56,8 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     given = operands_of_attention(node)
     query = given["query"]
     values = [value_of(given[name]) for name in ("query", "key", "value")]
-    if len({value.dtype for value in values}) != 1:
-        raise Refused("queries, keys and values are of several types")
-    if under_autocast(gm.graph):
-        raise Refused("autocast does not know the operator; Config(mixed_precision=...) does the same")
+    # Only autocast computes in another type than that of the operands.
+    dtype = value_of(node).dtype
     single = same_size(values[0].shape[2], 1)
     if single and torch.is_grad_enabled():
         raise Refused("there is a single query, and gradients are recorded")
@@ -71,6 +70,7 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
         key, value = given["key"], given["value"]
     *_, checked, numbers = mask.args
     builder = Builder(gm.graph, before=node)
+    query, key, value = (_cast(builder, x, dtype) for x in (query, key, value))
     if not single:
         both = builder.call(torch.ops.hecate.s2_attention.default, query, key, value, checked, numbers, float(scale))
         copy_place(node, both)
@@ -94,3 +94,12 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     gm.graph.erase_node(node)
     if not mask.users:
         gm.graph.erase_node(mask)
+
+
+def _cast(builder: Builder, x: Node, dtype: torch.dtype) -> Node:
+    """As autocast casts the operands of attention."""
+    if value_of(x).dtype == dtype:
+        return x
+    cast = builder.call(torch.ops.aten.to.dtype, x, dtype)
+    cast.meta["example_value"] = value_of(x).to(dtype)
+    return cast

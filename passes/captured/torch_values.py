@@ -57,6 +57,13 @@ _INPLACE_OPERATORS = {
 }  # fmt: skip
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or what it was in the first batch."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
 def storage_of(node: Any) -> int | None:
     """Identity of the memory behind a node's tensor; views share it. None where nothing is known."""
     value = value_of(node)

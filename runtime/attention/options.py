@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hecate.runtime.attention.pattern import Pattern
 
@@ -46,6 +46,7 @@ class S2Attention:
 
     Raises:
         ValueError: a wrong option.
+        TypeError: ``dense_layers`` is neither several numbers nor a text.
     """
 
     block: int = 64
@@ -73,6 +74,11 @@ class S2Attention:
                 raise ValueError(f"hecate.S2Attention: {name}={getattr(self, name)!r}, expected True or False")
         if self.homogeneous and self.stride is None:
             raise ValueError("hecate.S2Attention: homogeneous=True has one pattern, so give its stride")
+        if not isinstance(self.dense_layers, (str, tuple, list, set, frozenset, range)):
+            raise TypeError(
+                f"hecate.S2Attention: dense_layers={self.dense_layers!r}, expected numbers of layers, such as (0, 1) "
+                'or (), or a text like "every 2nd"'
+            )
         if not isinstance(self.dense_layers, str):
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
             wrong = [number for number in self.dense_layers if not _is_whole(number) or number < 0]
@@ -102,6 +108,29 @@ class S2Attention:
             assert self._every is not None
             return (layer + 1) % self._every == 0
         return layer in self.dense_layers
+
+    def sparse_layers(self, layers: int) -> list[int]:
+        """Those of so many layers that do not keep full attention."""
+        return [number for number in range(layers) if not self.is_dense(number)]
+
+    def described(self, query_heads: int | None, key_heads: int | None, layers: int | None) -> dict[str, Any]:
+        """What decides about the function of a model, as plain data; the same however it was written.
+
+        Args:
+            query_heads, key_heads, layers: of the model, where they are known.
+        """
+        dense: Any = self.dense_layers if isinstance(self.dense_layers, str) else sorted(set(self.dense_layers))
+        stride, offset, per = self.stride, self.offset, self.per
+        if layers is not None:
+            dense = sorted(set(range(layers)) - set(self.sparse_layers(layers)))
+        if query_heads is not None and key_heads is not None:
+            stride = self.pattern(query_heads, key_heads).stride
+            offset %= stride
+            per = "kv" if self.homogeneous or query_heads == key_heads else per
+        return {
+            "block": self.block, "local": self.local, "stride": stride, "dense_layers": dense, "per": per,
+            "offset": offset, "homogeneous": self.homogeneous,
+        }  # fmt: skip
 
     def pattern(self, query_heads: int, key_heads: int) -> Pattern:
         """The pattern of a layer with so many heads.

@@ -15,6 +15,8 @@ Elsewhere, without Triton, and in other types it is dense attention with a mask.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +30,15 @@ from hecate.runtime.ops import s2_blocks
 from hecate.runtime.ops.registration import define, differentiate
 from hecate.runtime.ops.s2_masks import visible
 
-# Longer rows do not fit into what a GPU's multiprocessor keeps.
-_WIDEST = 256
+# Elements of a block's queries or keys: more of them do not fit into what a GPU's multiprocessor keeps.
+_LARGEST = 128 * 128
 
 
 def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    # Kernels fill widths up to a power of two.
+    width = 1 << (max(q.shape[3], v.shape[3]) - 1).bit_length()
     return (
-        q.is_cuda and runs_on(q.device) and max(q.shape[3], v.shape[3]) <= _WIDEST and pattern.block <= 128
+        q.is_cuda and runs_on(q.device) and pattern.block * width <= _LARGEST
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )  # fmt: skip
 
@@ -42,6 +46,8 @@ def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, checked: Tensor | None, numbers: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
+    if not q.shape[0] or not q.shape[2]:
+        return _attention_fake(q, k, v, checked, numbers, scale)
     pattern = Pattern(*numbers)
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         found, lse = s2_blocks.forward(q, k, v, pattern, scale)
@@ -51,14 +57,13 @@ def _attention(
         found, lse = forward(q, k, v, pattern, scale)
     else:
         found, lse = _dense(q, k, v, pattern, scale)
-    out, rows = _attention_fake(q, k, v, checked, numbers, scale)
-    return _laid_out(found, out), _laid_out(lse, rows)
+    return _without_gaps(found.to(q.dtype).transpose(1, 2)).transpose(1, 2), _without_gaps(lse)
 
 
-def _laid_out(found: Tensor, like: Tensor) -> Tensor:
-    """Results in the memory layout that was promised, mostly without a copy."""
-    same = found.stride() == like.stride() and found.dtype == like.dtype
-    return found if same else like.copy_(found)
+def _without_gaps(x: Tensor) -> Tensor:
+    """In the strides that the fake has, also of sizes that are one; mostly without a copy."""
+    steps = [1, *itertools.accumulate(reversed(x.shape[1:]), operator.mul)]
+    return x.contiguous().as_strided(x.shape, steps[::-1])
 
 
 def _attention_fake(
@@ -73,6 +78,8 @@ def _attention_fake(
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not q.shape[0] or not q.shape[2]:
+        return _backward_fake(grad, q, k, v, out, lse, numbers, scale)
     pattern = Pattern(*numbers)
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         return s2_blocks.backward(grad, q, k, v, out, lse, pattern, scale)

@@ -74,7 +74,7 @@ def _check(layer: str, mask: Tensor) -> Tensor:
             raise UnsupportedAttentionError(
                 f"hecate: {layer} got a mask that is not the causal one, and S2-Attention has its own. Of a batch "
                 "with padding give rows of equal length one by one: a shift by padding would shift the blocks. "
-                "Packed sequences and windows are not supported"
+                "Packed sequences, windows and static caches, which have room for keys to come, are not supported"
             )
     return mask.new_zeros(1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import attention
+from tests.support.extent import ALL
 
 
 def test_all_parts_run_and_are_shown(tmp_path: Path) -> None:
@@ -36,10 +38,42 @@ def test_the_recall_task_has_its_answers() -> None:
         assert [pairs[int(key)] for key in x[row, -attention._ASKED :, 0]] == y[row, -attention._ASKED :].tolist()
 
 
-@pytest.mark.parametrize("name", attention.recall_kinds())
+@pytest.mark.parametrize("name", attention.recall_kinds() if ALL else ("S2",))
 def test_one_step_of_each_kind_of_recall(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {name: attention.recall_kinds()[name]}
     monkeypatch.setattr(attention, "recall_kinds", lambda: kinds)
     found = attention.retrieval(1, 1)
     assert 0 <= found[name][0] <= 1
     assert name in attention.table_of_retrieval(found)[-1]
+
+
+def test_local_blocks_alone_are_alone() -> None:
+    options = attention.recall_kinds()["local blocks alone"]
+    assert options is not None
+    p, n = options.pattern(4, 4), attention._LENGTH // 16
+    seen = {(h, i, j) for h in range(4) for i in range(n) for j in range(n) if p.attends(h, i, j)}
+    assert seen == {(h, i, j) for h in range(4) for i in range(n) for j in (i - 1, i) if j >= 0}
+
+
+def test_quality_stands_beside_its_bars() -> None:
+    assert attention.beside_the_bar("S2", [1.0, 0.96], [1.0, 1.0]) == "0.960, at least 0.98"
+    assert attention.beside_the_bar("local blocks alone", [0.1, 0.3], [0.5, 0.5]) == "0.600, below 0.7"
+    assert set(attention._BARS) < set(attention.recall_kinds())
+    found = {"dense": {5: 2.5, 10: 2.0}, "S2, all layers": {5: 2.5, 10: 2.02}}
+    assert attention.table_of_language(found)[-1] == "| S2, all layers | 2.500 | 2.020 | +1.0% |"
+
+
+def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> None:
+    path = tmp_path / "attention.json"
+    path.write_text('{"torch": "2.0", "alone": [1]}')
+    attention.write(path, "decode", [2])
+    attention.write(path, "step", {"length": 3})
+    kept = json.loads(path.read_text())
+    assert set(kept) == {"decode", "step"} and kept["decode"]["result"] == [2]
+    assert kept["step"]["commit"] and kept["step"]["torch"] == torch.__version__
+
+
+def test_systems_take_turns_in_being_first() -> None:
+    order: list[str] = []
+    attention.measure({name: lambda name=name: order.append(name) for name in "ab"}, 2)
+    assert "".join(order) == "baabba"

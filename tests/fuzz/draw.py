@@ -41,6 +41,10 @@ class Drawn:
     experts: int
     options: dict[str, Any]
 
+    @property
+    def attention(self) -> hecate.S2Attention | None:
+        return self.options.get("attention")
+
     def config(self) -> hecate.Config:
         options = dict(self.options)
         if options["policy"] == "anything":
@@ -94,6 +98,10 @@ def draw_model(seed: int, number: int) -> Drawn:
     options |= {"rematerialize": random.random() < 0.3, "prefetch_bytes": random.choice((None, None, 0, 5000))}
     if random.random() < 0.3:
         options["disable_passes"] = tuple(random.sample(_PASSES, random.choice((1, 2, 5))))
+    if family in _TRANSFORMERS and family != "gpt_oss" and random.random() < 0.5:
+        options["attention"] = hecate.S2Attention(
+            block=16, local=random.choice((1, 2)), offset=random.choice((0, 1)), dense_layers=()
+        )
     return Drawn(family, random.choice((1, 1, 1, 2)), random.choice((2, 3, 5)), options)
 
 

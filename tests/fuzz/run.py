@@ -15,6 +15,7 @@ from torch import nn
 
 import hecate
 from tests.fuzz.draw import Case, Drawn, build_model, draw_case, draw_model
+from tests.hecate_compile.test_sparse_attention import give_masks
 from tests.support.models import VOCABULARY
 from tests.support.parity import state_error
 
@@ -40,6 +41,8 @@ def _run_model(seed: int, number: int, cases: list[int]) -> list[str]:
         if hasattr(part, "set_experts_implementation"):
             # The only one of transformers' that knows float64 without being compiled.
             part.set_experts_implementation("eager")
+    if drawn.attention is not None:
+        give_masks(reference, drawn.attention)
     model = hecate.compile(build_model(drawn, seed), drawn.config())
     for index in cases:
         case = draw_case(seed, number, index)
@@ -90,6 +93,9 @@ class _Loop:
         shapes = [(2, 6)] * self.size
         if self.case.ragged:
             shapes = [(2 + rank, 5 + 2 * rank) for rank in range(self.size)]
+        if self.drawn.attention is not None:
+            # So long that heads leave out blocks.
+            shapes = [(rows, length + 50) for rows, length in shapes]
         return [torch.randint(0, VOCABULARY, shape, generator=self.generator) for shape in shapes]
 
     def losses(self, batches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,4 +22,5 @@ def test_what_is_drawn_has_everything_in_it() -> None:
     cases = [draw_case(_SEED, model, index) for model in range(_MODELS) for index in range(_CASES)]
     assert {action for case in cases for action in case.actions} == {*ACTIONS, *FAULTS}
     assert len({draw_model(_SEED, model).family for model in range(_MODELS)}) == _MODELS
+    assert any(draw_model(_SEED, model).attention is not None for model in range(_MODELS))
     assert draw_case(_SEED, 1, 2) == draw_case(_SEED, 1, 2)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 import hecate
+from hecate.checkpoints.run_state import function_options
 from hecate.runtime.ops.s2_masks import visible
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
@@ -29,16 +32,17 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "llama")
 def model_of(family: str, **changes: Any) -> Any:
     """Two layers, of which the second is sparse."""
     changes = {"use_cache": False, "max_position_embeddings": 256, "attention_dropout": 0.0} | changes
-    if family != "llama":
+    if family not in ("llama", "qwen3"):
         return build(family, **changes)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, **changes,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -51,22 +55,16 @@ def give_masks(model: Any, options: hecate.S2Attention) -> None:
     config = model.config
     pattern = options.pattern(config.num_attention_heads, config.num_key_value_heads)
 
-    def hook(number: int) -> Any:
-        def replace(module: Any, args: Any, kwargs: Any) -> Any:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            length = hidden.shape[1]
-            dense = options.is_dense(number)
-            heads = config.num_attention_heads
-            causal = torch.ones(heads, length, length, dtype=torch.bool).tril()
-            mask = causal if dense else visible(heads, length, length, pattern, hidden.device)
-            given = mask[None].expand(hidden.shape[0], -1, -1, -1)
-            # Attention takes its mask by name, in transformers.
-            return args, {**kwargs, "attention_mask": given}
-
-        return replace
+    def replace(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        length = hidden.shape[1]
+        mask = visible(config.num_attention_heads, length, length, pattern, hidden.device)
+        # Attention takes its mask by name, in transformers.
+        return args, {**kwargs, "attention_mask": mask[None].expand(hidden.shape[0], -1, -1, -1)}
 
     for number, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(hook(number), with_kwargs=True)
+        if not options.is_dense(number):
+            layer.self_attn.register_forward_pre_hook(replace, with_kwargs=True)
 
 
 def step_and_compare(model: Any, reference: Any, ids: torch.Tensor) -> Difference:
@@ -116,10 +114,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "rematerialize": ("qwen3_moe", OPTIONS, {"policy": "anything", "rematerialize": True}),
     "sharded": ("deepseek_v3", OPTIONS, {"policy": "anything", "dense": "shard"}),
     "checkpointed": ("mixtral", OPTIONS, {"policy": "anything", "checkpointed": True}),
-    "masked": ("qwen3_moe", OPTIONS, {"disable_passes": ["skip_blocks"]}),
+    "masked": ("llama", OPTIONS, {"disable_passes": ["skip_blocks"]}),
 }
 # What the number of ranks changes nothing in, and what it does; of the rest the one that takes less time.
-ALONE, TOGETHER = ("qwen3_moe", "llama", "masked"), ("llama", "rematerialize", "sharded", "checkpointed")
+ALONE, TOGETHER = ("qwen3_moe", "masked"), ("rematerialize", "sharded", "checkpointed")
 if ALL:
     CASES |= {f"{family}, plain": (family, OPTIONS, {}) for family in FAMILIES}
     CASES |= {f"{family}, sharded": (family, OPTIONS, {"dense": "shard"}) for family in FAMILIES}
@@ -129,6 +127,7 @@ if ALL:
         "per query head": ("mixtral", OPTIONS | {"per": "q", "stride": 4}, {}),
         "every layer": ("mixtral", OPTIONS | {"dense_layers": ()}, {}),
         "offset": ("mixtral", OPTIONS | {"offset": 1}, {}),
+        "inductor": ("qwen3_moe", OPTIONS, {"backend": "inductor"}),
         "with a cache": ("mixtral", OPTIONS, {"changes": {"use_cache": True}}),
     }
     ALONE = TOGETHER = tuple(CASES)
@@ -143,7 +142,7 @@ def check(found: dict[str, Any], case: str) -> None:
     sparse = 2 if options["dense_layers"] == () else 1
     assert found["rewritten"]["shard_context"] == sparse
     assert found["rewritten"]["skip_blocks"] == (0 if "disable_passes" in config else sparse)
-    assert "self_attn: sparse," in found["text"] or config.get("checkpointed")
+    assert "model.layers.1.self_attn: sparse," in found["text"]
     if family != "llama":
         assert found["rewritten"]["exchange_rows"] == 2
 
@@ -227,6 +226,8 @@ def test_refused_in_compile() -> None:
         compiled("gpt_oss")
     with pytest.raises(ValueError, match=r"dense_layers=\(0, 1\) are all 2 layers"):
         compiled("llama", OPTIONS | {"dense_layers": (0, 1)})
+    with pytest.raises(ValueError, match=r"dense_layers=\(0, 7\) names layer 7, and the model has 2"):
+        compiled("llama", OPTIONS | {"dense_layers": (0, 7)})
     with pytest.raises(ValueError, match="see only 50% of the context"):
         compiled("llama", OPTIONS | {"stride": 4})
     with pytest.warns(UserWarning, match="attention stays dense"):
@@ -255,12 +256,82 @@ class NoAttention(torch.nn.Module):
         return out
 
 
+def test_what_may_be_experts_is_not_taken_for_none() -> None:
+    model = model_of("llama")
+    model.model.extra = torch.nn.Conv1d(4, 4, 3)
+    config = hecate.Config(backend="aot_eager", attention=hecate.S2Attention(**OPTIONS))
+    with pytest.raises(hecate.NoExpertsError, match=r'Passed over model\.extra: (?s:.*)policy="replicate"'):
+        hecate.compile(model, config)
+    model = model_of("llama")
+    model.config.num_experts = 8
+    with pytest.raises(hecate.NoExpertsError, match='policy="replicate"'):
+        hecate.compile(model, config)
+
+
 def test_a_model_in_which_nothing_became_sparse_is_refused() -> None:
     attention = hecate.S2Attention(**OPTIONS)
     model = hecate.compile(NoAttention(), hecate.Config(backend="aot_eager", attention=attention))
     for _ in range(2):
         with pytest.raises(hecate.UnsupportedAttentionError, match="has made no layer sparse"):
             model(torch.ones(2, 4))
+
+
+# --- attention that would be dense, and nobody would notice ---
+
+
+def test_more_graphs_than_torch_allows() -> None:
+    model = compiled("llama", OPTIONS)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model(input_ids=batch(0, rows=2, length=50))
+        with pytest.raises(hecate.UnsupportedAttentionError, match=r"Raise torch\._dynamo\.config\.recompile_limit"):
+            model(input_ids=batch(0, rows=2, length=64))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_layer_that_torch_does_not_trace(family: str) -> None:
+    model = model_of(family)
+    attention = model.model.layers[1].self_attn
+    attention.forward = torch.compiler.disable(attention.forward)
+    hecate.compile(model, hecate.Config(backend="aot_eager", attention=hecate.S2Attention(**OPTIONS)))
+    assert "the whole model must be one graph" in message_of(model)
+
+
+def test_another_attention_after_the_first_step() -> None:
+    model = compiled("llama")
+    ids = batch(0, rows=2, length=50)
+    model(input_ids=ids, labels=ids)["loss"].backward()
+    model.set_attn_implementation("eager")
+    assert "model.layers.1.self_attn cannot have S2-Attention" in message_of(model)
+
+
+class SomeAttention(torch.nn.Module):
+    """One attention that is sparse, and one that nobody recognises, in a model without a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        if self.second:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        weights = (x @ x.transpose(-1, -2)).tril().exp().tril()
+        return weights @ x / weights.sum(-1, keepdim=True)
+
+
+def test_a_graph_with_fewer_sparse_layers_than_the_first() -> None:
+    options = hecate.S2Attention(**OPTIONS | {"dense_layers": ()})
+    model = hecate.compile(SomeAttention(), hecate.Config(backend="aot_eager", attention=options))
+    model(torch.randn(2, 2, 50, 8))
+    model.second = False
+    with pytest.raises(hecate.UnsupportedAttentionError, match="made only 1 of 2 layers sparse"):
+        model(torch.randn(2, 2, 50, 8))
+
+
+def test_a_model_that_is_not_compiled_at_all() -> None:
+    model = compiled("llama")
+    with torch.compiler.set_stance("force_eager"):
+        assert "torch.compile compiled nothing" in message_of(model)
 
 
 def test_checkpoints_know_the_option(tmp_path: Path) -> None:
@@ -273,4 +344,21 @@ def test_checkpoints_know_the_option(tmp_path: Path) -> None:
     plain = hecate.compile(model_of("mixtral"), hecate.Config(backend="aot_eager"))
     with pytest.raises(hecate.MismatchError, match=r"hecate\.attention was .* and is None"):
         hecate.load(tmp_path / "run", plain)
-    hecate.load(tmp_path / "run", compiled("mixtral", OPTIONS | {"dense_layers": [0]}))
+    # The same function, in other words.
+    for same in ({"dense_layers": [0, 0]}, {"stride": 2, "offset": 2}):
+        hecate.load(tmp_path / "run", compiled("mixtral", OPTIONS | same))
+
+
+def test_checkpoints_from_before_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = hecate.compile(model_of("mixtral"), hecate.Config(backend="aot_eager"))
+    options = function_options(plain)
+    del options["hecate.attention"]
+    with monkeypatch.context() as patched:
+        # The package has a function of this name.
+        patched.setattr(import_module("hecate.checkpoints.save"), "function_options", lambda model: options)
+        hecate.save(tmp_path / "run", plain, step=1)
+    hecate.load(tmp_path / "run", plain)
+    sparse = compiled("mixtral")
+    with pytest.raises(hecate.MismatchError, match=r"hecate\.attention was None and is .*same_options=False"):
+        hecate.load(tmp_path / "run", sparse)
+    hecate.load(tmp_path / "run", sparse, same_options=False)

@@ -21,6 +21,7 @@ from hecate.passes.invariants import verify
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import S2Attention
 from hecate.runtime.ops import reference
+from tests.support.extent import ALL
 
 B, H, G, S, D = 2, 2, 2, 70, 8
 SMALL = S2Attention(block=16, local=1, dense_layers=())
@@ -123,7 +124,9 @@ def errors(found: Sharded, function: Function, lengths: tuple[int, ...], options
     return worst
 
 
-@pytest.mark.parametrize("off", [(), ("skip_blocks",), ("drop_causal_masks",), ("drop_causal_masks", "skip_blocks")])
+@pytest.mark.parametrize(
+    "off", [(), ("drop_causal_masks", "skip_blocks"), *([("skip_blocks",), ("drop_causal_masks",)] if ALL else [])]
+)
 @pytest.mark.parametrize("name", WAYS)
 def test_attention_is_sparse(name: str, off: tuple[str, ...]) -> None:
     found = Sharded(key_heads=H, off=off)
@@ -226,15 +229,73 @@ def test_refuses_padding_and_names_the_input() -> None:
             model(*inputs, mask)
 
 
-def test_refuses_attention_by_hand() -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.matmul(q, repeat_kv(k).transpose(-1, -2)) * D**-0.5
-        scores = scores.masked_fill(~causal(q), float("-inf"))
-        sinks = torch.zeros(1, 1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        return weights @ repeat_kv(v)
+def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeat_kv(k).transpose(-1, -2)) * D**-0.5
+    scores = scores.masked_fill(~causal(q), float("-inf"))
+    sinks = torch.zeros(1, 1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return weights @ repeat_kv(v)
 
-    assert "computes its weights by hand" in refused(function)
+
+def with_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, repeat_kv(k), repeat_kv(v)))
+    scores = torch.bmm(q, k.mT).masked_fill(~causal(q[None]), float("-inf"))
+    return torch.bmm(F.softmax(scores, -1), v)
+
+
+def with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, repeat_kv(k), repeat_kv(v)))
+    hidden = torch.zeros(1, 1, 1).masked_fill(~causal(q[None]), float("-inf"))
+    return torch.baddbmm(hidden, q, k.mT).softmax(-1) @ v
+
+
+def with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhgid,bhjd->bhgij", q.unflatten(1, (H, G)), k)
+    weights = torch.softmax(scores.masked_fill(~causal(q), float("-inf")), -1)
+    return torch.einsum("bhgij,bhjd->bhgid", weights, v).flatten(1, 2)
+
+
+def by_flash_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = repeat_kv(k), repeat_kv(v)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
+    return out
+
+
+def by_private_function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = torch._scaled_dot_product_attention_math(q, repeat_kv(k), repeat_kv(v), is_causal=True)[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    "function", [with_sinks, with_bmm, with_baddbmm, with_groups, by_flash_kernel, by_private_function]
+)
+def test_refuses_attention_by_hand(function: Function) -> None:
+    assert "computes its weights by hand or by another function" in refused(function)
+
+
+def test_refuses_multihead_attention() -> None:
+    attention = nn.MultiheadAttention(D, 2, batch_first=True)
+    hidden = nn.Transformer.generate_square_subsequent_mask(S)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = q[:, 0]
+        out: Tensor = attention(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+        return out
+
+    assert "nn.MultiheadAttention" in refused(function)
+
+
+def test_a_router_behind_attention_is_none() -> None:
+    gate, weight = nn.Linear(D, 4), torch.randn(D, 4)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = torch.bmm(x[:, 0], x[:, 1].mT) @ x[:, 0]
+        return gate(x).softmax(-1) + torch.softmax(x @ weight, -1)
+
+    found = Sharded()
+    torch.compile(function, backend=found)(*qkv())
+    assert found.counts == [(1, 1)]
 
 
 class Block(nn.Module):
@@ -272,8 +333,8 @@ def test_dense_layers(dense: Any, checkpointed: bool) -> None:
     assert len(found.remarks) == (3 if dense else sparse)
     dense_ones = [remark.where for remark in found.remarks if remark.text.startswith("dense")]
     assert len(dense_ones) == 3 - sparse
-    if not checkpointed:
-        assert all(where.startswith("layers.") for where in dense_ones)
+    numbers = [int(remark.where.removeprefix("layers.")) for remark in found.remarks]
+    assert numbers == ([0, 1, 2] if dense else [layer for layer in range(3) if not options.is_dense(layer)])
     sparse_ones = [remark.text for remark in found.remarks if remark.text.startswith("sparse, 2 patterns, stride 2")]
     assert len(sparse_ones) == sparse
 
@@ -292,7 +353,8 @@ def test_masks_of_checkpointed_layers_come_from_outside() -> None:
 
 
 def test_a_layer_without_a_number_is_refused() -> None:
-    assert "its number is not known" in refused(WAYS["a mask"], S2Attention(block=16, local=1))
+    text = refused(WAYS["a mask"], S2Attention(block=16, local=1))
+    assert "its number is not known" in text and text.count("dense_layers=") == 1, text
 
 
 @pytest.mark.parametrize("off", [(), ("skip_blocks",)])
@@ -332,12 +394,26 @@ def test_what_ranks_compare_does_not_have_the_length() -> None:
     assert fingerprint(found.graphs[0]) != lines[0]
 
 
-def test_autocast_keeps_the_mask() -> None:
-    found = Sharded()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.compile(WAYS["enable_gqa"], backend=found)(*qkv())
-    assert found.counts == [(1, 0)]
-    assert "as slow as dense attention: autocast" in found.skipped[0].reason
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_casts_operands(inside: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True)
+
+    results = []
+    for off in ((), ("skip_blocks",)):
+        torch._dynamo.reset()
+        found, inputs = Sharded(off=off), qkv()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+            # As whoever runs a compiled graph: what was cast is in it.
+            model = torch.compile(function if inside else WAYS["enable_gqa"], backend=found)
+            out = model(*inputs)
+        assert out.dtype == torch.bfloat16 and found.counts == [(1, int(not off))] and not found.skipped
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+        results.append([out, *gradients])
+        assert {x.dtype for x in gradients} == {torch.float32}
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
 def test_nothing_happens_without_the_option() -> None:

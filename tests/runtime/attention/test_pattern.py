@@ -105,6 +105,22 @@ def test_dense_layers() -> None:
     assert dense(dense_layers=[0, 3]) == [0, 3]
     assert dense(dense_layers="every 2nd") == [1, 3, 5]
     assert dense(dense_layers="every 3rd") == [2, 5]
+    for wrong in (2, None):
+        with pytest.raises(TypeError, match=rf"dense_layers={wrong}, expected numbers of layers, such as"):
+            hecate.S2Attention(dense_layers=wrong)
+
+
+def test_options_of_one_function_are_described_alike() -> None:
+    def described(**options: Any) -> dict[str, Any]:
+        return hecate.S2Attention(**options).described(8, 4, 4)
+
+    one = described(dense_layers=(1, 3))
+    assert one == described(dense_layers="every 2nd") == described(dense_layers=(3, 1), stride=4, offset=4)
+    assert one["stride"] == 4 and one["dense_layers"] == [1, 3]
+    for other in ({"per": "q"}, {"offset": 1}, {"local": 2}, {"stride": 2}):
+        assert described(dense_layers=(1, 3), **other) != one
+    assert hecate.S2Attention(per="q").described(4, 4, None) == hecate.S2Attention(offset=4).described(4, 4, None)
+    assert hecate.S2Attention(dense_layers=(1, 0)).described(None, None, None)["stride"] is None
 
 
 @pytest.mark.parametrize(

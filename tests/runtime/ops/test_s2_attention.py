@@ -41,7 +41,8 @@ CASES: dict[str, Case] = {
     "an offset": (4, 4, 130, 8, 8, pattern(1, 4, 4, offset=3)),
     "more strides than patterns": (2, 2, 200, 8, 8, pattern(1, 6, 2)),
     "more strides than blocks": (2, 2, 130, 8, 8, pattern(1, 50, 2)),
-    "nothing but local": (2, 2, 130, 8, 8, pattern(2, 10**6, 2)),
+    "nothing but local": (2, 2, 130, 8, 8, pattern(2, 10**6, 2, offset=1)),
+    "nothing but local and the first block": (2, 2, 130, 8, 8, pattern(2, 10**6, 2)),
     "all blocks": (2, 2, 130, 8, 8, pattern(1, 1, 2)),
     "narrow values": (2, 2, 130, 12, 8, pattern(1, 2, 2)),
     "wide values": (2, 2, 130, 8, 12, pattern(1, 2, 2)),
@@ -122,6 +123,29 @@ def test_other_types(dtype: torch.dtype) -> None:
         assert max(errors(found, expected(qkv, grad, p))) < bar
 
 
+@pytest.mark.parametrize(("rows", "length"), [(0, 40), (2, 0)])
+def test_nothing_in_nothing_out(rows: int, length: int) -> None:
+    p = pattern(1, 2, 2)
+    q, k, v, grad = (torch.randn(rows, heads, length, width) for heads, width in ((4, 8), (2, 8), (2, 6), (4, 6)))
+    found = through_operator([q, k, v], grad, p)
+    assert [x.shape for x in found] == [grad.shape, q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("length", [48, 50])
+def test_results_have_the_strides_that_were_promised(rows: int, length: int) -> None:
+    p = pattern(1, 2, 2)
+    for heads in (2, 1):
+        q = torch.randn(rows, heads, length, 8)
+        numbers = (p if heads == 2 else pattern(1, 2, 1)).numbers
+        for mine, promised in zip(
+            ops.s2_attention(q, q, q, None, numbers, 0.3),
+            s2_attention._attention_fake(q, q, q, None, numbers, 0.3),
+            strict=True,
+        ):
+            assert mine.stride() == promised.stride() and mine.dtype == promised.dtype
+
+
 def test_equal_inputs_give_equal_gradients() -> None:
     qkv, grad, p = inputs("no multiple of the block")
     for a, b in zip(through_operator(qkv, grad, p), through_operator(qkv, grad, p), strict=True):
@@ -134,6 +158,44 @@ def test_gradients_of_windows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(s2_blocks, "_PIECE", 1)
     for a, b in zip(through_operator(qkv, grad, p), whole, strict=True):
         assert torch.equal(a, b)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 700))
+def test_what_the_kernels_compute_is_the_formula(local: int, stride: int, offset: int, length: int) -> None:
+    """But for queries behind the end, which fill the steps of the stairs."""
+    p, heads = pattern(local, stride, 6, offset=offset), 6
+    cells: dict[str, int] = {"forward": 0, "backward": 0}
+
+    def count(part: str, q: Tensor, k: Tensor, causal: bool) -> None:
+        queries, keys = q.shape[2] // p.block, k.shape[2] // p.block
+        # Of causal attention the kernel skips what is behind the diagonal.
+        blocks = keys * (keys + 1) // 2 if causal else queries * keys
+        cells[part] += q.shape[0] * q.shape[1] * blocks
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, **given: Any) -> Any:
+        count("forward", q, k, causal)
+        return _FLASH(q, k, v, dropout, causal, **given)
+
+    def flash_backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout: float, causal: bool,
+        **given: Any,
+    ) -> Any:  # fmt: skip
+        count("backward", q, k, causal)
+        return _FLASH_BACKWARD(grad, q, k, v, out, lse, dropout, causal, **given)
+
+    q, k, v, grad = (torch.randn(1, heads, length, 8) for _ in range(4))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(s2_blocks, "_flash", flash)
+        patched.setattr(s2_blocks, "_flash_backward", flash_backward)
+        through_operator([q, k, v], grad, p)
+    n = p.blocks_of(length)
+    stairs = -(-max(0, n - local) // stride)
+    assert p.blocks(length) <= cells["forward"] <= p.blocks(length) + heads * stairs * (stride - 1)
+    assert cells["backward"] == cells["forward"]
+
+
+_FLASH, _FLASH_BACKWARD = s2_blocks._flash, s2_blocks._flash_backward
 
 
 def test_torch_has_the_kernels_that_this_is_made_of() -> None:
@@ -181,6 +243,24 @@ def test_open_lengths_need_no_decision() -> None:
 
 
 # --- masks that are known when they are there ---
+
+
+def test_a_cache_of_any_length_is_one_graph() -> None:
+    p, graphs = pattern(2, 2, 2), []
+
+    def backend(gm: torch.fx.GraphModule, given: list[Any]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    store = torch.compile(
+        lambda old, new, seen: ops.s2_store(old, new, seen, p.numbers), backend=backend, dynamic=True, fullgraph=True
+    )
+    for seen in (40, 41, 48, 65, 130):
+        text, token = torch.randn(1, 2, seen, 8), torch.randn(1, 2, 1, 8)
+        found = store(ops.s2_store(None, text, 0, p.numbers), token, seen)
+        assert torch.equal(found, ops.s2_store(None, torch.cat([text, token], 2), 0, p.numbers))
+    assert len(graphs) == 1
 
 
 def test_check_of_masks() -> None:

@@ -1,0 +1,49 @@
+"""What a model's config says about its attention, in the names of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Kinds of layers that have one attention over their own tokens.
+_WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """None where the config does not say it.
+
+    Attributes:
+        heads, key_heads: of queries and of keys; both or none.
+        layers: how many layers there are.
+        all_attend: whether each of them has one attention.
+        implementation: of attention, such as "sdpa".
+        positions: the longest sequence.
+    """
+
+    heads: int | None = None
+    key_heads: int | None = None
+    layers: int | None = None
+    all_attend: bool = False
+    implementation: str | None = None
+    positions: int | None = None
+
+
+def attention_config(model: nn.Module) -> AttentionConfig:
+    """Read ``model.config``, that of the text where there are several."""
+    found: Any = getattr(model, "config", None)
+    found = found.get_text_config() if hasattr(found, "get_text_config") else found
+    heads = getattr(found, "num_attention_heads", None)
+    key_heads = getattr(found, "num_key_value_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int):
+        return AttentionConfig()
+    layers, positions = (getattr(found, name, None) for name in ("num_hidden_layers", "max_position_embeddings"))
+    kinds = getattr(found, "layer_types", None) or ()
+    return AttentionConfig(
+        heads=heads, key_heads=key_heads, layers=layers if isinstance(layers, int) else None,
+        all_attend=not getattr(found, "is_encoder_decoder", False) and set(kinds) <= set(_WITH_ATTENTION),
+        implementation=getattr(found, "_attn_implementation", None),
+        positions=positions if isinstance(positions, int) else None,
+    )  # fmt: skip
