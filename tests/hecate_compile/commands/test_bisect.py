@@ -275,6 +275,13 @@ def build():
 def no_tuple():
     return make("plain", layers=1)
 
+def sparse():
+    import hecate
+    ids = batch(0, rows=2, length=64)
+    attention = hecate.S2Attention(block=16, local=1, dense_layers=())
+    config = hecate.Config(backend="aot_eager", attention=attention)
+    return make("qwen3_moe", layers=1), {{"input_ids": ids, "labels": ids}}, config
+
 {plant}
 """
 
@@ -315,6 +322,16 @@ def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--ranks", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no pass changes loss or gradients" in done.stdout
+
+
+@_ONLY_ALL
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sparse_attention_stays_on(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--ranks", "2", "--steps", "1", function="sparse")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no pass changes loss or gradients" in done.stdout and "shard_context stays on" in done.stdout
+    assert done.stdout.count(": loss ") == 4, "with it, without it, without Hecate, and with all passes"
 
 
 @pytest.mark.slow
