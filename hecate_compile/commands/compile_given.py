@@ -13,7 +13,6 @@ from rich.console import Console
 from hecate.api import explain
 from hecate.commands.given_model import HELP, LENGTH, ROWS, given_model
 from hecate.config import Config, PolicyName
-from hecate.graph.lowering import Captured
 from hecate.reports.explanation import Explanation
 from hecate.simulator.cluster import ClusterError, ClusterSpec
 from hecate.simulator.fake_ranks import CaptureError, compile_as_rank_0
@@ -42,12 +41,10 @@ class CompiledGiven:
     """A model that was compiled and not run.
 
     Attributes:
-        graphs: forward and backward after all passes; none at one rank.
         notes: what the user should know beside it.
     """
 
     explanation: Explanation
-    graphs: list[Captured]
     notes: list[str]
 
 
@@ -92,7 +89,7 @@ def compile_given(
         notes.append("predicted with speeds that are made up; --cluster FILE has those of a machine")
     if made.breaks:
         notes.append(f"{len(made.breaks)} graph breaks, so only the first graph is shown; TORCH_LOGS=graph_breaks")
-    return CompiledGiven(explanation=explanation, graphs=made.graphs, notes=notes)
+    return CompiledGiven(explanation=explanation, notes=notes)
 
 
 def _with_options(config: Config, policy: str | None, disabled: list[str], dump: Path | None) -> Config:

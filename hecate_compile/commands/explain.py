@@ -20,7 +20,6 @@ from hecate.commands.compile_given import (
     Rows,
     compile_given,
 )
-from hecate.passes.final.collective_notes import notes_in, schedule_lines
 
 
 def explain(
@@ -51,12 +50,6 @@ def explain(
     console = Console(**CONSOLE)
     # Its tables have a width of their own.
     console.print(str(made.explanation), soft_wrap=True)
-    for captured in made.graphs:
-        lines = schedule_lines(notes_in(captured.graph.graph.nodes), measured=False)
-        if lines:
-            console.print(f"schedule of the {captured.context.part}: predicted ms behind ms of compute")
-            for line in lines:
-                console.print(line)
     for note in made.notes:
         console.print(f"note: {note}", soft_wrap=True)
     if strict and any(skip.fallback for skip in made.explanation.skipped):
