@@ -30,7 +30,7 @@ import hecate  # 1
 SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".html", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java"}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard_library = Path(sysconfig.get_path("stdlib"))
     parser.add_argument("--text", type=Path, default=standard_library, help="folder with text files")
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dump", type=Path, default=Path("hecate-dump"), help="folder for the graphs")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--generate", type=int, default=60, help="bytes to generate at the end")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if min(args.steps, args.micro_batches) < 1 or args.experts < 2 or not 1 <= args.top_k <= args.experts:
         parser.error("needs at least 1 step and micro-batch, 2 experts, and --top-k between 1 and --experts")
     if args.resume and args.checkpoints is None:
@@ -115,9 +115,8 @@ def generate(model: torch.nn.Module, prompt: bytes, count: int, rows: int, lengt
     return bytes(written)
 
 
-def main() -> None:
-    args = parse_arguments()
-    text = read_text(args.text)
+def make_model(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
+    """The same weights in every process."""
     config = Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=args.hidden,
@@ -138,7 +137,20 @@ def main() -> None:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
+
+
+def build() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A smaller model and a batch of one rank, for hecate explain, dump and bisect of examples/train.py:build."""
+    args = parse_arguments(["--layers", "2", "--hidden", "64", "--experts", "8", "--batch", "4", "--length", "64"])
+    ids = sample_batch(read_text(args.text, limit=2**20), args.batch, args.length, number=0)
+    return make_model(args), {"input_ids": ids, "labels": ids}
+
+
+def main() -> None:
+    args = parse_arguments()
+    text = read_text(args.text)
+    model = make_model(args)
     if torch.cuda.is_available():
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     model = hecate.compile(  # 2

@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
 from hecate.commands.bisect_worker import Trial
+from hecate.commands.launch import run_ranks
+from hecate.commands.script_facts import TOLERANCE, ScriptFacts
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, summary_of
 
 # In the order in which they run; a pass that runs in several places is switched off in all.
 _BY_NAME = {function.__name__: function for function in reversed((*PASSES, *JOINT_PASSES, *FINAL_PASSES))}
 NAMES = tuple(dict.fromkeys(function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)))
+# Lines of a failed trial's output that are shown.
+_TAIL = 15
 
 
 def bisect(
     script: Annotated[str, typer.Argument(help="file.py, with a function build(); or file.py:function")],
     ranks: Annotated[int, typer.Option(min=1, help="ranks to run on; at one rank few passes have work")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="steps; replicas, if any, come from the second on")] = 2,
-    tolerance: Annotated[float, typer.Option(min=0, help="largest relative error that is none")] = 1e-4,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help=f"largest relative error that is none; by default {TOLERANCE:g}, and more for models in bfloat16 or "
+            "float16",
+        ),
+    ] = None,
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="leave out each pass alone, instead of halves")
+    ] = False,
+    own_batches: Annotated[
+        bool, typer.Option("--own-batches", help="the function itself gives every rank a batch of its own, by RANK")
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for one run")] = 300,
 ) -> None:
     """Run a step with passes switched off, and name the first that changes loss or gradients.
 
     The function returns a model and a batch of one rank, (nn.Module, dict of tensors), with the same weights in every
-    process; instead of the dict it may give a list of batches, and behind them a hecate.Config. The reference is the
-    step without any pass, and for its loss the model without Hecate.
+    process; instead of the dict it may give a list of batches, and behind them a hecate.Config. Each rank takes
+    another part of the batch's rows, repeated to as many as there were. The reference is the step without any pass,
+    and for its loss the model without Hecate.
 
     Ends with code 0 if nothing differs, 1 if something does or the step does not run, 2 if there is no such script.
 
@@ -47,24 +60,32 @@ def bisect(
     name = _script(script)
     console = Console(width=120, markup=False, emoji=False, highlight=False)
     with tempfile.TemporaryDirectory(prefix="hecate-bisect-") as folder:
-        trials = _Trials(script=name, folder=Path(folder), ranks=ranks, steps=steps, timeout=timeout, console=console)
+        trials = _Trials(
+            script=name, folder=Path(folder), ranks=ranks, steps=steps, own_batches=own_batches, timeout=timeout,
+            console=console,
+        )  # fmt: skip
         code = _search(trials, tolerance, one_by_one=one_by_one)
     raise typer.Exit(code)
 
 
-def _search(trials: _Trials, tolerance: float, *, one_by_one: bool) -> int:
+def _search(trials: _Trials, tolerance: float | None, *, one_by_one: bool) -> int:
     """Returns the exit code."""
     console = trials.console
     # Step 1: the reference, and whether it is right itself.
-    reference = trials.run(NAMES, "without any pass")
+    reference = trials.result(NAMES, "without any pass")
     if isinstance(reference, str):
         console.print(
-            f"without any pass there is no result: {reference}\nThe cause is no pass. Look at the script, or at "
-            "hecate.compile itself: hecate explain"
+            "The cause is no pass. Look at the script, or at hecate.compile itself: "
+            f"hecate explain {trials.script} --ranks {trials.ranks}",
+            soft_wrap=True,
         )
         return 1
-    plain = trials.run((), "the model without Hecate", plain=True)
-    off = None if isinstance(plain, str) else compare(reference, plain, gradients=False)
+    facts = [ScriptFacts.from_text(one.facts) for one in reference]
+    if tolerance is None:
+        tolerance = facts[0].tolerance
+    for note in _notes(facts, tolerance):
+        console.print(f"note: {note}")
+    off = _off_from_plain(trials, reference, facts[0])
     # Step 2: all passes together.
     everything = trials.differ(NAMES, reference, "with all passes")
     if not everything.beyond(tolerance):
@@ -74,12 +95,13 @@ def _search(trials: _Trials, tolerance: float, *, one_by_one: bool) -> int:
                 f"({off}). The cause is in hecate.compile itself, or the script builds another model each time."
             )
             return 1
-        console.print(f"no pass changes loss or gradients by more than {tolerance:g}")
+        console.print(f"no pass changes loss or gradients by more than {tolerance:.2g}")
         return 0
     # Step 3: which.
+    names = [name for name in NAMES if name not in _always_on(facts[0])]
     if one_by_one:
         healing = [
-            one for one in NAMES
+            one for one in names
             if not trials.differ([n for n in NAMES if n != one], reference, f"without {one}").beyond(tolerance)
         ]  # fmt: skip
         if not healing:
@@ -90,12 +112,12 @@ def _search(trials: _Trials, tolerance: float, *, one_by_one: bool) -> int:
         found, alone = healing[0], healing
     else:
         count = first_wrong(
-            len(NAMES),
-            lambda k: trials.differ(NAMES[:k], reference, f"with the first {k}, up to {NAMES[k - 1]}").beyond(
+            len(names),
+            lambda k: trials.differ(names[:k], reference, f"with the first {k}, up to {names[k - 1]}").beyond(
                 tolerance
             ),
         )
-        found = NAMES[count - 1]
+        found = names[count - 1]
         rest = [one for one in NAMES if one != found]
         healed = not trials.differ(rest, reference, f"with all but {found}").beyond(tolerance)
         alone = [found] if healed else []
@@ -107,8 +129,54 @@ def _search(trials: _Trials, tolerance: float, *, one_by_one: bool) -> int:
         console.print(f'A way out: hecate.Config(disable_passes=("{found}",)). Without it the result is right.')
     else:
         console.print("It is not the only one: without it alone the result differs still.")
-    console.print(f"Its graphs: HECATE_DUMP=graphs, and look for {found}.")
+    console.print(
+        f"What it changes: hecate dump {trials.script} --ranks {trials.ranks} --out graphs, then open "
+        f"graphs/rank0/index.html at {found}.",
+        soft_wrap=True,
+    )
     return 1
+
+
+def _always_on(facts: ScriptFacts) -> tuple[str, ...]:
+    return ("shard_context",) if facts.attention else ()
+
+
+def _notes(facts: Sequence[ScriptFacts], tolerance: float) -> Iterator[str]:
+    """What the user has to know about the comparison."""
+    first = facts[0]
+    if len(facts) > 1 and len({one.batches for one in facts}) == 1:
+        yield (
+            "all ranks have the same batch, so missing or mixed-up communication is not seen: let the function "
+            "return rows that differ, and at least one for each rank; or one for each RANK, with --own-batches"
+        )
+    if first.tolerance > TOLERANCE:
+        yield (
+            f"the model computes in {first.dtype}, so up to {tolerance:.2g} counts as rounding; rounding may also "
+            "send tokens to other experts. In float32 smaller faults are seen"
+        )
+    if first.random:
+        yield (
+            f"the forward is random ({', '.join(first.random[:3])}{', ...' if len(first.random) > 3 else ''}), and "
+            "graphs draw in another order: switch dropout off in the function, or innocent passes are named"
+        )
+    if first.wire_dtype:
+        yield "Config(wire_dtype=) is left out: it rounds what travels, and without passes other things travel"
+    if first.attention:
+        yield "shard_context stays on in all runs: it is Config(attention=) itself"
+
+
+def _off_from_plain(trials: _Trials, reference: Sequence[RankResult], facts: ScriptFacts) -> Difference | None:
+    """How far the loss without any pass is from that of the model without Hecate; None if nobody knows."""
+    bare: Sequence[RankResult] | str = reference
+    if facts.left_out:
+        # The plain model computes something else than with these.
+        options = " and ".join(f"{name}=" for name in facts.left_out)
+        bare = trials.result(NAMES, f"without any pass, and without {options}", kind="bare")
+    plain = trials.result((), "the model without Hecate", kind="plain")
+    if isinstance(bare, str) or isinstance(plain, str):
+        trials.console.print("note: so whether the step without any pass is right itself is not known")
+        return None
+    return compare(bare, plain, gradients=False)
 
 
 @dataclass(kw_only=True)
@@ -118,6 +186,7 @@ class _Trials:
     Attributes:
         script: ``file.py:function``.
         folder: for results.
+        log: what the last trial printed.
     """
 
     script: str
@@ -126,6 +195,8 @@ class _Trials:
     steps: int
     timeout: float
     console: Console
+    own_batches: bool = False
+    log: str = ""
     _known: dict[frozenset[str], Difference] = field(default_factory=dict)
     _count: int = 0
 
@@ -133,46 +204,57 @@ class _Trials:
         """How far a run with some passes is from the reference; run once."""
         key = frozenset(enabled)
         if key not in self._known:
-            ran = self.run([name for name in NAMES if name not in key], what)
+            self._begin(what)
+            ran = self.run([name for name in NAMES if name not in key])
             self._known[key] = Difference(error=ran) if isinstance(ran, str) else compare(ran, reference)
-            self.console.print(f"{what}: {self._known[key]}")
+            self._end(self._known[key])
         return self._known[key]
 
-    def run(self, disabled: Sequence[str], what: str, *, plain: bool = False) -> list[RankResult] | str:
+    def result(
+        self, disabled: Sequence[str], what: str, kind: Literal["compiled", "bare", "plain"] = "compiled"
+    ) -> list[RankResult] | str:
         """Results of all ranks, or why there are none."""
+        self._begin(what)
+        ran = self.run(disabled, kind)
+        if isinstance(ran, str):
+            self._end(Difference(error=ran))
+        else:
+            self.console.print(f"loss {ran[0].loss[0]:.6g}")
+        return ran
+
+    def run(
+        self, disabled: Sequence[str], kind: Literal["compiled", "bare", "plain"] = "compiled"
+    ) -> list[RankResult] | str:
+        """The same, without a word."""
         self._count += 1
         out = self.folder / str(self._count)
         out.mkdir()
-        trial = Trial(script=self.script, out=str(out), disabled=tuple(disabled), plain=plain, steps=self.steps)
-        problem = self._launch(trial, out)
-        if problem:
-            return problem
+        trial = Trial(
+            script=self.script, out=str(out), disabled=tuple(disabled), kind=kind, steps=self.steps,
+            own_batches=self.own_batches,
+        )  # fmt: skip
+        code, self.log = run_ranks(
+            "hecate.commands.bisect_worker", [trial.as_text()], ranks=self.ranks, timeout=self.timeout,
+            environment={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+        )  # fmt: skip
+        if code is None:
+            return f"no end after {self.timeout:g} s"
+        if code:
+            return _reason(self.log)
         try:
             return [read_result(out / f"rank{rank}.npz") for rank in range(self.ranks)]
         except ValueError as error:
             return str(error)
 
-    def _launch(self, trial: Trial, out: Path) -> str:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--rdzv-backend", "c10d",
-                    "--rdzv-endpoint", "127.0.0.1:0", "--module"] if self.ranks > 1 else ["-m"]  # fmt: skip
-        command = [sys.executable, *launcher, "hecate.commands.bisect_worker", trial.as_text()]
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        # A file, not a pipe: a rank that outlives torchrun would keep a pipe open.
-        with (out / "log").open("w+") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                code = process.wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                # torchrun ends its ranks when it is asked to.
-                process.terminate()
-                try:
-                    process.wait(15)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                return f"no end after {self.timeout:g} s"
-            log.seek(0)
-            return _reason(log.read()) if code else ""
+    def _begin(self, what: str) -> None:
+        # Before it runs, so that one who waits knows for what.
+        self.console.print(f"{what}: ", end="", soft_wrap=True)
+
+    def _end(self, found: Difference) -> None:
+        self.console.print(str(found), soft_wrap=True)
+        if found.error:
+            for line in self.log.rstrip().splitlines()[-_TAIL:]:
+                self.console.print(f"    {line}", soft_wrap=True)
 
 
 def _reason(output: str) -> str:

@@ -21,10 +21,12 @@ class RankResult:
     Attributes:
         loss: of each step.
         gradients: by step and parameter; those that are not there are None in both.
+        facts: what it says about the script, as text.
     """
 
     loss: Array
     gradients: dict[tuple[int, str], Array]
+    facts: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,10 @@ def read_result(path: Path) -> RankResult:
             names = archive["names"].tolist()
             gradients = {}
             for key in archive.files:
-                if key not in ("loss", "names"):
+                if key not in ("loss", "names", "facts"):
                     step, number = map(int, key.split("."))
                     gradients[step, names[number]] = archive[key]
-            return RankResult(loss=archive["loss"], gradients=gradients)
+            return RankResult(loss=archive["loss"], gradients=gradients, facts=str(archive["facts"]))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+import typer
 
 from hecate.api import compile
-from hecate.commands.load_name import load_name
+from hecate.commands.built import build
+from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
+from hecate.commands.script_facts import ScriptFacts
 from hecate.config import Config
 
 SEED = 0
@@ -33,15 +35,18 @@ class Trial:
         script: ``file.py:function``.
         out: folder for the results.
         disabled: passes to leave out.
-        plain: run the model as it is, without Hecate; gradients are then of this rank alone.
+        kind: "compiled". "bare": compiled, without options that make another model of it. "plain": as it is, without
+            Hecate; gradients are then of this rank alone.
         steps: forwards and backwards, with the same weights.
+        own_batches: the script gives every rank a batch of its own.
     """
 
     script: str
     out: str
     disabled: tuple[str, ...]
-    plain: bool
+    kind: Literal["compiled", "bare", "plain"] = "compiled"
     steps: int
+    own_batches: bool = False
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
@@ -52,21 +57,18 @@ class Trial:
         return cls(**given | {"disabled": tuple(given["disabled"])})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    model: nn.Module
-    batches: Sequence[Mapping[str, Any]]
-    config: Config
-
-
-def run_trial(trial: Trial, rank: int) -> None:
-    """Write ``rank{rank}.npz``: ``loss`` ``[steps]``, ``names``, and the gradients there are as ``STEP.NUMBER``."""
+def run_trial(trial: Trial, rank: int, ranks: int) -> None:
+    """Write ``rank{rank}.npz``: ``loss`` ``[steps]``, ``names``, ``facts``, and gradients as ``STEP.NUMBER``."""
     torch.manual_seed(SEED)
-    made = _made(load_name(trial.script, "script", "function")(), trial.script)
-    model = made.model
-    if not trial.plain:
-        disabled = (*made.config.disable_passes, *trial.disabled)
-        model = compile(model, replace(made.config, disable_passes=tuple(dict.fromkeys(disabled))))
+    made = build(trial.script, "script")
+    model, batches = made.model, made.batches
+    # Compiled in seconds. A fault that only Inductor's graphs have needs a Config with that backend.
+    config = made.config if made.config is not None else Config(backend="aot_eager")
+    if not trial.own_batches:
+        batches = tuple(batch_of_rank(batch, rank, ranks) for batch in batches)
+    facts = ScriptFacts.of(model, config, " ".join(map(fingerprint_of, batches)))
+    if trial.kind != "plain":
+        model = compile(model, config_of(trial, config))
     losses: list[float] = []
     arrays: dict[str, Any] = {}
     names = [name for name, _ in model.named_parameters()]
@@ -74,7 +76,7 @@ def run_trial(trial: Trial, rank: int) -> None:
         model.zero_grad(set_to_none=True)
         # Dropout, if there is any, drops the same.
         torch.manual_seed(SEED + 1 + step)
-        loss = _loss_of(model(**made.batches[step % len(made.batches)]), trial.script)
+        loss = _loss_of(model(**batches[step % len(batches)]), trial.script)
         loss.backward()
         losses.append(float(loss.detach()))
         for number, (_, parameter) in enumerate(model.named_parameters()):
@@ -83,30 +85,27 @@ def run_trial(trial: Trial, rank: int) -> None:
     target = Path(trial.out) / f"rank{rank}.npz"
     part = target.with_suffix(".part")
     with part.open("wb") as file:
-        np.savez(file, loss=np.asarray(losses), names=np.asarray(names, dtype=np.str_), **arrays)
+        np.savez(
+            file, loss=np.asarray(losses), names=np.asarray(names, dtype=np.str_),
+            facts=np.asarray(facts.as_text()), **arrays,
+        )  # fmt: skip
     part.replace(target)
 
 
-def _made(given: Any, script: str) -> _Made:
-    """What the user's function returned.
-
-    Raises:
-        TypeError: it is no model and batch.
-    """
-    wrong = TypeError(
-        f"{script} must return a model and a batch, (nn.Module, dict of tensors), or a list of batches, one for each "
-        f"step, and if wanted a hecate.Config behind them; it returned {type(given).__name__}"
+def config_of(trial: Trial, config: Config) -> Config:
+    """What a trial compiles with."""
+    bare = trial.kind == "bare"
+    attention = None if bare else config.attention
+    # It is attention= itself: without it there would be another model.
+    disabled = [name for name in trial.disabled if attention is None or name != "shard_context"]
+    return replace(
+        config,
+        disable_passes=tuple(dict.fromkeys((*config.disable_passes, *disabled))),
+        attention=attention,
+        mixed_precision=None if bare else config.mixed_precision,
+        # What travels is rounded, and without passes other things travel.
+        wire_dtype=None,
     )
-    if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
-        raise wrong
-    batches = [given[1]] if isinstance(given[1], Mapping) else given[1]
-    if not isinstance(batches, (list, tuple)) or not batches or not all(isinstance(b, Mapping) for b in batches):
-        raise wrong
-    # Compiled in seconds. A fault that only Inductor's graphs have needs a Config with that backend.
-    config = given[2] if len(given) == 3 else Config(backend="aot_eager")
-    if not isinstance(config, Config):
-        raise wrong
-    return _Made(model=given[0], batches=batches, config=config)
 
 
 def _loss_of(out: Any, script: str) -> torch.Tensor:
@@ -119,12 +118,15 @@ def _loss_of(out: Any, script: str) -> torch.Tensor:
 def main() -> None:
     """Under torchrun, or alone."""
     trial = Trial.from_text(sys.argv[1])
-    rank = int(os.environ.get("RANK", "0"))
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if trial.plain and "RANK" in os.environ and not dist.is_initialized():
+    if trial.kind == "plain" and "RANK" in os.environ and not dist.is_initialized():
         # A model may ask for its rank.
         dist.init_process_group()
-    run_trial(trial, rank)
+    try:
+        run_trial(trial, rank, ranks)
+    except typer.BadParameter as error:
+        sys.exit(f"Error: {error.message}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

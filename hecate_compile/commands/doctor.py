@@ -17,7 +17,11 @@ def doctor(
     test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="a step on two ranks, a minute")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the self-test")] = 180,
 ) -> None:
-    """Look whether this machine has what training needs. Ends with code 1 if something needed is missing.
+    """Look whether this machine has what training needs.
+
+    Without torch, or another package that Hecate imports, no command starts: it says what to install instead.
+
+    Ends with code 0; 1 if something needed is missing.
 
     Example: hecate doctor --no-self-test
     """

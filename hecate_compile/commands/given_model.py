@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,14 @@ import torch
 import typer
 from torch import nn
 
-from hecate.commands.load_name import load_name
+from hecate.commands.built import Batch, build
+from hecate.config import Config
+from hecate.wrap.find_experts import NoExpertsError, find_experts
 
 HELP = "file.py:function that returns a model and a batch, or a config of transformers: folder, hub name or type"
+ROWS, LENGTH = 1, 128
+# What can have experts, and trains on input_ids and labels; the first that takes a config is taken.
+_KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,64 +27,98 @@ class GivenModel:
 
     Attributes:
         inputs: a batch of one rank.
+        config: how the user compiles it, or None.
         note: what was left out of it, in words.
     """
 
     model: nn.Module
-    inputs: Mapping[str, Any]
+    inputs: Batch
+    config: Config | None = None
     note: str = ""
 
 
-def given_model(name: str, *, layers: int | None, rows: int, length: int, ranks: int) -> GivenModel:
+def given_model(
+    name: str, *, layers: int | None = None, rows: int | None = None, length: int | None = None, ranks: int
+) -> GivenModel:
     """Make the model; one of transformers on the meta device, without weights.
 
     Args:
-        layers: of a config of transformers, how many; None for the dense ones that come first and two more.
-        rows, length: sequences in a batch, and tokens of each.
+        layers: of a config of transformers, how many; None for few, experts among them.
+        rows, length: sequences in a batch, and tokens of each, for such a config.
         ranks: that will share its experts.
 
     Raises:
         typer.BadParameter: there is no such thing, or it is no model and batch.
     """
     if ":" in name:
-        made = load_name(name, "model", "function")()
-        if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[1], Mapping):
-            raise typer.BadParameter(f"{name} must return a model and a batch: (nn.Module, dict of tensors)")
-        return GivenModel(model=made[0], inputs=made[1])
+        made = build(name)
+        options = {"--layers": layers, "--batch": rows, "--length": length}
+        unused = [option for option, value in options.items() if value is not None]
+        note = f"{' and '.join(unused)} not used: {name} brings its own model and batch" if unused else ""
+        return GivenModel(model=made.model, inputs=made.batches[0], config=made.config, note=note)
     if Path(name).suffix == ".py":
         raise typer.BadParameter(f"model {name!r}: expected {name}:function, which returns a model and a batch")
-    return _from_config(name, layers, rows, length, ranks)
+    return _from_config(name, layers, rows or ROWS, length or LENGTH, ranks)
 
 
 def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: int) -> GivenModel:
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers  # noqa: F401  whether it is there
     except ImportError:
         raise typer.BadParameter(
             f"model {name!r} is a config of transformers, which is not installed: pip install transformers, or give "
             "file.py:function"
         ) from None
     config = _config(name)
-    total = int(getattr(config, "num_hidden_layers", 0))
-    kept = min(total, layers if layers is not None else int(getattr(config, "first_k_dense_replace", 0) or 0) + 2)
-    if kept < total:
-        _keep_layers(config, kept, total)
-    config.use_cache = False
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, ImportError) as error:
-        raise typer.BadParameter(f"model {name!r}: transformers makes no language model of it: {error}") from None
+    total = int(getattr(_text_of(config), "num_hidden_layers", 0) or 0)
+    model, kept = _few_layers(name, config, layers, total)
     _check_memory(model, ranks)
     for module in model.modules():
         if hasattr(module, "_init_weights"):
             # Nothing is run, so no value is ever read.
             module.__dict__["_init_weights"] = _leave_as_it_is
-    length = min(length, int(getattr(config, "max_position_embeddings", length) or length))
+    length = min(length, int(getattr(_text_of(config), "max_position_embeddings", length) or length))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     note = f"{kept} of {total} layers; --layers takes more" if kept < total else ""
     return GivenModel(model=model, inputs={"input_ids": ids, "labels": ids}, note=note)
+
+
+def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple[nn.Module, int]:
+    """The model with ``layers`` layers, or with as few as it takes to have experts, and how many these are."""
+    if layers is not None:
+        kept = min(total, layers)
+        return _on_meta(name, _with_layers(config, kept, total)), kept
+    # Dense layers often come first, and configs have many names for how many these are.
+    kept = min(total, int(getattr(_text_of(config), "first_k_dense_replace", 0) or 0) + 2)
+    while True:
+        model = _on_meta(name, _with_layers(config, kept, total))
+        if kept == total or _has_experts(model):
+            return model, kept
+        kept += 1
+
+
+def _has_experts(model: nn.Module) -> bool:
+    try:
+        return bool(find_experts(model)[0])
+    except NoExpertsError:
+        return False
+
+
+def _on_meta(name: str, config: Any) -> nn.Module:
+    import transformers
+
+    config.use_cache = False
+    why: Exception | None = None
+    for kind in _KINDS:
+        try:
+            with torch.device("meta"):
+                model: nn.Module = getattr(transformers, kind).from_config(config)
+                return model
+        except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+            # Of a config that no other kind knows, the first says most.
+            why = why or error
+    raise typer.BadParameter(f"model {name!r}: transformers makes no language model of it: {why}") from None
 
 
 def _config(name: str) -> Any:
@@ -93,7 +132,7 @@ def _config(name: str) -> Any:
             pass
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         first = next(iter(str(error).splitlines()), "")
         raise typer.BadParameter(
             f"no model {name!r}: it is no type that transformers knows (qwen3_moe), no folder with a config.json, "
@@ -101,12 +140,22 @@ def _config(name: str) -> Any:
         ) from None
 
 
-def _keep_layers(config: Any, kept: int, total: int) -> None:
-    config.num_hidden_layers = kept
-    for key, value in config.to_dict().items():
-        # One entry for each layer.
-        if key.endswith("layer_types") and isinstance(value, list) and len(value) == total:
-            setattr(config, key, value[:kept])
+def _text_of(config: Any) -> Any:
+    """The part of a config that is about text, if it is about images too."""
+    return getattr(config, "text_config", None) or config
+
+
+def _with_layers(config: Any, kept: int, total: int) -> Any:
+    """A copy with fewer layers."""
+    config = copy.deepcopy(config)
+    if kept < total:
+        text = _text_of(config)
+        text.num_hidden_layers = kept
+        for key, value in text.to_dict().items():
+            # One entry for each layer.
+            if "layer" in key and isinstance(value, list) and len(value) == total:
+                setattr(text, key, value[:kept])
+    return config
 
 
 def _leave_as_it_is(module: nn.Module) -> None:

@@ -6,6 +6,9 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ def load_name(name: str, what: str, kind: str) -> Any:
         kind: what is expected behind the colon: "function".
 
     Raises:
-        typer.BadParameter: there is no such file, module or name in it.
+        typer.BadParameter: there is no such file, module or name in it, or the file cannot be imported.
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
@@ -31,14 +34,47 @@ def load_name(name: str, what: str, kind: str) -> Any:
             raise typer.BadParameter(f"{what} {name!r}: {path} is not a Python file")
         # Dataclasses look their module up.
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    elif not file or path.suffix == ".py" or not all(part.isidentifier() for part in file.split(".")):
+        with users_code(f"{what} {name!r}", file):
+            spec.loader.exec_module(module)
+    elif path.suffix == ".py":
+        raise typer.BadParameter(f"{what} {name!r}: there is no file {file}; expected file.py:{kind}")
+    elif not file or not all(part.isidentifier() for part in file.split(".")):
         raise typer.BadParameter(f"{what} {name!r}: expected file.py:{kind}")
     else:
-        try:
+        with users_code(f"{what} {name!r}", file, hint=f"; expected file.py:{kind}"):
             module = importlib.import_module(file)
-        except ImportError as error:
-            raise typer.BadParameter(f"{what} {name!r}: {error}; expected file.py:{kind}") from None
     if not hasattr(module, attribute):
         raise typer.BadParameter(f"{what} {name!r}: {file} has no {attribute}")
     return getattr(module, attribute)
+
+
+@contextmanager
+def users_code(subject: str, file: str | None, hint: str = "") -> Iterator[None]:
+    """Around code that the user wrote: an error in it is theirs to read, with its file and line, and no traceback.
+
+    Args:
+        file: the user's own; of all lines that the error went through, the last one in it is named.
+
+    Raises:
+        typer.BadParameter: instead of the error.
+    """
+    try:
+        yield
+    except (typer.BadParameter, typer.Exit, typer.Abort):
+        raise
+    except (Exception, SystemExit) as error:
+        # A script without a main guard may end the process.
+        said = str(error) or "no message"
+        raise typer.BadParameter(f"{subject}: {_place(error, file)}{type(error).__name__}: {said}{hint}") from error
+
+
+def _place(error: BaseException, file: str | None) -> str:
+    """File and line, with a colon and a space behind; empty where the error has none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: "
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+    theirs = [frame for frame in frames if file is not None and Path(frame.filename) == Path(file)]
+    if not (theirs or frames):
+        return ""
+    last = (theirs or frames)[-1]
+    return f"{last.filename}:{last.lineno}: "

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+from hecate.commands.launch import run_ranks
 
 State = Literal["good", "look", "bad"]
 
@@ -48,32 +49,16 @@ def all_checks() -> Iterator[Check]:
 
 def self_test(timeout: float) -> Check:
     """Train one step of a small model on two ranks that torchrun starts, against one process."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", "--module", "hecate.commands.self_test",
-    ]  # fmt: skip
     # Ranks of the self-test compute on the CPU, with one core each.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # In a session of its own, so that a timeout ends the ranks too.
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        # torchrun ends its ranks when it is asked to.
-        process.terminate()
-        try:
-            process.communicate(timeout=15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    code, said = run_ranks("hecate.commands.self_test", (), ranks=2, timeout=timeout, environment=environment)
+    if code is None:
         return Check(
             name="two ranks", state="bad", found=f"no end after {timeout:g} s",
             advice="Ranks cannot reach each other, or the machine is busy: look at the line 'network', and try "
             "--timeout with more seconds.",
         )  # fmt: skip
-    if process.returncode:
+    if code:
         lines = [line for line in said.splitlines() if re.search(r"Error|off by", line)] or said.splitlines()[-1:]
         return Check(
             name="two ranks", state="bad", found=(lines or ["no output"])[0].strip()[:300],

@@ -23,6 +23,8 @@ def report(
 
     It can be called while the run goes on, or after it was killed.
 
+    Ends with code 0; 2 if there is no run that can be read, 3 with --strict if there are alerts.
+
     Example: hecate report runs/x --out x.html
     """
     target = out if out is not None else run / "report.html"

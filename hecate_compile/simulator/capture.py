@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hecate.api import compile
 from hecate.compiled_model import compiled_model_of
 from hecate.config import Config
-from hecate.graph.lowering import Captured, NotRun, capturing
+from hecate.graph.lowering import Captured
 from hecate.passes.final.aten_values import arguments_of
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.fake_ranks import CaptureError, fake_ranks
+from hecate.simulator.fake_ranks import CaptureError, compile_as_rank_0
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -70,13 +68,9 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
         Also whatever :func:`hecate.compile` raises.
     """
-    rates = config.rates or cluster.rates
-    with fake_ranks(cluster.ranks):
-        dispatch = config.dispatch if config.dispatch != "auto" else "rows"
-        compiled = compile(model, replace(config, topology=cluster.topology, rates=rates, dispatch=dispatch))
-        with capturing() as graphs, suppress(NotRun):
-            compiled(**inputs)
-    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    dispatch = config.dispatch if config.dispatch != "auto" else "rows"
+    made = compile_as_rank_0(model, inputs, cluster, replace(config, dispatch=dispatch))
+    compiled, graphs, breaks = made.model, made.graphs, made.breaks
     parts = [captured.context.part for captured in graphs]
     if parts != ["forward", "backward"] or breaks:
         raise CaptureError(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from hecate.api import compile
+from hecate.config import Config
+from hecate.graph.lowering import Captured, NotRun, capturing
+from hecate.simulator.cluster import ClusterSpec
 
 
 class CaptureError(RuntimeError):
@@ -32,3 +40,37 @@ def fake_ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRunModel:
+    """A model that was compiled and not run.
+
+    Attributes:
+        graphs: forward and backward after all passes, as far as the first graph break.
+        breaks: reasons of graph breaks, and how often each.
+    """
+
+    model: nn.Module
+    graphs: list[Captured]
+    breaks: dict[str, int]
+
+
+def compile_as_rank_0(
+    model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, config: Config
+) -> NotRunModel:
+    """Compile ``model(**inputs)`` as rank 0 of ``cluster``, and run nothing.
+
+    Args:
+        inputs: a batch of one rank.
+        config: its topology is replaced by the cluster's, and its rates if it has none.
+
+    Raises:
+        CaptureError: torch.distributed is in use already. Also whatever :func:`hecate.compile` raises.
+    """
+    rates = config.rates or cluster.rates
+    with fake_ranks(cluster.ranks):
+        compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))
+        with capturing() as graphs, suppress(NotRun):
+            compiled(**inputs)
+    return NotRunModel(model=compiled, graphs=graphs, breaks=dict(torch._dynamo.utils.counters["graph_break"]))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from hecate.config import Config
-from hecate.runtime.placement.hecate_policy import Replicas
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
@@ -33,15 +32,12 @@ class Options:
     """What is the same for all policies.
 
     Attributes:
-        replicas, replica_memory: as in :class:`hecate.Config`; graphs are scheduled for them.
-        rematerialize: as in :class:`hecate.Config`.
+        config: how the model is compiled; each policy takes the place of its own.
         steps: how many steps to simulate, spread over the trace.
         optimizer_bytes: of one parameter, beside itself and its gradient.
     """
 
-    replicas: Replicas = "auto"
-    replica_memory: float = 0.25
-    rematerialize: bool = False
+    config: Config = field(default_factory=Config)
     steps: int = 3
     optimizer_bytes: float = 8.0
 
@@ -96,11 +92,7 @@ def study(
         kind = policy.replicates, policy.calibrates
         if kind not in captured:
             model, inputs = build()
-            config = Config(
-                policy=policy, replicas=options.replicas, replica_memory=options.replica_memory,
-                rematerialize=options.rematerialize,
-            )  # fmt: skip
-            captured[kind] = capture(model, inputs, cluster, config)
+            captured[kind] = capture(model, inputs, cluster, replace(options.config, policy=policy))
         results.append(_run(captured[kind], cluster, name, policy, routing, options))
     return results
 
@@ -131,7 +123,7 @@ def _run(
         )
         predicted = simulator.step(routed, update=update)
         memory = count_memory(
-            made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.rematerialize
+            made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.config.rematerialize
         )
         held = live.step(routed, optimizer_bytes=options.optimizer_bytes)
         loads = [step.computed.sum(0) for step in routed]

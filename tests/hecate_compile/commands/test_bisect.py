@@ -7,18 +7,26 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 from hecate.cli import app
-from hecate.commands.bisect import NAMES, _reason, _search, _Trials
+from hecate.commands.bisect import NAMES, _notes, _reason, _search, _Trials
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
-from hecate.commands.bisect_worker import Trial
+from hecate.commands.bisect_worker import Trial, config_of
+from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
+from hecate.commands.script_facts import ScriptFacts
+from hecate.config import Config
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.runtime.attention.options import S2Attention
 from tests.support.extent import ALL
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 def result(loss: float, gradient: float | None) -> RankResult:
     gradients = {} if gradient is None else {(0, "w"): np.array([0.5, gradient], np.float32)}
-    return RankResult(loss=np.array([loss]), gradients=gradients)
+    return RankResult(loss=np.array([loss]), gradients=gradients, facts=ScriptFacts(batches=str(gradient)).as_text())
 
 
 # --- the search ---
@@ -68,7 +76,7 @@ def test_a_result_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_trial_as_text() -> None:
-    trial = Trial(script="a.py:build", out="x", disabled=("schedule",), plain=False, steps=2)
+    trial = Trial(script="a.py:build", out="x", disabled=("schedule",), kind="bare", steps=2)
     assert Trial.from_text(trial.as_text()) == trial
 
 
@@ -82,17 +90,22 @@ class Pretended(_Trials):
     """Trials that run nothing: results are off where a pass of ``faults`` is on."""
 
     faults: tuple[str, ...] = ()
-    plain_loss = 1.0
+    plain_loss: float | str = 1.0
+    facts = ScriptFacts()
     runs = 0
 
-    def run(self, disabled: Sequence[str], what: str, *, plain: bool = False) -> list[RankResult] | str:
+    def run(self, disabled: Sequence[str], kind: str = "compiled") -> list[RankResult] | str:
         self.runs += 1
-        if plain:
-            return [result(self.plain_loss, 3)]
+        self.log = "line 1\nline 2"
+        if kind == "plain":
+            return self.plain_loss if isinstance(self.plain_loss, str) else [result(self.plain_loss, 3)]
         bad = [name for name in self.faults if name not in disabled]
         if "crash" in self.faults and "schedule" not in disabled:
             return "RuntimeError: no"
-        return [result(1.0, 2.0 + 0.1 * len(bad))]
+        # What attention= computes is something else; so is "bare", which has none.
+        loss = 1.1 if self.facts.attention and kind == "compiled" else 1.0
+        made = result(loss, 2.0 + 0.1 * len(bad))
+        return [replace(made, facts=self.facts.as_text())]
 
 
 def pretended(*faults: str) -> tuple[Pretended, io.StringIO]:
@@ -124,6 +137,86 @@ def test_a_crash_is_a_difference() -> None:
     trials, said = pretended("crash")
     assert _search(trials, 1e-4, one_by_one=False) == 1
     assert "\nschedule changes the result" in said.getvalue() and "RuntimeError: no" in said.getvalue()
+
+
+def test_a_trial_is_announced_and_a_failed_one_shown() -> None:
+    trials, said = pretended("crash")
+    _search(trials, None, one_by_one=False)
+    assert "with all passes: no result: RuntimeError: no\n    line 1\n    line 2\n" in said.getvalue()
+    assert "hecate dump x --ranks 1 --out graphs" in said.getvalue()
+
+
+def test_options_that_change_the_model_are_compared_without() -> None:
+    trials, said = pretended("exchange_rows")
+    trials.facts = ScriptFacts(attention=True, wire_dtype=True)
+    assert _search(trials, None, one_by_one=False) == 1
+    text = said.getvalue()
+    assert "\nexchange_rows changes the result" in text and "shard_context stays on" in text
+    assert "without any pass, and without attention=: loss 1\n" in text and "Config(wire_dtype=) is left out" in text
+    trials, said = pretended()
+    trials.facts = ScriptFacts(attention=True)
+    assert _search(trials, None, one_by_one=False) == 0 and trials.runs == 4, "the loss is that of the plain model"
+
+
+def test_a_plain_run_that_fails_is_said() -> None:
+    trials, said = pretended()
+    trials.plain_loss = "ValueError: odd"
+    assert _search(trials, None, one_by_one=False) == 0
+    assert "the model without Hecate: no result: ValueError: odd" in said.getvalue()
+    assert "is right itself is not known" in said.getvalue()
+
+
+def test_what_the_user_is_told_about_the_comparison() -> None:
+    def notes(*facts: ScriptFacts) -> str:
+        return "\n".join(_notes(facts, facts[0].tolerance))
+
+    assert notes(ScriptFacts(batches="a"), ScriptFacts(batches="b")) == notes(ScriptFacts()) == ""
+    assert "all ranks have the same batch" in notes(ScriptFacts(batches="a"), ScriptFacts(batches="a"))
+    assert "bfloat16" in notes(ScriptFacts(dtype="bfloat16")) and "dropout" in notes(ScriptFacts(random=("drop",)))
+
+
+def test_facts_of_a_script() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    facts = ScriptFacts.of(model, Config(wire_dtype=torch.bfloat16), "x")
+    assert facts == ScriptFacts(wire_dtype=True, random=("1",), batches="x") and facts.tolerance == 1e-4
+    assert ScriptFacts.from_text(facts.as_text()) == facts
+    assert ScriptFacts.of(model.eval(), Config(), "x").random == ()
+    mixed = Config(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16))
+    facts = ScriptFacts.of(model, mixed, "x")
+    assert facts.dtype == "float16" and 1e-3 < facts.tolerance < 1e-2 and facts.left_out == ("mixed_precision",)
+    assert ScriptFacts.of(model.to(torch.bfloat16), Config(), "x").tolerance > 1e-2
+
+
+def test_what_a_trial_compiles_with() -> None:
+    config = Config(attention=S2Attention(), wire_dtype=torch.float16, disable_passes=("schedule",))
+    trial = Trial(script="x", out="x", disabled=NAMES, steps=1)
+    made = config_of(trial, config)
+    assert set(made.disable_passes) == {*NAMES} - {"shard_context"} and made.attention == config.attention
+    assert made.wire_dtype is None
+    made = config_of(replace(trial, kind="bare"), config)
+    assert set(made.disable_passes) == {*NAMES} and made.attention is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_every_rank_has_a_batch_of_its_own(rows: int, ranks: int) -> None:
+    ids = torch.arange(rows * 16, device="cpu").view(rows, 16)
+    places = torch.arange(16, device="cpu")[None]
+    given = {"input_ids": ids, "labels": ids + 1000, "position_ids": places, "weight": ids.float(), "use": True}
+    made = [batch_of_rank(given, rank, ranks) for rank in range(ranks)]
+    if ranks == 1:
+        assert made == [given]
+    for batch in made:
+        assert batch.keys() == given.keys() and torch.equal(batch["position_ids"], places)
+        assert all(batch[key].shape == ids.shape for key in ("input_ids", "labels", "weight"))
+        assert torch.equal(batch["labels"], batch["input_ids"] + 1000), "labels stay with their tokens"
+        assert {*batch["input_ids"].flatten().tolist()} <= {*ids.flatten().tolist()}
+    prints = [fingerprint_of(batch) for batch in made]
+    # Where there are fewer rows than ranks some have the same, but not all.
+    assert len(set(prints)) == (ranks if rows == 1 else min(ranks, rows))
+    seen = {tuple(row) for batch in made for row in batch["input_ids"].tolist()}
+    assert rows == 1 or len(seen) == rows, "no row is lost"
+    assert [fingerprint_of(batch_of_rank(given, rank, ranks)) for rank in range(ranks)] == prints
 
 
 def test_no_fault_and_a_fault_elsewhere() -> None:
@@ -172,10 +265,7 @@ def test_bad_input_is_explained(script: str, said: str, tmp_path: Path) -> None:
 _ONLY_ALL = pytest.mark.skipif(not ALL, reason="a minute or more of launches: with HECATE_TESTS=all")
 
 SCRIPT = """
-import torch
-
-import hecate.graph.backend as backend
-import hecate.graph.lowering as lowering
+from benchmarks.bisect_faults import forget_a_mean, plant, scale_outputs
 from tests.support.models import batch, build as make
 
 def build():
@@ -185,27 +275,12 @@ def build():
 def no_tuple():
     return make("plain", layers=1)
 
-def plant(module, table, name):
-    \"\"\"Let the pass of this name scale what the graph returns, beside its work.\"\"\"
-    passes = getattr(module, table)
-    right = next(one for one in passes if one.__name__ == name)
-
-    def planted(gm, context):
-        outcome = right(gm, context)
-        output = next(node for node in gm.graph.nodes if node.op == "output")
-        for node in output.all_input_nodes:
-            key = "val" if "val" in node.meta else "example_value"
-            value = node.meta.get(key)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                target = torch.ops.aten.mul.Tensor if key == "val" else torch.mul
-                with gm.graph.inserting_after(node):
-                    scaled = gm.graph.call_function(target, (node, 1.01))
-                scaled.meta[key] = value
-                output.replace_input_with(node, scaled)
-        return outcome
-
-    planted.__name__ = name
-    setattr(module, table, tuple(planted if one is right else one for one in passes))
+def sparse():
+    import hecate
+    ids = batch(0, rows=2, length=64)
+    attention = hecate.S2Attention(block=16, local=1, dense_layers=())
+    config = hecate.Config(backend="aot_eager", attention=attention)
+    return make("qwen3_moe", layers=1), {{"input_ids": ids, "labels": ids}}, config
 
 {plant}
 """
@@ -224,16 +299,20 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("table", "name"),
+    ("name", "fault"),
     [
-        pytest.param("backend, 'PASSES'", "group_expert_loops", marks=_ONLY_ALL),
-        ("lowering, 'FINAL_PASSES'", "split_collectives"),
+        # Missing communication: on each rank by itself everything is right.
+        ("bucket_gradients", "forget_a_mean"),
+        pytest.param("group_expert_loops", "scale_outputs", marks=_ONLY_ALL),
+        pytest.param("rematerialize", "scale_outputs", marks=_ONLY_ALL),
+        pytest.param("split_collectives", "scale_outputs", marks=_ONLY_ALL),
     ],
 )
-def test_a_planted_fault_is_found(table: str, name: str, tmp_path: Path) -> None:
-    done = run(tmp_path, f"plant({table}, '{name}')", "--ranks", "2", "--steps", "1")
+def test_a_planted_fault_is_found(name: str, fault: str, tmp_path: Path) -> None:
+    done = run(tmp_path, f"plant({name!r}, {fault})", "--ranks", "2", "--steps", "1")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"\n{name} changes the result" in done.stdout
+    assert f"\n{name} changes the result" in done.stdout and "no result" not in done.stdout
+    assert "same batch" not in done.stdout
 
 
 @_ONLY_ALL
@@ -243,6 +322,16 @@ def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--ranks", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no pass changes loss or gradients" in done.stdout
+
+
+@_ONLY_ALL
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sparse_attention_stays_on(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--ranks", "2", "--steps", "1", function="sparse")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no pass changes loss or gradients" in done.stdout and "shard_context stays on" in done.stdout
+    assert done.stdout.count(": loss ") == 4, "with it, without it, without Hecate, and with all passes"
 
 
 @pytest.mark.slow

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import hecate
 from hecate.cli import app
+from hecate.commands.given_model import given_model
 from tests.support.models import transformers_config
 
 ROOT = Path(__file__).parents[3]
@@ -43,12 +46,23 @@ class StrangeMoE(PlainMoE):
 def strange():
     ids = torch.zeros(2, 16, dtype=torch.int64)
     return PlainLanguageModel(StrangeMoE, layers=1), {"input_ids": ids, "labels": ids}
+
+def raises():
+    return small()[1]["missing"]
+
+def gathered():
+    import hecate
+    model, batch = small()
+    return model, [batch, batch], hecate.Config(policy="gather")
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "syntax.py").write_text("import torch\ndef (:\n")
+    (tmp_path / "fails.py").write_text("import torch\nimport no_such_package\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
     transformers_config("qwen3_moe", num_hidden_layers=5).save_pretrained(tmp_path / "config")
     return tmp_path
 
@@ -66,7 +80,7 @@ def test_a_function_is_explained_for_many_ranks(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 4" in done.stdout and "on 2 node(s)" in done.stdout
     assert "model.layers.1.mlp.experts" in done.stdout and "exchange_rows" in done.stdout
-    assert "schedule of the backward" in done.stdout and "speeds that are made up" in done.stdout
+    assert "schedule, as predicted" in done.stdout and "speeds that are made up" in done.stdout
 
 
 @pytest.mark.slow
@@ -98,10 +112,50 @@ def test_a_model_without_experts_ends_with_1(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_the_function_may_bring_its_own_config(folder: Path) -> None:
+    done = run("explain", f"{folder}/model.py:gathered", "--ranks", "2", "--layers", "3")
+    assert done.returncode == 0, done.stderr
+    assert "exchange_rows is switched off" in done.stdout
+    assert "--layers not used" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "kept"),
+    [
+        (dict(mlp_only_layers=[0, 1, 2]), None, 4), (dict(decoder_sparse_step=3), None, 3), (dict(), None, 2),
+        (dict(mlp_only_layers=[0, 1, 2]), 1, 1), (dict(), 9, 5),
+    ],
+)  # fmt: skip
+def test_dense_layers_in_front_are_taken_too(
+    changes: dict[str, Any], layers: int | None, kept: int, tmp_path: Path
+) -> None:
+    transformers_config("qwen3_moe", num_hidden_layers=5, **changes).save_pretrained(tmp_path)
+    made = given_model(str(tmp_path), layers=layers, ranks=2)
+    assert made.model.config.num_hidden_layers == kept
+    assert made.note == (f"{kept} of 5 layers; --layers takes more" if kept < 5 else "")
+
+
+@pytest.mark.parametrize("name", ["switch_transformers"])
+def test_a_model_of_another_kind_is_made(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    transformers.SwitchTransformersConfig(
+        d_model=16, d_ff=16, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=4, vocab_size=32,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    assert type(given_model(str(tmp_path), ranks=2).model).__name__ == "SwitchTransformersForConditionalGeneration"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["explain", "{}/none.py:small"], "expected file.py:function"),
+        (["explain", "{}/none.py:small"], "there is no file"),
+        (["explain", "{}/syntax.py:small"], "syntax.py:2: SyntaxError"),
+        (["explain", "{}/fails.py:small"], "fails.py:2: ModuleNotFoundError: No module named 'no_such_package'"),
+        (["explain", "{}/ends.py:small"], "ends.py:2: SystemExit: 3"),
+        (["explain", "{}/model.py:raises"], "model.py:32: KeyError: 'missing'"),
+        (["explain", "{}/model.py:small", "--disable-pass", "no_such_pass"], "no_such_pass"),
         (["explain", "{}/model.py"], "model.py:function"),
         (["explain", "{}/model.py:wrong"], "a model and a batch"),
         (["explain", "{}/model.py:none"], "has no none"),
@@ -121,6 +175,19 @@ def test_bad_input_is_explained(
     assert isinstance(done.exception, SystemExit), "explained, not raised"
     text = "".join(done.output.replace("│", " ").split())
     assert done.exit_code == 2 and said.replace(" ", "") in text, done.output
+
+
+def test_version_and_where_torch_is_missing(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.output.strip() == f"hecate {hecate.__version__}"
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so: no such file', name='torch')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, ROOT / "hecate_command.py", "doctor"], env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1 and "torch cannot be imported" in ran.stderr and "pip install torch" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize("command", ["explain", "dump", "bisect", "report", "doctor", "simulate", "replay"])

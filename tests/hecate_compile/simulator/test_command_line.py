@@ -62,7 +62,7 @@ def test_it_predicts_every_policy(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{}/none.py:small", "--cluster", "{}/two.toml"], "expected file.py:function"),
+        (["{}/none.py:small", "--cluster", "{}/two.toml"], "there is no file"),
         (["{}/model.py:none", "--cluster", "{}/two.toml"], "has no none"),
         (["{}/model.py:wrong", "--cluster", "{}/two.toml"], "a model and a batch"),
         (["{}/model.py:small", "--cluster", "{}/none.toml"], "none.toml"),
@@ -75,6 +75,7 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         (["{}/model.py:dense", "--cluster", "{}/two.toml"], "no experts"),
         (["{}/two.toml:small", "--cluster", "{}/two.toml"], "is not a Python file"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}/none/out.json"], "there is no folder"),
+        (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}"], "cannot be written"),
     ],
 )
 def test_bad_input_is_explained(arguments: list[str], said: str, folder: Path) -> None:

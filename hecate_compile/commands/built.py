@@ -1,0 +1,73 @@
+"""What a function of the user's returns for a command: a model, batches, and how to compile it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from torch import nn
+
+from hecate.commands.load_name import load_name, users_code
+from hecate.config import Config
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model that is not compiled yet, and what to give it.
+
+    Attributes:
+        batches: of one rank; at least one.
+        config: how the user compiles it, or None.
+    """
+
+    model: nn.Module
+    batches: tuple[Batch, ...]
+    config: Config | None = None
+
+    @classmethod
+    def of(cls, given: Any, name: str) -> Built:
+        """From what the function ``name`` returned.
+
+        Raises:
+            typer.BadParameter: it is no model and batch.
+        """
+        wrong = typer.BadParameter(
+            f"{name} must return a model and a batch: (nn.Module, dict of tensors); a list of batches, one for each "
+            f"step, may be there instead of one, and a hecate.Config behind it. It returned {_kind(given)}"
+        )
+        if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
+            raise wrong
+        batches = [given[1]] if isinstance(given[1], Mapping) else given[1]
+        if not isinstance(batches, (list, tuple)) or not batches or not all(isinstance(b, Mapping) for b in batches):
+            raise wrong
+        config = given[2] if len(given) == 3 else None
+        if config is not None and not isinstance(config, Config):
+            raise wrong
+        return cls(model=given[0], batches=tuple(batches), config=config)
+
+
+def build(name: str, what: str = "model") -> Built:
+    """Call ``file.py:function``.
+
+    Args:
+        what: what it is for, for messages.
+
+    Raises:
+        typer.BadParameter: there is no such function, it fails, or it returns something else.
+    """
+    function = load_name(name, what, "function")
+    if not callable(function):
+        raise typer.BadParameter(f"{what} {name!r}: a {type(function).__name__}, expected a function")
+    with users_code(f"{what} {name!r}", name.rpartition(":")[0]):
+        given = function()
+    return Built.of(given, name)
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, tuple):
+        return f"({', '.join(type(one).__name__ for one in given)})"
+    return type(given).__name__

@@ -1,0 +1,119 @@
+"""What ``hecate explain`` and ``hecate dump`` share: their options, and MODEL compiled as rank 0 would."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+
+from hecate.api import explain
+from hecate.commands.given_model import HELP, LENGTH, ROWS, given_model
+from hecate.config import Config, PolicyName
+from hecate.reports.explanation import Explanation
+from hecate.simulator.cluster import ClusterError, ClusterSpec
+from hecate.simulator.fake_ranks import CaptureError, compile_as_rank_0
+from hecate.wrap.find_experts import NoExpertsError
+from hecate.wrap.parameter_reads import UntracedReadError
+
+Model = Annotated[str, typer.Argument(help=HELP)]
+Ranks = Annotated[int, typer.Option(min=1, help="ranks to compile for")]
+Nodes = Annotated[int, typer.Option(min=1, help="nodes of equal size that they are on")]
+Cluster = Annotated[Path | None, typer.Option(help="a TOML file with ranks, nodes and speeds instead")]
+Layers = Annotated[int | None, typer.Option(min=1, help="layers of a config of transformers; by default few")]
+Rows = Annotated[
+    int | None, typer.Option("--batch", min=1, help=f"sequences of a rank, for a config of transformers ({ROWS})")
+]
+Length = Annotated[int | None, typer.Option(min=2, help=f"tokens of each ({LENGTH})")]
+PolicyOption = Annotated[
+    str | None, typer.Option(help="hecate, static, gather or replicate; by default that of MODEL's own hecate.Config")
+]
+Disabled = Annotated[list[str], typer.Option("--disable-pass", help="a pass to leave out; several times")]
+
+CONSOLE: dict[str, Any] = {"width": 120, "markup": False, "emoji": False, "highlight": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledGiven:
+    """A model that was compiled and not run.
+
+    Attributes:
+        notes: what the user should know beside it.
+    """
+
+    explanation: Explanation
+    notes: list[str]
+
+
+def compile_given(
+    model: str,
+    *,
+    ranks: int,
+    nodes: int,
+    cluster: Path | None,
+    layers: int | None,
+    rows: int | None,
+    length: int | None,
+    policy: str | None,
+    disabled: list[str],
+    dump: Path | None = None,
+) -> CompiledGiven:
+    """Compile MODEL with its own config, if it has one, and the options on top.
+
+    Raises:
+        typer.BadParameter: an option, or MODEL, cannot be used.
+        typer.Exit: with code 1, after saying why: the model cannot be compiled.
+    """
+    spec = _cluster(cluster, ranks, nodes)
+    if policy is not None and policy not in get_args(PolicyName):
+        raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(get_args(PolicyName))}")
+    given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
+    config = _with_options(given.config or Config(), policy, disabled, dump)
+    warnings.filterwarnings("ignore", message="hecate.compile: nothing initialized")
+    # Of transformers' code, and nothing that a user could do about.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    try:
+        made = compile_as_rank_0(given.model, given.inputs, spec, config)
+        explanation = explain(made.model)
+    except (CaptureError, NoExpertsError, UntracedReadError, RuntimeError, TypeError, ValueError) as error:
+        # A pass that is unknown, and the like, are the user's words; all else is about the model.
+        if isinstance(error, ValueError) and str(error).startswith("hecate.Config"):
+            raise typer.BadParameter(str(error)) from None
+        Console(stderr=True, **CONSOLE).print(f"hecate cannot compile this model: {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    notes = [given.note] if given.note else []
+    if cluster is None and explanation.world.size > 1:
+        notes.append("predicted with speeds that are made up; --cluster FILE has those of a machine")
+    if made.breaks:
+        notes.append(f"{len(made.breaks)} graph breaks, so only the first graph is shown; TORCH_LOGS=graph_breaks")
+    return CompiledGiven(explanation=explanation, notes=notes)
+
+
+def _with_options(config: Config, policy: str | None, disabled: list[str], dump: Path | None) -> Config:
+    name: Any = policy
+    try:
+        # What is captured is not run, so nothing is lost without Inductor. Speeds are the cluster's.
+        return replace(
+            config, policy=name if name is not None else config.policy, rates=None, topology=None,
+            disable_passes=(*config.disable_passes, *disabled), backend="aot_eager", dump=dump, dump_ranks="first",
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _cluster(cluster: Path | None, ranks: int, nodes: int) -> ClusterSpec:
+    if cluster is not None:
+        try:
+            return ClusterSpec.load(cluster)
+        except ClusterError as error:
+            raise typer.BadParameter(str(error)) from None
+    if ranks % nodes:
+        raise typer.BadParameter(f"--nodes {nodes} does not divide --ranks {ranks}")
+    # Of today's accelerators, about: without a machine there are no measured ones.
+    return ClusterSpec(
+        name="made up", nodes=nodes, gpus=ranks // nodes, flops=2e14, memory_bytes=2e12, rank_bytes=2e11,
+        node_bytes=1e11,
+    )  # fmt: skip

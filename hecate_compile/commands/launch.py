@@ -1,0 +1,73 @@
+"""Run a module on several ranks that torchrun starts, and leave none of them behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+# Seconds in which processes may end by themselves when they are asked to.
+GRACE = 15.0
+
+
+def run_ranks(
+    module: str, arguments: Sequence[str], *, ranks: int, timeout: float, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """Run ``python -m module`` on each rank; one rank needs no torchrun.
+
+    Args:
+        environment: instead of this process's.
+
+    Returns:
+        The exit code, None if there was no end in ``timeout`` seconds, and what all ranks printed.
+    """
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "127.0.0.1:0", "--module"] if ranks > 1 else ["-m"]  # fmt: skip
+    command = [sys.executable, *launcher, module, *arguments]
+    # A file, not a pipe: a rank that outlives torchrun would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, env=None if environment is None else dict(environment), stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        code: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout)
+        finally:
+            # Also if the user interrupts: in a session of its own nobody else tells it.
+            _end(process)
+        log.seek(0)
+        return code, log.read()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    if process.poll() is not None:
+        return
+    # torchrun gives every rank a session of its own, and nobody can tell whose they were once it is gone.
+    started = _below(process.pid)
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    finally:
+        for pid in (*started, process.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _below(pid: int) -> list[int]:
+    """All processes that a process started, and those that they started."""
+    found = [pid]
+    for one in found:
+        for task in Path(f"/proc/{one}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, task.read_text().split())
+    return found[1:]

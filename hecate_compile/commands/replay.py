@@ -1,0 +1,62 @@
+"""``hecate replay``: the routing of a run through other policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hecate.commands.policies import MOST_REPLICAS, PolicyNames, policy_named, replicas_of
+from hecate.runtime.placement.topology import Topology
+from hecate.simulator.replay import load_recorded
+from hecate.simulator.replay import replay as replay_trace
+from hecate.simulator.workloads import load_trace
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="routing that hecate.record wrote")],
+    policy: PolicyNames = ["static", "hecate"],  # noqa: B006  typer copies it
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of equal size; by default those of the run")] = None,
+    replicas: Annotated[str, typer.Option(help=MOST_REPLICAS)] = "auto",
+) -> None:
+    """Play the routing of a run back, for each policy, with the run's own model, ranks and rates.
+
+    Ends with code 0; 2 if the trace or an option cannot be used.
+
+    Example: hecate replay trace.npz --policy static --policy hecate --nodes 2
+    """
+    try:
+        most = replicas_of(replicas)
+        counts, owners = load_trace(trace)
+        recorded = load_recorded(trace)
+        steps, layers, ranks, experts = counts.shape
+        if nodes is not None and ranks % nodes:
+            raise typer.BadParameter(f"--nodes {nodes} does not divide the {ranks} ranks of {trace}")
+        topology = Topology.even(ranks, ranks // nodes) if nodes is not None else recorded.topology
+        results = {
+            name: replay_trace(
+                counts, owners, policy_named(name, most), topology, rates=recorded.rates, sizes=recorded.sizes
+            )
+            for name in policy
+        }
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    table = Table(
+        "policy", "max/mean rows", "99th percentile", "replicas per layer", "rows leaving a node", "owners changed",
+        "ms of a layer", "times as fast",
+        title=f"{trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {topology.num_nodes} node(s), "
+        f"{experts} experts",
+        caption="predicted for what experts compute and send; times as fast as the first policy",
+    )  # fmt: skip
+    first = results[policy[0]].seconds.mean()
+    for name, result in results.items():
+        table.add_row(
+            name, f"{result.imbalance.mean():.2f}", f"{np.percentile(result.imbalance, 99):.2f}",
+            f"{result.replicas.mean():.1f}", f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
+            str(result.moved), f"{result.seconds.mean() * 1e3:.3f}", f"{first / result.seconds.mean():.2f}",
+        )  # fmt: skip
+    Console(width=150, markup=False, emoji=False).print(table)
