@@ -65,7 +65,7 @@ EQUAL: dict[torch.dtype, float] = dict.fromkeys(DTYPES, 0.0)
 SUMS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Seconds: a command may take ten minutes on some machines, and of these the tests and one kernel at most so many.
 BUDGET, FOR_TESTS, FOR_A_KERNEL = 540.0, 200.0, 150.0
-TESTS = ("tests/runtime/kernels", "tests/hecate_compile/test_parity.py")
+TESTS = ("tests/runtime/kernels", "tests/hecate_compile/test_parity.py", "tests/hecate_compile/test_one_gpu.py")
 ROOT = Path(__file__).parents[1]
 
 

@@ -109,4 +109,5 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "g
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "test_on_a_gpu" in done.stdout and "test_equals_one_process_on_cuda" in done.stdout
+    assert "test_ranks_over_nccl" in done.stdout
     assert launch.triton is None or "cases/test_rows.py" in done.stdout
