@@ -477,8 +477,9 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "clear_rows": (_clear, DTYPES[:1]),
     "pack_experts": (_pack, DTYPES),
     "unpack_experts": (_unpack, DTYPES),
-    "s2_forward": (_s2_forward, DTYPES),
-    "s2_backward": (_s2_backward, DTYPES),
+    # float32 has smaller blocks.
+    "s2_forward": (_s2_forward, (torch.bfloat16, torch.float16)),
+    "s2_backward": (_s2_backward, (torch.bfloat16, torch.float16)),
     "expand_segments": (_expand, (torch.int64,)),
     "split_rows": (_split, (torch.int64,)),
 }

@@ -30,17 +30,16 @@ from hecate.runtime.ops.s2_masks import visible
 
 # Longer rows do not fit into what a GPU's multiprocessor keeps.
 _WIDEST = 256
-# Bytes of a block of queries or keys.
-_LARGEST = 32768
 
 
 def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
     # As the kernels make it: a power of two.
     width = 1 << (max(q.shape[3], v.shape[3]) - 1).bit_length()
+    # A square of 128 numbers of two bytes, or of 64 of four: larger blocks have no room on a GPU of capability 8.0.
+    side = 256 // q.dtype.itemsize
     return (
-        q.is_cuda and runs_on(q.device) and width <= _WIDEST and pattern.block <= 128
-        and pattern.block * width * q.dtype.itemsize <= _LARGEST
-        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        q.is_cuda and runs_on(q.device) and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and width <= _WIDEST and pattern.block <= side and pattern.block * width <= side**2
     )  # fmt: skip
 
 

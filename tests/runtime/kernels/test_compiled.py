@@ -26,8 +26,8 @@ MODULES = [
 PRODUCTS = ("grouped_mm", "weight_grads")
 # The largest blocks of attention, and those of two stages.
 BLOCKS = [
-    (128, 128, torch.bfloat16), (64, 128, torch.float32), (64, 256, torch.bfloat16), (128, 64, torch.float32),
-    (128, 64, torch.bfloat16), (32, 128, torch.float32), (32, 256, torch.float32),
+    (128, 128, torch.bfloat16), (64, 64, torch.float32), (64, 256, torch.bfloat16), (128, 64, torch.bfloat16),
+    (32, 128, torch.float32), (16, 256, torch.float32),
 ]  # fmt: skip
 INDICES = ("expand_segments", "split_rows")
 # Attention has no configurations to try; see below.

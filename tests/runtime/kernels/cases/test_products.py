@@ -7,8 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hecate.runtime.kernels import grouped_mm as products
 from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
-from hecate.runtime.kernels.grouped_mm import SLOTS, grouped_mm, grouped_mm_reference
+from hecate.runtime.kernels.grouped_mm import grouped_mm, grouped_mm_reference
 from hecate.runtime.kernels.weight_grads import weight_grads, weight_grads_reference
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, whole_numbers
 
@@ -51,13 +52,15 @@ def test_operands_in_any_layout() -> None:
     assert torch.equal(grouped_mm(x, spread, more.contiguous(), offs), expected)
 
 
-def test_more_slots_than_a_program_reads_at_once(launches: list[str]) -> None:
+def test_more_slots_than_a_program_reads_at_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in the first ones, around a border, in the last, and behind it."""
-    sizes = torch.zeros(2 * SLOTS + 5, dtype=torch.int64)
-    sizes[[1, SLOTS - 1, SLOTS, 2 * SLOTS, -1]] = torch.tensor([3, 70, 1, 65, 2])
+    some = 8
+    monkeypatch.setattr(products, "SLOTS", some)
+    sizes = torch.zeros(2 * some + 5, dtype=torch.int64)
+    sizes[[1, some - 1, some, 2 * some, -1]] = torch.tensor([3, 70, 1, 65, 2])
     offs = sizes.cumsum(0).to(DEVICE, torch.int32)
     x, w = whole_numbers(145, 4, most=2), whole_numbers(len(sizes), 4, 5, most=2, seed=1)
-    for owned in (0, SLOTS, len(sizes)):
+    for owned in (0, some, len(sizes)):
         assert torch.equal(grouped_mm(x, w[:owned], w[owned:], offs), grouped_mm_reference(x, [w], offs))
     assert launches == ["grouped_mm"] * 3
 
