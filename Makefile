@@ -4,11 +4,15 @@
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 30 to 40 minutes (make bench-full: six shapes and links,
 #              three and a half hours; either goes on after an interruption with BENCH=--continue)
-# All make .venv and install what they need.
+# All make .venv and install what they need. `make test TORCH=2.11.0` is for the other end of the declared range.
 
 PYTHON ?= python3
 RANKS ?= 2
-VENV := .venv
+# The release that the tests are run with. Another one has an environment of its own.
+TORCH ?= 2.13.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
+# What is installed beside it, where the newest releases do not fit.
+CONSTRAINTS := $(wildcard constraints/torch-$(TORCH).txt)
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -43,13 +47,13 @@ bench-step: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compile_and_step
 
 # torch first and by itself, in the version that the tests were run with; the range in pyproject.toml is wider.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --no-compile torch==2.13.0
-	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --no-compile torch==$(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable '.[test]' $(addprefix --constraint ,$(CONSTRAINTS))
 	@# pip would compile on one core; what fails are templates that are no Python.
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 clean:
-	rm -rf $(VENV) build hecate-dump *.egg-info
+	rm -rf .venv .venv-* build hecate-dump *.egg-info

@@ -15,6 +15,7 @@ from hecate.passes.captured.accumulate_rows import accumulate_rows
 from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.bucket_gradients import bucket_gradients
 from hecate.passes.captured.drop_causal_masks import drop_causal_masks
+from hecate.passes.captured.drop_sentinels import drop_sentinels
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
@@ -34,6 +35,7 @@ PASSES: tuple[Pass, ...] = (
     skip_blocks,          # attention with such a mask -> the blocks that are seen
     share_gathers,        # read every expert parameter once
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
+    drop_sentinels,       # masks of expert numbers that there are not -> nothing
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
     group_expert_loops,   # a loop over experts -> grouped matmuls
     flatten_batches,      # bmm and einsum over experts -> grouped matmuls

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,12 @@ def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     if len(experts) and list(experts) == list(range(experts[0], experts[-1] + 1)):
         return full[experts[0] : experts[-1] + 1].clone()
     return full[list(experts)].clone()
+
+
+def on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on ``device``, without waiting for what the device does meanwhile."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +114,7 @@ def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Te
 
 
 def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(owners.by_rank).to(device)
+    return on_device(owners.by_rank, device)
 
 
 def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:

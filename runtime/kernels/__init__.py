@@ -11,6 +11,7 @@
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |
+| ``clear_rows`` | zeros where torch's own product leaves what was there | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
 | ``s2_forward`` | S2-Attention, and the logarithm of each row's sum | ``[b,h,S,d]`` -> ``[b,h,S,d], [b,h,S]`` |
 | ``s2_backward`` | its gradients | as the operands |
 | ``launch``, ``operands`` | where kernels run and how they are tuned; what they ask of tensors | |

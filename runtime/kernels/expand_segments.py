@@ -6,11 +6,8 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index
 
-CONFIGS = (
-    {"BLOCK": 512, "num_warps": 4},
-    {"BLOCK": 256, "num_warps": 4},
-    {"BLOCK": 1024, "num_warps": 8},
-)
+# One: a few microseconds are not worth a trial.
+CONFIGS = ({"BLOCK": 512, "num_warps": 4},)
 
 
 def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
@@ -47,7 +44,7 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
             starts.device,
             starts.contiguous(), ends.contiguous(), out, segments, total,
             # Halving an interval of so many leaves one place.
-            STEPS=segments.bit_length(),
+            segments.bit_length(),
         )  # fmt: skip
     return out
 
@@ -59,14 +56,14 @@ def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tenso
     return shifts + torch.arange(total, dtype=torch.int64, device=starts.device)
 
 
-@tuned(CONFIGS, key=["STEPS"], varying=["segments", "total"])
-def _expand_segments(starts, ends, out, segments, total, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+@tuned(CONFIGS, key=[], varying=["segments", "total", "steps"])
+def _expand_segments(starts, ends, out, segments, total, steps, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < total
     # The first range that ends behind the position: the answer is in [low, high]. Empty ranges are never it.
     low = tl.zeros((BLOCK,), dtype=tl.int32)
     high = tl.zeros((BLOCK,), dtype=tl.int32) + segments
-    for _step in range(STEPS):
+    for _step in range(steps):
         middle = (low + high) // 2
         undecided = low < high
         end = tl.load(ends + middle, mask=undecided, other=0)

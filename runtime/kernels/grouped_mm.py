@@ -4,6 +4,7 @@ Offsets stay on the device. Each slot's rows are cut into tiles, and a program f
 is its own: the host launches as many as there can be at most, and those without a tile end at once.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS
 
-# Ends of slots that one program reads at once.
-MOST_SLOTS = 4095
+# Ends of slots that a program reads at once.
+SLOTS = 128
 
 CONFIGS = (
     {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
@@ -27,14 +28,11 @@ CONFIGS = (
 )
 
 
-def takes_products(offs: Tensor, *operands: Tensor) -> bool:
+def takes_products(*operands: Tensor) -> bool:
     """Whether the kernels of grouped products take these: floats of one dtype, where kernels run."""
     first = operands[0]
     return (
-        runs_on(first.device)
-        and first.dtype in FLOATS
-        and all(operand.dtype == first.dtype for operand in operands)
-        and offs.shape[0] <= MOST_SLOTS
+        runs_on(first.device) and first.dtype in FLOATS and all(operand.dtype == first.dtype for operand in operands)
     )
 
 
@@ -59,7 +57,7 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         ValueError: a shape or a device does not fit.
     """
     check_product("grouped_mm", x, own, replicas, offs)
-    if not takes_products(offs, x, own, replicas):
+    if not takes_products(x, own, replicas):
         return grouped_mm_reference(x, [own, replicas], offs)
     (rows, inner), slots, columns = x.shape, offs.shape[0], own.shape[2]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -78,8 +76,8 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         lambda meta: (-(-rows // meta["BLOCK_M"]) + slots + 1) * -(-columns // meta["BLOCK_N"]),
         x.device,
         x, own, replicas, offs, out, rows, slots, own.shape[0], columns,
-        x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2), rows_per_slot(rows, slots),
-        K=inner, SLOTS=1 << slots.bit_length(), PRECISION=precision(), WIDEN=widens(x.dtype),
+        x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2),
+        K=inner, SLOTS=SLOTS, PRECISION=precision(), WIDEN=widens(x.dtype),
     )  # fmt: skip
     return out
 
@@ -130,29 +128,22 @@ def widens(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
-def rows_per_slot(rows: int, slots: int) -> int:
-    """The order of magnitude of a slot's rows, for which a configuration is chosen: 16, 64, 256 or 1024."""
-    mean = rows // max(slots, 1)
-    return next((size for size in (16, 64, 256) if mean <= size), 1024)
-
-
 def fits_registers(given: Mapping[str, Any]) -> bool:
-    """Whether a configuration of :func:`_grouped_mm` does without memory beside registers and tiles.
+    """Whether a configuration of a product of ``x`` does without memory beside registers and tiles.
 
     float32 without TF32 is multiplied number by number, in a loop that is written out: larger tiles have no room,
     and take seconds to compile.
     """
-    numbers = given["BLOCK_M"] * given["BLOCK_N"] * given["BLOCK_K"] // given["num_warps"]
+    numbers = math.prod(size for name, size in given.items() if name.startswith("BLOCK_")) // given["num_warps"]
     return given["x"].dtype != torch.float32 or given["PRECISION"] != "ieee" or numbers <= 65536
 
 
 @tuned(
-    CONFIGS, key=["K", "columns", "stride_n", "per_slot", "PRECISION"], varying=["rows", "slots", "owned"],
-    suits=fits_registers,
-)  # fmt: skip
+    CONFIGS, key=["K", "columns", "stride_n", "PRECISION"], varying=["rows", "slots", "owned"], suits=fits_registers
+)
 def _grouped_mm(
     x, own, replicas, offs, out, rows, slots, owned, columns,
-    x_stride, own_stride, replicas_stride, stride_k, stride_n, per_slot,
+    x_stride, own_stride, replicas_stride, stride_k, stride_n,
     K: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -161,21 +152,30 @@ def _grouped_mm(
     tile = tl.program_id(0) // blocks
     n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # Which slot the tile belongs to. One more slot stands for the rows beyond the last offset.
-    s = tl.arange(0, SLOTS)
-    begins = tl.load(offs + s - 1, mask=(s > 0) & (s <= slots), other=0).to(tl.int32)
-    begins = tl.where(s <= slots, begins, rows)
-    ends = tl.load(offs + s, mask=s < slots, other=0).to(tl.int32)
-    ends = tl.where(s < slots, ends, rows)
-    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(tiles, 0)
-    if tile >= tl.sum(tiles, 0):
+    # Which slot the tile belongs to. One more slot stands for the rows beyond the last offset. How many slots there
+    # are changes from step to step, and must not make another kernel.
+    before = tl.zeros((), dtype=tl.int32)
+    slot = tl.zeros((), dtype=tl.int32)
+    begin = tl.zeros((), dtype=tl.int32)
+    end = tl.zeros((), dtype=tl.int32)
+    first = tl.zeros((), dtype=tl.int32)
+    for some in range(0, slots + 1, SLOTS):
+        s = some + tl.arange(0, SLOTS)
+        begins = tl.load(offs + s - 1, mask=(s > 0) & (s <= slots), other=0).to(tl.int32)
+        begins = tl.where(s <= slots, begins, rows)
+        ends = tl.load(offs + s, mask=s < slots, other=0).to(tl.int32)
+        ends = tl.where(s < slots, ends, rows)
+        tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
+        behind = before + tl.cumsum(tiles, 0)
+        # True for one slot in all; a slot without tiles is never it.
+        chosen = (behind > tile) & (behind - tiles <= tile)
+        slot += tl.sum(tl.where(chosen, s, 0), 0)
+        begin += tl.sum(tl.where(chosen, begins, 0), 0)
+        end += tl.sum(tl.where(chosen, ends, 0), 0)
+        first += tl.sum(tl.where(chosen, behind - tiles, 0), 0)
+        before += tl.sum(tiles, 0)
+    if tile >= before:
         return
-    slot = tl.sum((behind <= tile).to(tl.int32), 0)
-    chosen = s == slot
-    begin = tl.sum(tl.where(chosen, begins, 0), 0)
-    end = tl.sum(tl.where(chosen, ends, 0), 0)
-    first = tl.sum(tl.where(chosen, behind - tiles, 0), 0)
     m = begin + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
 
     mask_out = (m < end)[:, None] & (n < columns)[None, :]

@@ -10,6 +10,7 @@ Two environment variables, both read once:
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,9 @@ _TUNES = os.environ.get("HECATE_AUTOTUNE", "1") != "0"
 
 # A kernel remembers the arguments of its running launch, and collectives may have a thread of their own.
 _ONE_AT_A_TIME = Lock()
+
+# Trials of an earlier process are read from Triton's cache on the disk, where its release can do that.
+_KEPT = {"cache_results": True} if triton and "cache_results" in signature(triton.autotune).parameters else {}
 
 # Triton's own part of a configuration; the rest are constants of the kernel.
 _OF_TRITON = ("num_warps", "num_stages")
@@ -74,6 +78,7 @@ def tuned(
             key=list(key),
             restore_value=list(restore) if restore and len(chosen) > 1 else None,
             prune_configs_by=None if suits is None else {"early_config_prune": _only(suits)},
+            **_KEPT,
         )(triton.jit(do_not_specialize=list(varying))(kernel))
 
     return declare

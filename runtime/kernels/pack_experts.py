@@ -17,7 +17,12 @@ CONFIGS = (
 
 
 def pack_experts(
-    tensors: Sequence[Tensor], index: Tensor, *, behind: Sequence[Tensor] = (), dtype: torch.dtype | None = None
+    tensors: Sequence[Tensor],
+    index: Tensor,
+    *,
+    behind: Sequence[Tensor] = (),
+    dtype: torch.dtype | None = None,
+    in_first: int | None = None,
 ) -> Tensor:
     """The experts ``index``, each as one row with its part of every tensor.
 
@@ -30,6 +35,8 @@ def pack_experts(
         index: int64 ``[n]`` on the same device, from 0 to E + K - 1; it is not checked on a GPU.
         behind: of each tensor more experts, ``[K, ...]``, which count on from E.
         dtype: of the result; by default that of the tensors.
+        in_first: how many of ``index`` are below E. The reference counts them if it is not given and there are
+            experts behind, for which the host waits for the device.
 
     Returns:
         ``[n, width]``, contiguous; the width is that of all tensors together.
@@ -46,7 +53,7 @@ def pack_experts(
     like = tensors[0]
     dtype = like.dtype if dtype is None else dtype
     if not (runs_on(like.device) and like.dtype in FLOATS and dtype in FLOATS):
-        return pack_experts_reference(tensors, index, behind, dtype)
+        return pack_experts_reference(tensors, index, behind, dtype, in_first)
     widths = widths_of(tensors)
     out = torch.empty((index.shape[0], sum(widths)), dtype=dtype, device=like.device)
     index, begin = index.contiguous(), 0
@@ -67,21 +74,29 @@ def pack_experts(
 
 
 def pack_experts_reference(
-    tensors: Sequence[Tensor], index: Tensor, behind: Sequence[Tensor], dtype: torch.dtype
+    tensors: Sequence[Tensor],
+    index: Tensor,
+    behind: Sequence[Tensor],
+    dtype: torch.dtype,
+    in_first: int | None = None,
 ) -> Tensor:
     """:func:`pack_experts` in plain torch."""
     parts = []
+    if in_first is None or not behind:
+        in_first = int((index < tensors[0].shape[0]).sum()) if behind else None
     for place, first in enumerate(tensors):
-        part = first.index_select(0, index) if not behind else _pick(first, behind[place], index)
+        part = first.index_select(0, index) if in_first is None else _pick(first, behind[place], index, in_first)
         parts.append(part.to(dtype).reshape(index.shape[0], first.shape[1:].numel()))
     return torch.cat(parts, dim=1)
 
 
-def _pick(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
+def _pick(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
     """The rows ``index`` of both, one behind the other."""
-    out = first.new_empty((index.shape[0], *first.shape[1:]))
-    for tensor, start in ((first, 0), (second, first.shape[0])):
-        chosen = torch.nonzero((index >= start) & (index < start + tensor.shape[0])).flatten()
+    out, is_first = first.new_empty((index.shape[0], *first.shape[1:])), index < first.shape[0]
+    in_second = index.shape[0] - in_first
+    for tensor, start, here, count in ((first, 0, is_first, in_first), (second, len(first), ~is_first, in_second)):
+        # Of a known length, so nothing is read on the host.
+        chosen = torch.nonzero_static(here, size=count).flatten()
         out.index_copy_(0, chosen, tensor.index_select(0, index.index_select(0, chosen) - start))
     return out
 

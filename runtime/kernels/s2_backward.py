@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.kernels.launch import launch
 from hecate.runtime.kernels.s2_forward import numbers_of, options_of, prepared, width_of
 
 
@@ -31,12 +32,12 @@ def _of_keys(
     # Of a row that is none, every weight is exp(-inf) = 0.
     lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
-    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale - lse[:, None])
     if OWN:
         weights = tl.where(rows[:, None] >= keys[None, :], weights, 0.0)
-    dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision="ieee")
-    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale
-    dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
+    dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision="tf32x3")
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * scale
+    dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="tf32x3")
     return dk, dv
 
 
@@ -46,8 +47,8 @@ def s2_backward_keys(
     B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Sums over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
-    j = tl.program_id(0)
-    row = tl.program_id(1)
+    j = tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
     key_heads = heads // shared
     of_keys = row.to(tl.int64) * length * D
     keys = j * B + tl.arange(0, B)
@@ -87,11 +88,11 @@ def _of_queries(
     at = keys.to(tl.int64)[:, None] * D + d[None, :]
     k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
     v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
-    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale - lse[:, None])
     if OWN:
         weights = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
-    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale
-    return dq + tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * scale
+    return dq + tl.dot(of_scores.to(k.dtype), k, input_precision="tf32x3")
 
 
 @triton.jit
@@ -100,8 +101,9 @@ def s2_backward_queries(
     D: tl.constexpr,
 ):  # fmt: skip
     """Shapes and arguments as in ``s2_forward``."""
-    i = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = tl.program_id(1)
+    blocks = tl.cdiv(length, B)
+    i = blocks - 1 - tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
     head = row % heads
     of_keys = (row // heads) * (heads // shared) + head // shared
     base = row.to(tl.int64) * length
@@ -136,9 +138,15 @@ def backward(
     dq, dk, dv = (torch.empty_like(x) for x in (wide_q, wide_k, wide_v))
     given = (wide_q, wide_k, wide_v, wide_grad, lse.contiguous(), delta)
     numbers, blocks = numbers_of(q, k, pattern, scale), pattern.blocks_of(length)
-    options = options_of(width, q.element_size())
-    s2_backward_keys[(blocks, b * k.shape[1])](*given, dk, dv, blocks, *numbers, B=pattern.block, D=width, **options)
-    s2_backward_queries[(blocks, b * heads)](*given, dq, *numbers, B=pattern.block, D=width, **options)
+    options = options_of(pattern.block, width, q.element_size())
+    launch(
+        s2_backward_keys, lambda meta: blocks * b * k.shape[1], q.device,
+        *given, dk, dv, blocks, *numbers, B=pattern.block, D=width, **options,
+    )  # fmt: skip
+    launch(
+        s2_backward_queries, lambda meta: blocks * b * heads, q.device,
+        *given, dq, *numbers, B=pattern.block, D=width, **options,
+    )  # fmt: skip
     return (
         dq[..., : q.shape[3]].contiguous(), dk[..., : k.shape[3]].contiguous(), dv[..., : v.shape[3]].contiguous()
     )  # fmt: skip

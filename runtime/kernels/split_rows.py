@@ -9,10 +9,8 @@ from hecate.runtime.kernels.operands import check_index
 # A program compares each rank with each other one.
 MOST_RANKS = 128
 
-CONFIGS = (
-    {"num_warps": 4},
-    {"num_warps": 8},
-)
+# One: a few microseconds are not worth a trial.
+CONFIGS = ({"num_warps": 4},)
 
 
 def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +103,7 @@ def _common(start: Tensor, end: Tensor, other_start: Tensor, other_end: Tensor) 
     return (torch.minimum(end, other_end) - torch.maximum(start, other_start)).clamp_min(0)
 
 
-@tuned(CONFIGS, key=["RANKS"], varying=["rank", "ranks", "experts"])
+@tuned(CONFIGS, key=[], varying=["rank", "ranks", "experts"])
 def _split_rows(counts, wanted, order, nodes, sends, receives, rank, ranks, experts, RANKS: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, RANKS)

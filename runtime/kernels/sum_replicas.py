@@ -1,5 +1,8 @@
 """Gradients that came from replicas, added to the slots that they belong to."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +16,9 @@ CONFIGS = (
 )
 
 
-def sum_replicas(totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor) -> None:
+def sum_replicas(
+    totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor, rounds: Sequence[int] | None = None
+) -> None:
     """Add to each slot its parts, one after the other in the given order, in place.
 
     So the sum does not depend on when it is made. A slot without parts is left as it is.
@@ -29,6 +34,8 @@ def sum_replicas(totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor) -
             float32, bfloat16 and float16.
         starts: int64 ``[S + 1]``: the parts of slot s are ``order[starts[s]]`` to ``order[starts[s + 1] - 1]``.
         order: int64 ``[m]``, each part once. Neither is checked.
+        rounds: how many slots have more than 0 parts, more than 1, and so on up to the most that one has. The
+            reference counts them if they are not given, for which the host waits for the device.
 
     Raises:
         TypeError: ``starts`` or ``order`` is not int64.
@@ -44,7 +51,7 @@ def sum_replicas(totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor) -
     if not totals.is_contiguous():
         raise ValueError("sum_replicas: adds to contiguous totals only")
     if not (runs_on(totals.device) and totals.dtype == torch.float32 and parts.dtype in FLOATS):
-        sum_replicas_reference(totals, parts, starts, order)
+        sum_replicas_reference(totals, parts, starts, order, rounds)
         return
     parts, slots = flat_rows(parts), totals.shape[0]
     if slots * width > 0 and order.shape[0] > 0:
@@ -56,17 +63,29 @@ def sum_replicas(totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor) -
         )  # fmt: skip
 
 
-def sum_replicas_reference(totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor) -> None:
-    """:func:`sum_replicas` in plain torch, which reads ``starts`` on the host.
+def sum_replicas_reference(
+    totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor, rounds: Sequence[int] | None = None
+) -> None:
+    """:func:`sum_replicas` in plain torch.
 
     First the first part of each slot, then the second, and so on: within such a round no slot occurs twice.
     """
     begins, lengths = starts[:-1], starts.diff()
     flat = totals.view(totals.shape[0], totals.shape[1:].numel())
-    for turn in range(int(lengths.max()) if lengths.numel() > 0 else 0):
-        slots = torch.nonzero(lengths > turn).flatten()
+    for turn, count in enumerate(rounds_of(lengths.cpu().numpy()) if rounds is None else rounds):
+        # Of a known length, so nothing is read on the host.
+        slots = torch.nonzero_static(lengths > turn, size=count).flatten()
         chosen = order.index_select(0, begins.index_select(0, slots) + turn)
         flat.index_add_(0, slots, parts.index_select(0, chosen).to(totals.dtype))
+
+
+def rounds_of(lengths: np.ndarray) -> list[int]:
+    """How many slots have more than 0 parts, more than 1 and so on, from how many each has.
+
+    >>> rounds_of(np.array([2, 0, 1]))
+    [2, 1]
+    """
+    return [int((lengths > turn).sum()) for turn in range(lengths.max(initial=0))]
 
 
 @tuned(CONFIGS, key=["width"], restore=["totals"])

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.grouped_mm import check_offsets, precision, rows_per_slot, takes_products, widens
+from hecate.runtime.kernels.grouped_mm import check_offsets, fits_registers, precision, takes_products, widens
 from hecate.runtime.kernels.launch import launch, tl, tuned
 
 CONFIGS = (
@@ -37,10 +37,10 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         ValueError: a shape or a device does not fit, or a result is not contiguous.
     """
     _check(left, right, offs, own, replicas)
-    if not takes_products(offs, left, right, own, replicas):
+    if not takes_products(left, right, own, replicas):
         weight_grads_reference(left, right, offs, [own, replicas])
         return
-    rows, slots, (a, b) = left.shape[0], offs.shape[0], own.shape[1:]
+    slots, (a, b) = offs.shape[0], own.shape[1:]
     if slots * a * b == 0:
         return
     left, right = (part if part.stride(1) == 1 else part.contiguous() for part in (left, right))
@@ -49,7 +49,7 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         lambda meta: slots * -(-a // meta["BLOCK_A"]) * -(-b // meta["BLOCK_B"]),
         left.device,
         left, right, offs, own, replicas, own.shape[0], a, b,
-        left.stride(0), right.stride(0), rows_per_slot(rows, slots),
+        left.stride(0), right.stride(0),
         PRECISION=precision(), WIDEN=widens(left.dtype),
     )  # fmt: skip
 
@@ -81,9 +81,9 @@ def _check(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replicas: Ten
     check_offsets("weight_grads", offs, own.shape[0] + replicas.shape[0], left.device)
 
 
-@tuned(CONFIGS, key=["a_size", "b_size", "per_slot", "PRECISION"], varying=["owned"])
+@tuned(CONFIGS, key=["a_size", "b_size", "PRECISION"], varying=["owned"], suits=fits_registers)
 def _weight_grads(
-    left, right, offs, own, replicas, owned, a_size, b_size, left_stride, right_stride, per_slot,
+    x, y, offs, own, replicas, owned, a_size, b_size, x_stride, y_stride,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -101,14 +101,14 @@ def _weight_grads(
     for start in range(begin, end, BLOCK_ROWS):
         r = start + tl.arange(0, BLOCK_ROWS)
         row = r.to(tl.int64)
-        x_at = left + row[None, :] * left_stride + a[:, None]
-        y_at = right + row[:, None] * right_stride + b[None, :]
-        x = tl.load(x_at, mask=(a < a_size)[:, None] & (r < end)[None, :], other=0.0)
-        y = tl.load(y_at, mask=(r < end)[:, None] & (b < b_size)[None, :], other=0.0)
+        left_at = x + row[None, :] * x_stride + a[:, None]
+        right_at = y + row[:, None] * y_stride + b[None, :]
+        left = tl.load(left_at, mask=(a < a_size)[:, None] & (r < end)[None, :], other=0.0)
+        right = tl.load(right_at, mask=(r < end)[:, None] & (b < b_size)[None, :], other=0.0)
         if WIDEN:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        total = tl.dot(x, y, total, input_precision=PRECISION)
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
 
     place = a.to(tl.int64)[:, None] * b_size + b[None, :]
     mask = (a < a_size)[:, None] & (b < b_size)[None, :]

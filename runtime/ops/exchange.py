@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     def run() -> Tensor:
         # Now, and not above: what has run before this is known when it runs.
         device = world.counts_device
-        signature = torch.tensor([plans, *collectives.proof(world)], device=device)
+        signature = collectives.on_device(np.array([plans, *collectives.proof(world)], dtype=np.int64), device)
         return collectives.on_host(collectives.all_gather_even(torch.cat([counts.to(device), signature]), world))
 
     def finish(gathered: Tensor) -> Tensor:

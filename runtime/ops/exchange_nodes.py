@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.comm.queue import Job
+from hecate.runtime.kernels.gather_rows import gather_rows
+from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.ops.node_ticket import arriving, leaving, message_lengths, passing, splits_of
 from hecate.runtime.ops.registration import define_collective, differentiate
-from hecate.runtime.ops.ticket import on_device
 from hecate.runtime.state.layer import Layer, get_layer
 
 
@@ -48,7 +50,7 @@ def _route_nodes(
     send, receive = lengths[rank].tolist(), lengths[:, rank].tolist()
 
     def run() -> Tensor:
-        messages = torch.from_numpy(out.messages).to(world.counts_device)
+        messages = on_device(out.messages, world.counts_device)
         return collectives.on_host(collectives.all_to_all(messages, send, receive, world))
 
     def finish(messages: Tensor) -> list[Tensor]:
@@ -84,12 +86,12 @@ def _exchange_nodes(
     out, into, spread, collected = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, out, spread)
-    going, middle, order = rows.index_select(0, send_index).to(wire), middle_index.clone(), receive_index.clone()
+    going, middle, order = gather_rows(rows, send_index, wire), middle_index.clone(), receive_index.clone()
 
     def run() -> Tensor:
         here = collectives.all_to_all(going, out, into, record.world)
-        copies = _inside(here.index_select(0, middle), spread, collected, record)
-        return copies.index_select(0, order).to(dtype)
+        copies = _inside(gather_rows(here, middle), spread, collected, record)
+        return gather_rows(copies, order, dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange_nodes"))
 
@@ -113,15 +115,13 @@ def _exchange_nodes_back(
     out, into, spread, collected = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, collected, into)
-    by_relay = torch.empty_like(rows, dtype=wire, memory_format=torch.contiguous_format)
-    by_relay.index_copy_(0, receive_index, rows.to(wire))
+    by_relay = scatter_rows(rows, receive_index, rows.shape[0], wire)
     middle, order = middle_index.clone(), send_index.clone()
 
     def run() -> Tensor:
         copies = _inside(by_relay, collected, spread, record)
         sums = _sum_rows(copies, middle, sum(into)).to(wire)
-        returned = collectives.all_to_all(sums, into, out, record.world).to(dtype)
-        return returned.new_zeros((num_rows, *returned.shape[1:])).index_copy_(0, order, returned)
+        return scatter_rows(collectives.all_to_all(sums, into, out, record.world), order, num_rows, dtype)
 
     return Job(
         record.world.queue, run, meanwhile=record.placer.plan_ahead, label=record.placer.label("exchange_nodes_back")

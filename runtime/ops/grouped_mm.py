@@ -12,15 +12,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.kernels import clear_rows, weight_grads
 from hecate.runtime.kernels import grouped_mm as products
-from hecate.runtime.kernels import weight_grads
 from hecate.runtime.ops.registration import define, differentiate
 
 # Groups that torch's kernel takes in one call.
@@ -36,7 +39,7 @@ def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch
         others: what rows are multiplied with, each ``[S, K, N]``, or other rows ``[R, N]``.
     """
     native = _native_grouped_mm(x, others[0], offs)
-    if not (native and len(others) == 1) and products.takes_products(offs, x, *others):
+    if not (native and len(others) == 1) and products.takes_products(x, *others):
         return "kernel"
     return "torch" if native else "loop"
 
@@ -57,21 +60,30 @@ def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda
+    return x.is_cuda and _is_capable(x.device)
 
 
-def _for_kernel(w: Tensor) -> Tensor:
-    """The kernel wants one of the last two dimensions without gaps, and 16-byte aligned memory."""
-    dense = 1 in w.stride()[-2:] and w.data_ptr() % 16 == 0
-    return w if dense else w.contiguous()
+@functools.cache
+def _is_capable(device: torch.device) -> bool:
+    """Other GPUs get a loop from torch, for which the host waits."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _for_kernel(operand: Tensor) -> Tensor:
+    """The kernel wants one of the last two dimensions without gaps, and all else at multiples of 16 bytes."""
+    *others, last, first = sorted(operand.stride(), reverse=True)
+    steps = (operand.data_ptr() // operand.element_size(), *others, last)
+    fits = first == 1 in operand.stride()[-2:] and all(step * operand.element_size() % 16 == 0 for step in steps)
+    return operand if fits else operand.clone(memory_format=torch.contiguous_format)
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     how = _choose(x, [w], offs)
     if how == "torch":
-        out = torch._grouped_mm(x.contiguous(), _for_kernel(w), offs=offs.to(torch.int32))
+        out = torch._grouped_mm(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
         # The kernel leaves rows beyond the last offset unwritten.
-        return out.masked_fill_(_padding(offs, x.shape[0]), 0)
+        clear_rows.clear_rows_behind(out, offs)
+        return out
     return products.grouped_mm(x, w, w[:0], offs) if how == "kernel" else products.grouped_mm_reference(x, [w], offs)
 
 
@@ -85,10 +97,6 @@ def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> 
     if how == "kernel":
         return products.grouped_mm(x, own, replicas, offs)
     return products.grouped_mm_reference(x, [own, replicas], offs)
-
-
-def _padding(offs: Tensor, num_rows: int) -> Tensor:
-    return (torch.arange(num_rows, device=offs.device) >= offs[-1]).unsqueeze(1)
 
 
 def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -126,10 +134,10 @@ def _grouped_mm_pair_weight_grad(
 def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
     """One kernel for all slots, without a look at the offsets on the host: ``[S, K, N]``."""
     left, right = (grad, x) if transposed else (x, grad)
-    out = torch._grouped_mm(left.contiguous().t(), right.contiguous(), offs=offs.to(torch.int32))
+    left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
+    out = torch._grouped_mm(left.t(), right, offs=offs.to(torch.int32))
     # What the kernel writes for a slot without rows is zeros on some GPUs only.
-    empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    out.masked_fill_(empty[:, None, None], 0)
+    clear_rows.clear_empty_slots(out, offs)
     return out.transpose(1, 2) if transposed else out
 
 
@@ -177,7 +185,7 @@ def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:
 
 
 def _sizes_to_offsets(sizes: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0).to(torch.int32).to(like.device)
+    return on_device(np.cumsum(sizes, dtype=np.int64).astype(np.int32), like.device)
 
 
 def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:

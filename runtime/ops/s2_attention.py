@@ -30,16 +30,18 @@ from hecate.runtime.ops import s2_blocks
 from hecate.runtime.ops.registration import define, differentiate
 from hecate.runtime.ops.s2_masks import visible
 
-# Elements of a block's queries or keys: more of them do not fit into what a GPU's multiprocessor keeps.
-_LARGEST = 128 * 128
+# Longer rows do not fit into what a GPU's multiprocessor keeps.
+_WIDEST = 256
 
 
 def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
-    # Kernels fill widths up to a power of two.
+    # As the kernels make it: a power of two.
     width = 1 << (max(q.shape[3], v.shape[3]) - 1).bit_length()
+    # A square of 128 numbers of two bytes, or of 64 of four: larger blocks have no room on a GPU of capability 8.0.
+    side = 256 // q.dtype.itemsize
     return (
-        q.is_cuda and runs_on(q.device) and pattern.block * width <= _LARGEST
-        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        q.is_cuda and runs_on(q.device) and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and width <= _WIDEST and pattern.block <= side and pattern.block * width <= side**2
     )  # fmt: skip
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
-from hecate.runtime.kernels.sum_replicas import sum_replicas
-from hecate.runtime.ops.ticket import on_device, replicas_of, slots_of
+from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
+from hecate.runtime.ops.ticket import replicas_of, slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Stage
@@ -177,7 +178,8 @@ def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
     leave, arrive = on_device(mine.leave, device), on_device(mine.arrive - own, device)
     for group in _by_dtype([tensor.dtype for tensor in replicas.tensors]):
         tensors = [replicas.tensors[index] for index in group]
-        packed = pack_experts([replicas.copies[index] for index in group], leave, behind=tensors)
+        copies = [replicas.copies[index] for index in group]
+        packed = pack_experts(copies, leave, behind=tensors, in_first=int((mine.leave < own).sum()))
         received = collectives.all_to_all(packed, mine.send, mine.receive, layer.world)
         unpack_experts(received, tensors, arrive)
 
@@ -191,14 +193,14 @@ def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stag
     arrive = on_device(mine.arrive, device)
     # Parts come ordered by rank, and a slot's keep that order.
     order = on_device(np.argsort(mine.leave, kind="stable"), device)
-    starts = np.cumsum(np.bincount(mine.leave + 1, minlength=len(slots) + 1))
-    begins = on_device(starts, device)
+    lengths = np.bincount(mine.leave, minlength=len(slots))
+    begins, rounds = on_device(np.cumsum([0, *lengths]), device), rounds_of(lengths)
     for group in _by_dtype(dtypes):
         tensors = [totals[index] for index in group]
         packed = pack_experts(tensors, arrive, dtype=dtypes[group[0]])
         received = collectives.all_to_all(packed, mine.receive, mine.send, layer.world)
         for tensor, part in zip(tensors, received.split(widths_of(tensors), dim=1), strict=True):
-            sum_replicas(tensor, part, begins, order)
+            sum_replicas(tensor, part, begins, order, rounds)
 
 
 def _by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.placement.owners import Ints
@@ -56,12 +57,6 @@ def slots_of(placement: Placement, rank: int) -> Ints:
 def replicas_of(placement: Placement, rank: int) -> Ints:
     """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
     return slots_of(placement, rank)[placement.owners.counts[rank] :]
-
-
-def on_device(index: Ints, device: torch.device) -> torch.Tensor:
-    """An index as a tensor on ``device``, without waiting for what the device does meanwhile."""
-    tensor = torch.from_numpy(index)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def join_segments(starts: Ints, lengths: Ints) -> Ints:

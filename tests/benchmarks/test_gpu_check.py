@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks import gpu_check
+from hecate.runtime.kernels import launch
 
 CPU = torch.device("cpu")
 
@@ -14,7 +22,12 @@ CPU = torch.device("cpu")
 def test_each_case_compares_two_equal_results(name: str) -> None:
     """Here both are the reference: operands fit, and nothing is changed between the two."""
     for case in gpu_check.cases_of(name, gpu_check.SMALL, CPU):
-        assert gpu_check.difference(case) == 0
+        # Of attention the CPU has an algorithm of its own.
+        limit = case.limits[case.dtype] if name.startswith("s2_") else 0
+        assert gpu_check.difference(case) <= limit
+        assert (case.flops > 0) != (case.bytes > 0)
+        for call in (*(case.timed or ()), gpu_check._bound_of(case, CPU)):
+            call()
         if case.torch is not None:
             found, expected = gpu_check._tensors(case.torch()), gpu_check._tensors(case.ours())
             assert [one.shape for one in found] == [one.shape for one in expected]
@@ -36,12 +49,65 @@ def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_table() -> None:
-    samples = {"kernel": [1.0, 2.0, 3.0], "reference": [4.0, 4.0, 4.0]}
+    samples = {"kernel": [1.0, 2.0, 3.0], "reference": [4.0, 4.0, 4.0], "bound": [1.8, 1.8, 1.8]}
+    one = {"dtype": "float32", "equal": True, "difference": 0.0, "limit": 0.0, "samples": samples}
     text = gpu_check.table([
-        {"kernel": "gather_rows", "dtype": "float32", "equal": True, "difference": 0.0, "limit": 0.0,
-         "samples": samples},
+        {"kernel": "gather_rows", "bytes": 4_000_000, **one},
+        {"kernel": "weight_grads", "note": "two", "flops": 6 * 10**9, **one},
         {"kernel": "grouped_mm", "error": "Traceback\nRuntimeError: out of memory\n"},
     ])  # fmt: skip
     lines = text.splitlines()
     assert lines[1].split()[:3] == ["gather_rows", "float32", "yes"] and lines[1].endswith("2.00")
-    assert lines[2].split() == ["grouped_mm", "FAILED", "RuntimeError:", "out", "of", "memory"]
+    assert "2 GB/s" in lines[1] and "90% of copy" in lines[1]
+    assert "3.0 TFLOP/s" in lines[2] and "90% of mm" in lines[2] and "two" in lines[2]
+    assert lines[3].split() == ["grouped_mm", "FAILED", "RuntimeError:", "out", "of", "memory"]
+
+
+def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After each kernel, also if time runs out; those that did not begin are named."""
+    monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(gpu_check, "run_tests", lambda seconds: {"code": None, "output": "3 passed"})
+    seen = []
+
+    def measured(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
+        seen.append([one["kernel"] for one in json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]])
+        if len(seen) == 2:
+            clock[0] += 1000
+        return [{"kernel": name, "error": "slow"}]
+
+    clock = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(gpu_check, "in_a_process", measured)
+    assert gpu_check.check_all(540, tests=True) == 1
+    first, second, *others = gpu_check.KERNELS
+    assert seen == [[], [first]]
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]
+    assert [one["kernel"] for one in found] == [first, second, *others]
+    assert all("no time was left" in one["error"] for one in found[2:])
+    assert "NO END in time" in (tmp_path / "gpu_check.txt").read_text()
+
+
+def test_a_command_ends_in_time() -> None:
+    code, output = gpu_check.run([sys.executable, "-uc", "print('begun'); import time; time.sleep(100)"], 2)
+    assert code is None and output.startswith("begun")
+    assert gpu_check.run([sys.executable, "-c", "print('done')"], 60) == (0, "done\n")
+
+
+def test_tests_for_gpus_need_no_more_than_a_gpu_has() -> None:
+    """They are found where torch's own tests cannot be imported."""
+    program = """
+import sys, torch, pytest
+sys.modules["expecttest"] = None
+torch.cuda.is_available = lambda: True
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu", *sys.argv[1:]]))
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *gpu_check.TESTS], cwd=gpu_check.ROOT, env=kept, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "test_on_a_gpu" in done.stdout and "test_equals_one_process_on_cuda" in done.stdout
+    assert "test_ranks_over_nccl" in done.stdout
+    assert launch.triton is None or "cases/test_rows.py" in done.stdout

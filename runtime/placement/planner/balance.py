@@ -151,7 +151,7 @@ def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) ->
     for _, _, _, ranks, quota in blocks:
         for rank, count in zip(ranks, quota, strict=True):
             level[rank] += count
-    bound = max(max(alone), sum(level) / len(level)) * _GOOD_ENOUGH
+    bound = max(max(alone), math.fsum(level) / len(level)) * _GOOD_ENOUGH
     previous = max(level)
     for _ in range(_SWEEPS):
         if previous <= bound:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
+from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels import launch
+from hecate.runtime.ops import s2_attention
 from tests.support.extent import ALL
 
 pytestmark = pytest.mark.skipif(launch.triton is None, reason="needs Triton, which is for Linux")
@@ -22,7 +24,16 @@ MODULES = [
     module for module in vars(gpu_check).values() if isinstance(module, ModuleType) and hasattr(module, "tuned")
 ]
 PRODUCTS = ("grouped_mm", "weight_grads")
+# The largest blocks of attention, and those of two stages.
+BLOCKS = [
+    (128, 128, torch.bfloat16), (64, 64, torch.float32), (64, 256, torch.bfloat16), (128, 64, torch.bfloat16),
+    (32, 128, torch.float32), (16, 256, torch.float32),
+]  # fmt: skip
 INDICES = ("expand_segments", "split_rows")
+# Attention has no configurations to try; see below.
+NAMES = [name for name in gpu_check.KERNELS if not name.startswith("s2_")]
+# What a program may have for itself on capability 9.0, the most on any GPU; others have at least 99 KiB.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 class NoGpu:
@@ -44,7 +55,7 @@ class NoGpu:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("name", gpu_check.KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In each dtype; with each configuration that is tried if HECATE_TESTS=all. Rows and tiles move by 16 bytes."""
     found: list[tuple[torch.dtype, Any]] = []
@@ -73,7 +84,82 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
             assert "cp.async.cg.shared.global" in text, "16 bytes, while the tile before is multiplied"
             assert dtype is torch.float32 or "mma" in text, "tensor cores"
         elif name not in INDICES:
-            assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+            assert name == "clear_rows" or "ld.global.v4.b32" in text
+            assert "st.global.v4.b32" in text
+        assert made.metadata.shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another number of rows, of replicas or of segments: nothing is tuned or compiled anew."""
+
+    def launched(sizes: gpu_check.Sizes) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+
+        def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+            parameters = {one.name: one for one in kernel.fn.params}
+            given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+            numbers = {
+                key: value for key, value in given.items()
+                if not isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize
+            }  # fmt: skip
+            assert set(kernel.keys) <= set(numbers)
+            found.append((kernel.base_fn.__name__, args[0].dtype, tuple(numbers.items())))
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module in MODULES:
+                patch.setattr(module, "launch", take_notes)
+                if hasattr(module, "runs_on"):
+                    patch.setattr(module, "runs_on", lambda _: True)
+            for case in gpu_check.cases_of(name, sizes, torch.device("cpu")):
+                case.ours()
+        return found
+
+    one = launched(gpu_check.Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2))
+    other = launched(gpu_check.Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=150))
+    assert one and one == other
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("block", "width", "dtype"), BLOCKS if ALL else BLOCKS[:2])
+def test_attention_compiles_and_fits(
+    block: int, width: int, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hecate.runtime.kernels import s2_backward, s2_forward
+
+    found: dict[str, Any] = {}
+
+    def compile_only(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+        found[kernel.__name__] = kernel.warmup(*args, grid=(1,), **constants)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("triton.runtime.driver._active", NoGpu(capability))
+    for module in (s2_forward, s2_backward):
+        monkeypatch.setattr(module, "launch", compile_only)
+    pattern = Pattern(block=block, local=2, stride=2, offset=0, patterns=2)
+    q, k = torch.zeros(1, 4, 8, width, dtype=dtype), torch.zeros(1, 2, 8, width, dtype=dtype)
+    assert _fits(q, k, pattern, monkeypatch), "the largest that the operator gives to these kernels"
+    out, lse = s2_forward.forward(q, k, k, pattern, 1.0)
+    s2_backward.backward(q, q, k, k, out, lse, pattern, 1.0)
+    assert set(found) == {"s2_forward", "s2_backward_keys", "s2_backward_queries"}
+    for name, made in found.items():
+        assert made.asm["cubin"] and made.metadata.shared <= SHARED[capability], (name, made.metadata.shared)
+
+
+def _fits(q: torch.Tensor, v: torch.Tensor, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> bool:
+    class OnCuda:
+        is_cuda, device, shape, dtype = True, torch.device("cuda"), q.shape, q.dtype
+
+    monkeypatch.setattr(s2_attention, "runs_on", lambda _: True)
+    return s2_attention._fits_kernel(OnCuda(), v, pattern)  # type: ignore[arg-type]
+
+
+def test_larger_blocks_of_attention_do_not_go_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for block, width, fits in ((128, 128, True), (64, 256, True), (128, 256, False), (128, 136, False)):
+        pattern = Pattern(block=block, local=2, stride=2, offset=0, patterns=2)
+        q = torch.zeros(1, 4, 8, width, dtype=torch.bfloat16)
+        assert _fits(q, q, pattern, monkeypatch) == fits
+        assert not _fits(q.float(), q.float(), pattern, monkeypatch)
 
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:

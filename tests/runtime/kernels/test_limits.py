@@ -7,25 +7,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hecate.runtime.kernels import launch
+from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
 from hecate.runtime.kernels.combine_rows import combine_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.grouped_mm import (
     CONFIGS,
-    MOST_SLOTS,
     fits_registers,
     grouped_mm,
-    rows_per_slot,
     takes_products,
 )
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
 from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.kernels.split_rows import split_rows
-from hecate.runtime.kernels.sum_replicas import sum_replicas
+from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
+from hecate.runtime.kernels.weight_grads import CONFIGS as weight_grads_configs
 from hecate.runtime.kernels.weight_grads import weight_grads
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +80,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "offsets of other slots": (lambda: grouped_mm(ROWS, OWN, OWN, OFFS), ValueError, r"4 slots, but offsets \[2\]"),
     "offsets that are floats": (lambda: grouped_mm(ROWS, OWN, OWN[:0], OFFS.float()), TypeError, "int32 or int64"),
     "offsets elsewhere": (lambda: grouped_mm(ROWS, OWN, OWN[:0], META), ValueError, "offsets are on meta"),
+    "rows with gaps": (lambda: clear_rows_behind(ROWS[:, ::2], OFFS), ValueError, r"contiguous \[R, N\] and slots"),
+    "no slots": (lambda: clear_rows_behind(ROWS, OFFS[:0]), ValueError, "and slots"),
+    "matrices of other slots": (lambda: clear_empty_slots(OWN[:1], OFFS), ValueError, "1 slots"),
+    "matrices with gaps": (lambda: clear_empty_slots(OWN[..., ::2], OFFS), ValueError, "contiguous"),
     "gradients of another shape": (
         lambda: weight_grads(ROWS, ROWS, OFFS, OWN, OWN[:0]), ValueError, r"expected \[R, A\], \[R, B\]",
     ),
@@ -106,12 +111,11 @@ def test_other_dtypes_take_the_reference() -> None:
 
 
 def test_products_are_taken_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not takes_products(OFFS, ROWS, OWN), "no kernel runs on the CPU"
+    assert not takes_products(ROWS, OWN), "no kernel runs on the CPU"
     monkeypatch.setattr("hecate.runtime.kernels.grouped_mm.runs_on", lambda _: True)
-    assert takes_products(OFFS, ROWS, OWN)
-    assert not takes_products(OFFS, ROWS, OWN.half())
-    assert not takes_products(OFFS, ROWS.double(), OWN.double())
-    assert not takes_products(torch.zeros(MOST_SLOTS + 1), ROWS, OWN)
+    assert takes_products(ROWS, OWN)
+    assert not takes_products(ROWS, OWN.half())
+    assert not takes_products(ROWS.double(), OWN.double())
 
 
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +126,6 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not launch.runs_on(torch.device("cuda"))
 
 
-def test_a_few_sizes_of_slots_are_told_apart() -> None:
-    assert [rows_per_slot(rows, 10) for rows in (0, 169, 170, 5_000, 10**6)] == [16, 16, 64, 1024, 1024]
-    assert rows_per_slot(0, 0) == 16
-
-
 def test_float32_has_small_tiles() -> None:
     def left(dtype: torch.dtype, precision: str) -> list[int]:
         given = {"x": torch.zeros(1, dtype=dtype), "PRECISION": precision}
@@ -134,6 +133,24 @@ def test_float32_has_small_tiles() -> None:
 
     assert left(torch.bfloat16, "ieee") == left(torch.float32, "tf32") == list(range(len(CONFIGS)))
     assert left(torch.float32, "ieee") == [0, 1, 3]
+    kept = [config for config in weight_grads_configs if fits_registers({**FLOAT32, **config})]
+    assert kept and kept != list(weight_grads_configs)
+
+
+FLOAT32 = {"x": torch.zeros(1), "PRECISION": "ieee"}
+
+
+def test_references_are_told_what_the_host_knows() -> None:
+    """Then they read nothing on the host, and compute the same."""
+    first, second, index = torch.randn(3, 4), torch.randn(2, 4), torch.tensor([4, 0, 2, 3])
+    assert torch.equal(pack_experts([first], index, behind=[second]), torch.cat([first, second])[index])
+    told = pack_experts([first], index, behind=[second], in_first=2)
+    assert torch.equal(told, torch.cat([first, second])[index])
+    parts, starts, order = torch.randn(4, 4), torch.tensor([0, 3, 3, 4]), torch.tensor([0, 2, 3, 1])
+    totals = [first.clone(), first.clone()]
+    sum_replicas(totals[0], parts, starts, order)
+    sum_replicas(totals[1], parts, starts, order, [2, 1, 1])
+    assert torch.equal(*totals) and rounds_of(np.array([3, 0, 1])) == [2, 1, 1] and rounds_of(np.array([0])) == []
 
 
 def test_everything_works_without_triton() -> None:

@@ -112,6 +112,48 @@ def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choices() == dict.fromkeys(cases, "kernel") | {"bf16": "torch", "fp64": "loop"}
 
 
+def test_torchs_kernel_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (8, 0), 1: (9, 0), 2: (10, 3), 3: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    monkeypatch.setattr(grouped_mm, "_is_capable", grouped_mm._is_capable.__wrapped__)
+
+    class OnCuda:
+        is_cuda = True
+
+        def __init__(self, index: int) -> None:
+            self.device = torch.device("cuda", index)
+
+    assert [grouped_mm._has_kernel(OnCuda(index)) for index in range(4)] == [False, True, True, False]
+    assert not grouped_mm._has_kernel(torch.zeros(1))
+
+
+def test_torchs_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and matrices at multiples of 16 bytes, with strides that are such, and not a copy more."""
+    given, kernel = [], torch._grouped_mm
+
+    def checked(*operands: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        for operand in operands:
+            assert operand.data_ptr() % 16 == 0 and 1 in operand.stride()[-2:]
+            assert all(stride == 1 or stride * 2 % 16 == 0 for stride in operand.stride())
+            given.append(operand.data_ptr())
+        return kernel(*operands, offs=offs)
+
+    monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(torch, "_grouped_mm", checked)
+    ops, offs = torch.ops.hecate, torch.tensor([2, 5], dtype=torch.int32)
+    buffer = torch.randn(400).bfloat16()
+    x, w, grad = torch.randn(5, 8).bfloat16(), torch.randn(2, 8, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    expected = ops.grouped_mm(x, w, offs), ops.grouped_mm_weight_grad(x, grad, offs, False)
+    assert given == [x.data_ptr(), w.data_ptr(), x.data_ptr(), grad.data_ptr()]
+    shifted = [buffer[1 : 1 + x.numel()].view(x.shape), buffer[101 : 101 + grad.numel()].view(grad.shape)]
+    gaps = torch.zeros(2, 8, 17, dtype=torch.bfloat16)[..., :16]
+    for to, source in ((shifted[0], x), (shifted[1], grad), (gaps, w)):
+        to.copy_(source)
+    found = ops.grouped_mm(shifted[0], gaps, offs), ops.grouped_mm_weight_grad(*shifted, offs, False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_grouped_mm_without_rows_or_slots() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     assert torch.ops.hecate.grouped_mm(torch.zeros(0, 4), torch.zeros(0, 4, 5), none).shape == (0, 5)

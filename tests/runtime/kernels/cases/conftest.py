@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hecate.runtime.kernels import (
+    clear_rows,
     combine_rows,
     expand_segments,
     gather_rows,
@@ -20,8 +21,8 @@ from hecate.runtime.kernels import (
 )
 
 MODULES = (
-    combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, split_rows, sum_replicas,
-    weight_grads,
+    clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, split_rows,
+    sum_replicas, weight_grads,
 )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hecate.runtime.kernels import grouped_mm as products
+from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
 from hecate.runtime.kernels.grouped_mm import grouped_mm, grouped_mm_reference
 from hecate.runtime.kernels.weight_grads import weight_grads, weight_grads_reference
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, whole_numbers
@@ -48,6 +50,35 @@ def test_operands_in_any_layout() -> None:
     assert torch.equal(grouped_mm(x, own, more, offs), expected)
     spread = torch.stack([own, own], dim=3)[..., 0]
     assert torch.equal(grouped_mm(x, spread, more.contiguous(), offs), expected)
+
+
+def test_more_slots_than_a_program_reads_at_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in the first ones, around a border, in the last, and behind it."""
+    some = 8
+    monkeypatch.setattr(products, "SLOTS", some)
+    sizes = torch.zeros(2 * some + 5, dtype=torch.int64)
+    sizes[[1, some - 1, some, 2 * some, -1]] = torch.tensor([3, 70, 1, 65, 2])
+    offs = sizes.cumsum(0).to(DEVICE, torch.int32)
+    x, w = whole_numbers(145, 4, most=2), whole_numbers(len(sizes), 4, 5, most=2, seed=1)
+    for owned in (0, some, len(sizes)):
+        assert torch.equal(grouped_mm(x, w[:owned], w[owned:], offs), grouped_mm_reference(x, [w], offs))
+    assert launches == ["grouped_mm"] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_torch_leaves_is_cleared(dtype: torch.dtype, launches: list[str]) -> None:
+    for ends in ([0, 5, 75, 75, 140], [0, 0, 0], [147], [0, 147, 147]):
+        rows = whole_numbers(147, 300, dtype=dtype) + 100
+        expected = rows.clone()
+        expected[ends[-1] :] = 0
+        clear_rows_behind(rows, offsets(*ends))
+        assert torch.equal(rows, expected)
+        matrices = torch.full((len(ends), 70, 65), torch.nan, dtype=dtype, device=DEVICE)
+        clear_empty_slots(matrices, offsets(*ends, dtype=torch.int64))
+        empty = torch.diff(torch.tensor([0, *ends])) == 0
+        assert [not matrix.any() for matrix in matrices] == empty.tolist()
+        assert all(bool(matrix.isnan().all()) != none for matrix, none in zip(matrices, empty.tolist(), strict=True))
+    assert set(launches) == {"clear_rows"} and len(launches) == 8
 
 
 def test_rows_beyond_the_last_offset_are_zero_whatever_the_matrices_hold() -> None:

@@ -1,0 +1,104 @@
+"""Two ranks on one GPU, whose collectives run on a stream beside the compute. Not run yet: see docs/gpu.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.comm.stream_lane import Launched, StreamLane
+from hecate.runtime.comm.world import World
+from tests.hecate_compile.test_parity import REPLICAS, measure
+from tests.support.ranks import RanksFailed, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FAMILIES = ("plain", "qwen3_moe")
+# About a tenth of a second.
+CYCLES = 200_000_000
+
+
+class SlowLane(StreamLane):
+    """Each job begins late: whoever does not wait for it reads what was there before."""
+
+    def launch(self, run: Callable[[], None]) -> Launched:
+        def late() -> None:
+            torch.cuda._sleep(CYCLES)
+            run()
+
+        return super().launch(late)
+
+
+def measure_over_gloo(slow: bool, sanitize: bool, backend: str) -> dict[str, Any]:
+    """On one rank: gloo through the host, started and waited for as NCCL is."""
+    if sanitize:
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+        enable_cuda_sanitizer()
+    plain = World.__post_init__
+
+    def on_a_stream(world: World) -> None:
+        plain(world)
+        if world.group is not None:
+            lane = (SlowLane if slow else StreamLane)(world.device)
+            object.__setattr__(world, "queue", CollectiveQueue(world.device, lane=lane))
+
+    World.__post_init__ = on_a_stream  # type: ignore[method-assign]
+    dist.init_process_group("gloo")
+    return {family: measure(family, device="cuda", backend=backend, **REPLICAS) for family in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("slow", "sanitize", "backend"),
+    [(False, False, "aot_eager"), (True, False, "aot_eager"), (True, False, "inductor"), (False, True, "aot_eager")],
+)
+def test_jobs_on_a_stream_equal_one_process(slow: bool, sanitize: bool, backend: str) -> None:
+    """With a sleep in each job, or with torch's checker of streams, which raises where one does not wait."""
+    check(run_ranks(f"{__name__}:measure_over_gloo", 2, slow=slow, sanitize=sanitize, backend=backend))
+
+
+def use_nccl() -> None:
+    """Let NCCL take two ranks on one GPU: they look like two hosts, which talk over sockets."""
+    os.environ |= {
+        "NCCL_HOSTID": f"host{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+    }  # fmt: skip
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+
+
+def add_up() -> float:
+    """On one rank: whether NCCL does it at all."""
+    use_nccl()
+    number = torch.ones(1, device="cuda")
+    dist.all_reduce(number)
+    return number.item()
+
+
+def measure_over_nccl() -> dict[str, Any]:
+    use_nccl()
+    return {family: measure(family, device="cuda", **REPLICAS) for family in FAMILIES}
+
+
+def test_ranks_over_nccl_equal_one_process() -> None:
+    try:
+        assert run_ranks(f"{__name__}:add_up", 2, timeout=90) == [2.0, 2.0]
+    except RanksFailed as failure:
+        pytest.skip(f"NCCL does not take two ranks on this GPU: {str(failure)[-300:]}")
+    check(run_ranks(f"{__name__}:measure_over_nccl", 2, timeout=150))
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        for family, result in of_rank.items():
+            assert result["gradient"] < 1e-4, (family, result["worst"])
+            assert result["rewritten"]["exchange_rows"] == 2, result["skipped"]
