@@ -49,13 +49,14 @@ details { margin: 8px 0; } summary { cursor: pointer; font-weight: 600; padding:
 """
 
 
-def page_of(run: RunData, *, name: str) -> str:
+def page_of(run: RunData, *, name: str, alerts: Sequence[Alert] | None = None) -> str:
     """The page.
 
     Args:
         name: of the run, for the title.
+        alerts: what ``find_alerts`` found, where somebody has looked already.
     """
-    alerts = find_alerts(run)
+    alerts = find_alerts(run) if alerts is None else alerts
     parts = [
         _head(run, name),
         _numbers(run),
