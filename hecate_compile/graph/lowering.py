@@ -22,11 +22,12 @@ import hecate.runtime
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
+from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.dumps.sources import note_sources, sources_of
 from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
-from hecate.passes.runner import run_passes, send_text
+from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import start_of
 
 Compiled = Callable[..., Any]
@@ -94,18 +95,15 @@ def lower(
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if context.world_size > 1:
             note_sources(gm, sources)
-            dump = dumps.part(number, part) if dumps else None
+            log = graph_log(number, part, context.layer_names, dumps)
             here = replace(context, part=part)
             check = _lint if part == "joint" else verify_final
-            title = f"graph{number}_{part}"
-            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check, title=title)
+            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
             records[part] = tuple(done)
             if part != "joint":
                 starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
-                lines = schedule_lines(notes_in(gm.graph.nodes), measured=False)
-                send_text(f"{title}_schedule", lambda: "\n".join(lines))
-                if dump:
-                    dump.write_schedule(lines)
+                if log:
+                    log.schedule(schedule_lines(notes_in(gm.graph.nodes), measured=False))
 
     kept = _capture.get()
     if kept is not None:

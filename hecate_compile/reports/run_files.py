@@ -179,8 +179,8 @@ def next_step(root: Path, head: RunHead) -> int:
             earlier = RunHead.read(folder)
             if (earlier.model, earlier.layers, earlier.experts) != (head.model, head.layers, head.experts):
                 return 0
-            steps = read_rank(rank_path(folder, 0)).arrays.get("step", ())
-            if len(steps):
+            steps = read_rank(rank_path(folder, 0)).arrays.get("step")
+            if steps is not None and len(steps):
                 return int(steps[-1]) + 1
     return 0
 

@@ -91,6 +91,22 @@ def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert re.search(r"# modeling_mixtral\.py:\d+ in forward: ", text), "the line of model code"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("HECATE_DUMP_MB", "much"), ("HECATE_DUMP_MB", "-1"), ("HECATE_DUMP_RANKS", "1")]
+)
+def test_a_wrong_variable_is_refused_before_anything_changes(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    model = build("plain", layers=1)
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=f"{name}='{value}', expected"):
+        hecate.compile(model, hecate.Config(backend="aot_eager"))
+    assert list(model.state_dict()) == before
+    monkeypatch.delenv(name)
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+
+
 def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
     model(input_ids=batch(0), labels=batch(0))
     explanation = hecate.explain(model)
