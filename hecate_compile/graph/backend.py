@@ -26,6 +26,7 @@ from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
 from hecate.runtime.state.layer import Layer
@@ -46,7 +47,7 @@ class GraphRecord:
         layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
         later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
             and not with graphs that come from a cache.
-        link_bytes: bytes per second of the link, as predictions took it.
+        notes: the collectives of "forward" and "backward", as predicted; like ``later``.
         slots: replicas that a rank may hold of a layer.
     """
 
@@ -54,7 +55,7 @@ class GraphRecord:
     passes: tuple[PassRecord, ...]
     layers: tuple[str, ...] = ()
     later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
-    link_bytes: float = 1.0
+    notes: dict[str, tuple[Span, ...]] = field(default_factory=dict, compare=False)
     slots: int = 0
 
 
@@ -135,18 +136,18 @@ class Backend:
         context = self._context()
         bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
+        names = context.layer_names
         records = run_passes(
             gm,
             context,
             passes=PASSES,
             disabled=self.disabled,
-            dump=graph_log(number, "", context.layer_names, self._dumps),
+            dump=self._dumps.part(number, "", names) if self._dumps else graph_log(number, "", names),
         )
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         record = GraphRecord(
-            nodes=calls, passes=tuple(records), layers=tuple(layers), link_bytes=context.link_bytes,
-            slots=context.slots,
+            nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots,
         )  # fmt: skip
         self.graphs.append(record)
         self._warn_fallbacks(records)
@@ -163,7 +164,7 @@ class Backend:
             gm, example_inputs,
             backend=self.config.backend, context=context, disabled=self.disabled, dumps=self._dumps,
             dumping=self._dumping,
-            number=number, starts=starts, records=record.later,
+            number=number, starts=starts, records=record.later, notes=record.notes,
         )  # fmt: skip
         if comparing:
             for part in ("forward", "backward"):

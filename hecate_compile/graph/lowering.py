@@ -29,6 +29,7 @@ from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import start_of
+from hecate.runtime.comm.queue import Span
 
 Compiled = Callable[..., Any]
 
@@ -76,6 +77,7 @@ def lower(
     number: int,
     starts: dict[str, list[str]],
     records: dict[str, tuple[PassRecord, ...]],
+    notes: dict[str, tuple[Span, ...]],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
 
@@ -88,6 +90,7 @@ def lower(
         starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
             a cache, or is compiled later, is not in it.
         records: filled with what each pass did to "joint", "forward" and "backward".
+        notes: filled with the collectives of "forward" and "backward", as predicted.
     """
 
     sources = sources_of(gm)
@@ -95,15 +98,17 @@ def lower(
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if context.world_size > 1:
             note_sources(gm, sources)
-            log = graph_log(number, part, context.layer_names, dumps)
+            names = context.layer_names
+            log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
             here = replace(context, part=part)
             check = _lint if part == "joint" else verify_final
             done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
             records[part] = tuple(done)
             if part != "joint":
                 starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
+                notes[part] = tuple(notes_in(gm.graph.nodes))
                 if log:
-                    log.schedule(schedule_lines(notes_in(gm.graph.nodes), measured=False))
+                    log.schedule(schedule_lines(notes[part], measured=False))
 
     kept = _capture.get()
     if kept is not None:

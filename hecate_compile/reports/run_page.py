@@ -13,6 +13,7 @@ from hecate.passes.dumps.palette import KINDS
 from hecate.reports.run_alerts import Alert, find_alerts
 from hecate.reports.run_data import Floats, RankTimeline, RunData
 from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, timeline
+from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
 
 # Lines of a plot that has one for each rank, and ranks of a timeline.
@@ -98,7 +99,7 @@ def _head(run: RunData, name: str) -> str:
 
 def _numbers(run: RunData) -> str:
     newest = slice(-min(run.steps, 100), None)
-    shown = [("steps", f"{run.steps:,}"), ("a step", _seconds(_median(run.seconds[newest])))]
+    shown = [("steps", f"{run.steps:,}"), ("a step", as_time(_median(run.seconds[newest])))]
     if "loss" in run.logged:
         finite = run.logged["loss"][np.isfinite(run.logged["loss"])]
         shown.append(("loss", f"{finite[-1]:.4g}" if finite.size else "none"))
@@ -110,7 +111,7 @@ def _numbers(run: RunData) -> str:
         shown.append(("hidden", f"{hidden:.0%}" if np.isfinite(hidden) else "not measured"))
     memory = run.memory[newest]
     if np.isfinite(memory).any():
-        shown.append(("memory, most", f"{float(np.nanmax(memory)) / 1e9:.3g} GB"))
+        shown.append(("memory, most", as_bytes(float(np.nanmax(memory)))))
     cells = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in shown)
     return f'<div class="numbers">{cells}</div>\n<p class="quiet">Medians of the last {-newest.start} steps.</p>'
 
@@ -270,7 +271,3 @@ def _median(values: Floats) -> float:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "not known"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

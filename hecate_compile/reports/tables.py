@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rich.console import Console
 from rich.table import Table
 
-from hecate.reports.text import as_text
+# Where there is no terminal; the schedule has nine columns, one of them with names of modules.
+_WIDTH = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,17 @@ class Section:
 
 def sections_as_text(parts: Sequence[Section | str]) -> str:
     """One below the other, as a terminal shows them."""
-    # The schedule has nine columns, one of them with names of modules.
-    return as_text(*(part.table() if isinstance(part, Section) else part for part in parts), width=150)
+    return as_text(*(part.table() if isinstance(part, Section) else part for part in parts))
+
+
+def as_text(*tables: Table | str) -> str:
+    """What the terminal would show."""
+    width = max(60, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    # What is printed is the user's code and names, in which brackets are brackets.
+    console = Console(width=width, file=io.StringIO(), record=True, markup=False, emoji=False)
+    for table in tables:
+        console.print(table)
+    return console.export_text()
 
 
 def sections_as_html(parts: Sequence[Section | str]) -> str:

@@ -47,7 +47,7 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
             rewritten += 1
         except Refused as refused:
             reason = f"its mask is computed, which is right and as slow as dense attention: {refused}"
-            skipped.append(Skip(where=name_of_layer(node), reason=reason, fallback=False))
+            skipped.append(Skip(where=name_of_layer(node), reason=reason, fallback=False, fix=refused.fix))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
@@ -58,7 +58,7 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     if len({value.dtype for value in values}) != 1:
         raise Refused("queries, keys and values are of several types")
     if under_autocast(gm.graph):
-        raise Refused("autocast does not know the operator; Config(mixed_precision=...) does the same")
+        raise Refused("autocast does not know the operator", fix="Config(mixed_precision=...) in place of autocast")
     single = same_size(values[0].shape[2], 1)
     if single and torch.is_grad_enabled():
         raise Refused("there is a single query, and gradients are recorded")

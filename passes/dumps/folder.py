@@ -20,6 +20,7 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from hecate.passes.dumps.drawing import Picture, picture_of
+from hecate.passes.dumps.graph_log import GraphLog, graph_log
 from hecate.passes.dumps.page import PartOfPage, page, part_of_page
 from hecate.passes.dumps.printing import text_of_lines
 from hecate.passes.dumps.steps import DumpedPart, Step
@@ -46,9 +47,16 @@ class DumpFolder:
         self._page: dict[tuple[int, str], PartOfPage] = {}
         self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
-    def part(self, graph: int, part: str, names: Mapping[int, str]) -> GraphDump:
-        """A dump of one part of graph number ``graph``."""
-        return GraphDump(self, DumpedPart(graph=graph, part=part), names)
+    def part(self, graph: int, part: str = "", names: Mapping[int, str] | None = None) -> GraphLog | None:
+        """The log of one part of graph number ``graph``, which is written here; None if nothing can be any more.
+
+        Args:
+            part: "joint", "forward", "backward", or "" for what Dynamo captured.
+            names: module name of each layer id, in model order.
+        """
+        names = names or {}
+        dump = GraphDump(self, DumpedPart(graph=graph, part=part), names)
+        return graph_log(graph, part, names, () if self.failed else (dump,))
 
     def write(self, file: str, text: str, *, whole: bool = False) -> None:
         """Write a file, cut to its longest unless it is of use only as a ``whole``."""

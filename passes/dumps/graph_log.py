@@ -11,7 +11,6 @@ from torch._logging import trace_structured
 from torch.fx import GraphModule
 
 from hecate.passes.base import PassRecord
-from hecate.passes.dumps.folder import DumpFolder
 from hecate.passes.dumps.harmless import harmless
 from hecate.passes.dumps.printing import Line, print_graph, text_of_lines
 from hecate.passes.dumps.steps import Step
@@ -111,13 +110,13 @@ class GraphLog:
             reader.take(step, gm)
 
 
-def graph_log(graph: int, part: str, names: Mapping[int, str], dumps: DumpFolder | None) -> GraphLog | None:
-    """The log of one part of graph number ``graph``; None if nobody looks, for to print graphs takes time."""
-    readers: list[Reader] = []
-    if dumps is not None and not dumps.failed:
-        readers.append(dumps.part(graph, part, names))
+def graph_log(graph: int, part: str, names: Mapping[int, str], readers: Sequence[Reader] = ()) -> GraphLog | None:
+    """The log of one part of graph number ``graph`` for ``readers`` and TORCH_TRACE.
+
+    None if nobody looks, for to print graphs takes time.
+    """
     if logging.getLogger("torch.__trace").handlers:
-        readers.append(_Trace(f"graph{graph}_{part}" if part else f"graph{graph}"))
+        readers = (*readers, _Trace(f"graph{graph}_{part}" if part else f"graph{graph}"))
     return GraphLog(names, part, readers) if readers else None
 
 

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from hecate.passes import PASSES, Outcome, PassContext, summary_of
 from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.dumps.folder import DumpFolder, own_folder
-from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import InvalidGraphError
@@ -48,7 +47,7 @@ def dumped(folder: Path, **options: Any) -> DumpFolder:
     g = GraphUnderTest()
     names = {g.layer: "model.experts"}
     dumps = DumpFolder(folder, **options)
-    log = graph_log(3, "", names, dumps)
+    log = dumps.part(3, names=names)
     run_passes(region(g), PassContext(world_size=2, replicates=True, layer_names=names), dump=log)
     return dumps
 
@@ -106,7 +105,7 @@ def test_a_graph_that_a_pass_broke_is_dumped(tmp_path: Path) -> None:
     def fail(gm: GraphModule, context: PassContext) -> Outcome:
         raise ZeroDivisionError
 
-    log = graph_log(0, "", {}, DumpFolder(tmp_path))
+    log = DumpFolder(tmp_path).part(0)
     with pytest.raises(ZeroDivisionError):
         run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
     assert (tmp_path / "graph0/01_fail.broken.py").exists()
@@ -121,12 +120,12 @@ def test_a_dump_that_cannot_be_written_ends_and_the_passes_run(
     (tmp_path / "file").write_text("")
     g = GraphUnderTest()
     names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path / "file")
-    log = graph_log(0, "", names, dumps)
+    log = dumps.part(0, names=names)
     with pytest.warns(UserWarning, match="the training goes on") as warned:
         records = run_passes(region(g), PassContext(world_size=2, layer_names=names), dump=log)
     assert len(warned) == 1 and dumps.failed
     assert {record.name: record.rewritten for record in records}["exchange_rows"] == 1
-    assert graph_log(1, "", names, dumps) is None
+    assert dumps.part(1, names=names) is None
 
 
 def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
@@ -139,7 +138,7 @@ def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
         monkeypatch.setattr("hecate.passes.dumps.graph_log.print_graph", refuse)
         raise ZeroDivisionError
 
-    log = graph_log(0, "", {}, DumpFolder(tmp_path))
+    log = DumpFolder(tmp_path).part(0)
     with pytest.warns(UserWarning, match="no dump of this graph"), pytest.raises(ZeroDivisionError):
         run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
     monkeypatch.setattr("hecate.passes.runner.name_values", refuse)
@@ -167,7 +166,7 @@ def test_a_page_has_a_longest_size(tmp_path: Path) -> None:
         context = PassContext(world_size=2, layer_names=names)
         h = GraphUnderTest()
         h.layer = g.layer
-        run_passes(region(h), context, dump=graph_log(graph, "", names, dumps))
+        run_passes(region(h), context, dump=dumps.part(graph, names=names))
     page = (tmp_path / "index.html").read_text()
     assert len(page) < 4 * 20_000 + 10_000
     assert '<a href="#graph0-captured-11">' in page and 'href="graph3/11_exchange_rows.py"' in page
@@ -179,7 +178,7 @@ def test_a_graph_that_comes_with_rows_exchanged_has_no_picture_of_before(tmp_pat
     names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path)
     gm = region(g)
     run_passes(gm, PassContext(world_size=2, layer_names=names))
-    run_passes(gm, PassContext(world_size=2, layer_names=names), passes=(), dump=graph_log(0, "", names, dumps))
+    run_passes(gm, PassContext(world_size=2, layer_names=names), passes=(), dump=dumps.part(0, names=names))
     assert (tmp_path / "graph0/layer_after.svg").exists() and not (tmp_path / "graph0/layer_before.svg").exists()
 
 
