@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 # Where there is no terminal; the schedule has nine columns, one of them with names of modules.
 _WIDTH = 150
+# In fewer columns words would be broken.
+_NARROWEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,10 @@ class Section:
         """For a terminal."""
         made = Table(title=self.title)
         for index, column in enumerate(self.columns):
-            made.add_column(column, justify="right" if index in self.numbers else "left")
+            # The words of a head stay whole; names of modules go on in the next line.
+            longest = max(map(len, column.split()), default=0)
+            justify: Literal["left", "right"] = "right" if index in self.numbers else "left"
+            made.add_column(column, justify=justify, min_width=longest, overflow="fold")
         for row in self.rows:
             made.add_row(*row)
         return made
@@ -61,7 +67,7 @@ def sections_as_text(parts: Sequence[Section | str]) -> str:
 
 def as_text(*tables: Table | str) -> str:
     """What the terminal would show."""
-    width = max(60, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    width = max(_NARROWEST, shutil.get_terminal_size((_WIDTH, 24)).columns)
     # What is printed is the user's code and names, in which brackets are brackets.
     console = Console(width=width, file=io.StringIO(), record=True, markup=False, emoji=False)
     for table in tables:
