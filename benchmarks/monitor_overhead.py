@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -151,7 +152,12 @@ def main() -> int:
     names = [tempfile.mkdtemp(prefix="hecate-monitor-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, measure(args, Path(names[0])))
+    try:
+        dist.all_gather_object(ranks, measure(args, Path(names[0])))
+    finally:
+        # Both have measured their files, or one has failed.
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0], ignore_errors=True)
     if dist.get_rank() == 0:
         summary = summarize(ranks)
         result = {"options": vars(args), "summary": summary, "ranks": ranks}

@@ -10,6 +10,7 @@ from torch import nn
 
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
+from hecate.graph.dump_options import dump_options
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
@@ -36,6 +37,7 @@ def check_usable(model: nn.Module, config: Config) -> None:
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
+    dump_options(config)
 
 
 def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
@@ -95,6 +97,8 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
     """Model and options as lines that must be equal on all ranks."""
     lines = [f"model {type(model).__name__}"]
     lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if not name.startswith("dump")]
+    # Ranks that dump take no graph from a cache, and then no other may.
+    lines.append(f"graphs are dumped: {dump_options(config) is not None}")
     lines += [
         f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in model.named_parameters()

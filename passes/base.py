@@ -80,12 +80,14 @@ class Skip:
         reason: why, in words a user can act on.
         fallback: the program is now slower than it should be, and the user is warned.
         line: the line of model code that causes it, "file:number"; "" where nobody knows.
+        fix: what a user can do about it; "" where there is nothing to say.
     """
 
     where: str
     reason: str
     fallback: bool = True
     line: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +136,9 @@ class Refused(Exception):
 
     Args:
         node: what it does not understand, if that is one node.
+        fix: what a user can do about it.
     """
 
-    def __init__(self, reason: str, node: Node | None = None) -> None:
+    def __init__(self, reason: str, node: Node | None = None, *, fix: str = "") -> None:
         super().__init__(reason)
-        self.node = node
+        self.node, self.fix = node, fix

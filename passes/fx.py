@@ -153,16 +153,20 @@ def describe(node: Node) -> str:
     return f"{target} in '{line.code}' ({line.short})" if line is not None else f"{target} (%{node.name})"
 
 
-def skip_of(where: str, refused: Refused, *near: Node, reason: str = "", fallback: bool = True) -> Skip:
+def skip_of(
+    where: str, refused: Refused, *near: Node, reason: str = "", fallback: bool = True, fix: str = ""
+) -> Skip:
     """What a pass left alone, with the line of model code that it did not understand.
 
     Args:
         near: what stands in the model's code nearby, if the reason is no single node.
-        reason: the reason in other words than those of ``refused``.
+        reason, fix: other words than those of ``refused``.
     """
     nodes = [refused.node, *near] if refused.node is not None else near
     line = next((found for node in nodes if (found := line_of(node)) is not None), None)
-    return Skip(where=where, reason=reason or str(refused), fallback=fallback, line=str(line or ""))
+    return Skip(
+        where=where, reason=reason or str(refused), fallback=fallback, line=str(line or ""), fix=fix or refused.fix
+    )
 
 
 def forget_value(node: Node) -> None:

@@ -35,11 +35,12 @@ def report(
         )
     try:
         data = load_run(run)
-        page = page_of(data, name=run.resolve().name)
+        alerts = find_alerts(data)
+        page = page_of(data, name=run.resolve().name, alerts=alerts)
         target.write_text(page, encoding="utf-8")
     except (RunError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    console, alerts = Console(width=120, markup=False, emoji=False, highlight=False), find_alerts(data)
+    console = Console(width=120, markup=False, emoji=False, highlight=False)
     console.print(f"{data.steps} steps of {data.head.world_size} rank(s): {target}", soft_wrap=True)
     for note in data.notes:
         console.print(f"note: {note}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +15,18 @@ from torch.fx import GraphModule, Node
 
 from hecate.config import Config
 from hecate.graph.activation_checkpointing import keep_plans
+from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
-from hecate.passes.dumps.folder import MOST_BYTES, DumpFolder
+from hecate.passes.dumps.folder import DumpFolder, own_folder
+from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
 from hecate.runtime.state.layer import Layer
@@ -46,7 +47,7 @@ class GraphRecord:
         layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
         later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
             and not with graphs that come from a cache.
-        link_bytes: bytes per second of the link, as predictions took it.
+        notes: the collectives of "forward" and "backward", as predicted; like ``later``.
         slots: replicas that a rank may hold of a layer.
     """
 
@@ -54,7 +55,7 @@ class GraphRecord:
     passes: tuple[PassRecord, ...]
     layers: tuple[str, ...] = ()
     later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
-    link_bytes: float = 1.0
+    notes: dict[str, tuple[Span, ...]] = field(default_factory=dict, compare=False)
     slots: int = 0
 
 
@@ -81,7 +82,15 @@ class Backend:
     graphs: list[GraphRecord] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
-    _dumps: DumpFolder | None = None
+    _dumps: DumpFolder | None = field(init=False, default=None)
+    _dumping: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = dump_options(self.config)
+        self._dumping = options is not None
+        if options is not None and (self.world.rank == 0 or options.every_rank):
+            folder = own_folder(options.folder / f"rank{self.world.rank}")
+            self._dumps = DumpFolder(folder, options.most_bytes)
 
     def entry(self) -> Callable[..., Callable[..., Any]]:
         """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
@@ -127,22 +136,6 @@ class Backend:
             return (*self.config.disable_passes, "group_expert_loops", "exchange_rows")
         return tuple(self.config.disable_passes)
 
-    def _dumps_to(self) -> Path | None:
-        """Where ranks dump their graphs, or None: this rank may be none of them."""
-        folder = self.config.dump or os.environ.get("HECATE_DUMP")
-        return Path(folder) if folder else None
-
-    def _dump_folder(self) -> DumpFolder | None:
-        """This rank's folder for graph dumps, or None."""
-        folder = self._dumps_to()
-        every = self.config.dump_ranks == "all" or os.environ.get("HECATE_DUMP_RANKS") == "all"
-        if folder is None or (self.world.rank != 0 and not every):
-            return None
-        if self._dumps is None:
-            names = {layer.id: layer.name for layer in self.layers}
-            self._dumps = DumpFolder(folder / f"rank{self.world.rank}", names, _most_bytes())
-        return self._dumps
-
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
         # Where nothing is communicated inside a graph, ranks may run different ones.
@@ -155,24 +148,22 @@ class Backend:
                     self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
                 )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
-        dumps = self._dump_folder()
         context = self._context()
         bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
+        names = context.layer_names
         records = run_passes(
             gm,
             context,
             passes=PASSES,
             disabled=self.disabled,
-            dump=dumps.part(number) if dumps else None,
-            title=f"graph{number}",
+            dump=self._dumps.part(number, "", names) if self._dumps else graph_log(number, "", names),
         )
         self._refuse_dense(records)
         keep_plans(gm, self.config.rematerialize)
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         record = GraphRecord(
-            nodes=calls, passes=tuple(records), layers=tuple(layers), link_bytes=context.link_bytes,
-            slots=context.slots,
+            nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots,
         )  # fmt: skip
         self.graphs.append(record)
         self._warn_fallbacks(records)
@@ -187,9 +178,9 @@ class Backend:
         starts: dict[str, list[str]] = {}
         compiled = lower(
             gm, example_inputs,
-            backend=self.config.backend, context=context, disabled=self.disabled, dumps=dumps,
-            dumping=self._dumps_to() is not None,
-            number=number, starts=starts, records=record.later,
+            backend=self.config.backend, context=context, disabled=self.disabled, dumps=self._dumps,
+            dumping=self._dumping,
+            number=number, starts=starts, records=record.later, notes=record.notes,
         )  # fmt: skip
         if comparing:
             for part in ("forward", "backward"):
@@ -258,17 +249,3 @@ def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
     source = getattr(node, "_dynamo_source", None)
     return facts.same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
-
-
-def _most_bytes() -> int:
-    """The longest file of a dump: HECATE_DUMP_MB, or what is long enough for most graphs."""
-    given = os.environ.get("HECATE_DUMP_MB")
-    if given is None:
-        return MOST_BYTES
-    try:
-        megabytes = float(given)
-    except ValueError:
-        megabytes = -1.0
-    if not 0 < megabytes < math.inf:
-        raise ValueError(f"hecate: HECATE_DUMP_MB={given!r}, expected a number of megabytes above 0")
-    return int(megabytes * 2**20)

@@ -22,12 +22,14 @@ import hecate.runtime
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
+from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.dumps.sources import note_sources, sources_of
 from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
-from hecate.passes.runner import run_passes, send_text
+from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import start_of
+from hecate.runtime.comm.queue import Span
 
 Compiled = Callable[..., Any]
 
@@ -75,6 +77,7 @@ def lower(
     number: int,
     starts: dict[str, list[str]],
     records: dict[str, tuple[PassRecord, ...]],
+    notes: dict[str, tuple[Span, ...]],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
 
@@ -87,6 +90,7 @@ def lower(
         starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
             a cache, or is compiled later, is not in it.
         records: filled with what each pass did to "joint", "forward" and "backward".
+        notes: filled with the collectives of "forward" and "backward", as predicted.
     """
 
     sources = sources_of(gm)
@@ -94,18 +98,17 @@ def lower(
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if context.world_size > 1:
             note_sources(gm, sources)
-            dump = dumps.part(number, part) if dumps else None
+            names = context.layer_names
+            log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
             here = replace(context, part=part)
             check = _lint if part == "joint" else verify_final
-            title = f"graph{number}_{part}"
-            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=dump, check=check, title=title)
+            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
             records[part] = tuple(done)
             if part != "joint":
                 starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
-                lines = schedule_lines(notes_in(gm.graph.nodes), measured=False)
-                send_text(f"{title}_schedule", lambda: "\n".join(lines))
-                if dump:
-                    dump.write_schedule(lines)
+                notes[part] = tuple(notes_in(gm.graph.nodes))
+                if log:
+                    log.schedule(schedule_lines(notes[part]))
 
     kept = _capture.get()
     if kept is not None:

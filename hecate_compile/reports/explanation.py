@@ -8,16 +8,17 @@ from typing import Any
 from hecate.graph.backend import GraphRecord
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Pass, Remark, Skip, summary_of
 from hecate.passes.base import PassRecord
-from hecate.reports.fixes import fix_of
 from hecate.reports.kept_parameters import KeptParameters
 from hecate.reports.tables import Section, sections_as_html, sections_as_text
 from hecate.reports.travel import LayerBytes, Travel, layer_bytes, travels
-from hecate.reports.units import as_bytes, as_ms
+from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.find_experts import ExpertsModule, PassedOver
 
+# What to do about a layer that was left alone for a reason that has no advice of its own.
+_OTHERWISE = "docs/models.md has the spellings that are rewritten; the program is right, but slower"
 _LATER: dict[str, tuple[Pass, ...]] = {"joint": JOINT_PASSES, "forward": FINAL_PASSES, "backward": FINAL_PASSES}
 
 
@@ -89,8 +90,9 @@ class Explanation:
 
     @property
     def travels(self) -> tuple[Travel, ...]:
-        """The schedule of the last step, predicted and measured."""
-        return travels(self.spans, self.graphs[-1].link_bytes if self.graphs else 1.0)
+        """The schedule of the last step, predicted and measured; before the first one that of all graphs."""
+        predicted = [span for graph in self.graphs for spans in graph.notes.values() for span in spans]
+        return travels(self.spans or predicted)
 
     @property
     def layer_bytes(self) -> tuple[LayerBytes, ...]:
@@ -123,7 +125,7 @@ class Explanation:
                 for graph in self.graphs
             ],
             "regions": [asdict(region) for region in self.regions],
-            "left_alone": [{**asdict(skip), "fix": fix_of(skip)} for skip in dict.fromkeys(self.skipped)],
+            "left_alone": [{**asdict(skip), "fix": _fix_of(skip)} for skip in dict.fromkeys(self.skipped)],
             "schedule": [asdict(one) for one in self.travels],
             "bytes": [asdict(one) for one in self.layer_bytes],
             "disabled": list(self.disabled),
@@ -156,17 +158,32 @@ class Explanation:
                 parts.append(f"graph {number} behind autograd: from a cache, or not compiled yet")
         if self.regions:
             parts.append(self._regions())
+        if self.travels:
+            parts.append(self._schedule())
         if self.spans:
-            parts += [self._schedule(), self._bytes()]
+            parts.append(self._bytes())
         for remark in self.remarks:
             parts.append(f"attention: {remark.where}: {remark.text}")
-        for skip in dict.fromkeys(self.skipped):
-            parts.append(f"left alone: {skip.where}: {skip.reason}")
-            if skip.line:
-                parts.append(f"  at {skip.line}")
-            if fix := fix_of(skip):
+        for (reason, line, fix), names in self._left_alone().items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            parts.append(f"left alone: {shown}: {reason}")
+            if line:
+                parts.append(f"  at {line}")
+            if fix:
                 parts.append(f"  to do: {fix}")
         return parts
+
+    def _left_alone(self) -> dict[tuple[str, str, str], list[str]]:
+        """Reason, line of code and advice -> names. Of an MoE layer the first reason, from which others follow."""
+        left = [region for region in self.regions if not region.rewritten]
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for region in left:
+            found.setdefault((region.reason, region.line, region.fix), []).append(region.layer or "(the model)")
+        layers = {region.layer for region in left}
+        for skip in self.skipped:
+            if not (skip.fallback and skip.where in layers):
+                found.setdefault((skip.reason, skip.line, _fix_of(skip)), []).append(skip.where)
+        return {key: list(dict.fromkeys(names)) for key, names in found.items()}
 
     def _found(self) -> Section:
         rows = []
@@ -187,31 +204,33 @@ class Explanation:
         return Section(title="memory of parameters", columns=columns, rows=rows, numbers=(1, 2, 3))
 
     def _regions(self) -> Section:
+        done = "rows travel" if self.world.size > 1 else "rewritten; rows travel with more ranks"
         rows = tuple(
-            (
-                str(one.graph), one.layer or "(the model)",
-                "rows travel" if one.rewritten else "experts are gathered",
-                one.reason, one.line, one.fix,
-            )
+            (str(one.graph), one.layer or "(the model)", done if one.rewritten else "experts are gathered")
             for one in self.regions
-        )  # fmt: skip
-        columns = ("graph", "MoE layer", "what happens", "why", "where", "to do")
+        )
+        columns = ("graph", "MoE layer", "what happens")
         return Section(title="MoE layers", columns=columns, rows=rows, numbers=(0,))
 
     def _schedule(self) -> Section:
-        title = "schedule of the last step: predicted, behind how much compute, and measured"
-        rows = tuple(
+        title = "schedule, as predicted: what travels, behind how much compute"
+        columns: tuple[str, ...] = ("part", "of", "what travels", "times", "bytes", "predicted", "behind")
+        rows = [
             (
-                one.part, one.subject, one.operator, str(one.count), as_ms(one.predicted), as_ms(one.behind),
-                _ms_if_run(one.took), _ms_if_run(one.exposed),
-                as_bytes(one.predicted_bytes),
+                one.part, one.subject, one.operator, str(one.count), as_bytes(one.predicted_bytes),
+                as_time(one.predicted), as_time(one.behind),
             )
             for one in self.travels
-        )  # fmt: skip
-        columns = (
-            "part", "of", "what travels", "times", "predicted", "behind", "took", "exposed", "bytes, predicted",
-        )  # fmt: skip
-        return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5, 6, 7, 8))
+        ]  # fmt: skip
+        if not self.spans:
+            return Section(title=title, columns=columns, rows=tuple(rows), numbers=(3, 4, 5, 6))
+        measured = [(_time_if_run(one.took), _time_if_run(one.exposed)) for one in self.travels]
+        return Section(
+            title="schedule of the last step: predicted, behind how much compute, and measured",
+            columns=(*columns, "took", "exposed"),
+            rows=tuple((*row, *times) for row, times in zip(rows, measured, strict=True)),
+            numbers=(3, 4, 5, 6, 7, 8),
+        )
 
     def _bytes(self) -> Section:
         rows = tuple(
@@ -230,6 +249,10 @@ class Explanation:
         )
 
 
+def _fix_of(skip: Skip) -> str:
+    return skip.fix or (_OTHERWISE if skip.fallback else "")
+
+
 def _region(number: int, graph: GraphRecord, layer: str) -> Region:
     skips = [skip for record in graph.passes for skip in record.skipped if skip.where == layer and skip.fallback]
     exchanged = next((record for record in graph.passes if record.name == "exchange_rows"), None)
@@ -243,7 +266,7 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
         first = skips[0]
         return Region(
             graph=number, layer=layer, rewritten=False, reason=first.reason, line=first.line or last[0].line,
-            fix=fix_of(first),
+            fix=_fix_of(first),
         )  # fmt: skip
     return Region(graph=number, layer=layer, rewritten=True)
 
@@ -269,5 +292,5 @@ def _plain(record: PassRecord) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ms_if_run(seconds: float | None) -> str:
-    return as_ms(seconds) if seconds is not None else ""
+def _time_if_run(seconds: float | None) -> str:
+    return as_time(seconds) if seconds is not None else ""

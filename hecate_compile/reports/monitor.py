@@ -6,18 +6,21 @@ import importlib.util
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hecate.compiled_model import CompiledModel, compiled_model_of
-from hecate.reports.run_files import Array, RunHead, append_chunk, rank_path, start_folder
+from hecate.reports.folder_lock import FolderLock
+from hecate.reports.run_files import Array, RunHead, append_chunk, next_step, rank_path, start_folder
 from hecate.reports.tensorboard_log import TensorBoardLog
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
@@ -34,7 +37,7 @@ def monitor(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    first_step: int = 0,
+    first_step: int | None = None,
     timeline_every: int = 50,
     tensorboard: bool = False,
 ) -> Monitor:
@@ -50,24 +53,26 @@ def monitor(
     Or without ``with``, and :meth:`Monitor.close` at the end. A step is a forward with gradients and all until the
     next forward: its backward, the optimizer, waiting for data. Every rank writes what only it knows, rank 0 also
     what all know; only the call itself communicates. A run that is killed loses its last seconds. A second call for
-    the same folder, after a restart for instance, adds a new start; the report puts them together.
+    the same folder, after a restart for instance, adds a new start; the report puts them together. What goes wrong
+    while it logs, such as a full disk, ends the monitor with a warning, and never the training.
 
     Args:
         path: made if it is not there. On several machines without a shared disk each keeps the files of its ranks.
-        first_step: number of the first step, where a run goes on.
+        first_step: number of the first step; by default it goes on behind the last one in the folder. Give it where
+            a run starts again from an earlier checkpoint: the report then has the steps that ran again once.
         timeline_every: steps between two whose collectives are kept one by one. With NCCL times are read in these
             steps only, because the host has to wait for the GPU.
         tensorboard: rank 0 writes scalars for TensorBoard too, into ``path/start.../tensorboard``.
 
     Raises:
         ValueError: the model was not compiled; it is monitored already; a wrong number.
-        OSError: a rank cannot write; on all ranks.
+        OSError: a rank cannot write, or another monitor writes into the folder; on all ranks.
         ImportError: ``tensorboard=True`` without the package tensorboard.
     """
     state = compiled_model_of(model, "monitor")
     if state.forward.before is not None:
         raise ValueError("hecate.monitor: this model is monitored already; close the other monitor first")
-    if timeline_every < 1 or first_step < 0:
+    if timeline_every < 1 or (first_step or 0) < 0:
         raise ValueError(
             f"hecate.monitor: timeline_every={timeline_every}, first_step={first_step}; expected at least 1 and 0"
         )
@@ -81,12 +86,30 @@ def monitor(
         layers=tuple(layer.name for layer in layers),
         experts=tuple(layer.num_experts for layer in layers),
         nodes=tuple(state.placer.topology.node_of),
-        first_step=first_step,
+        first_step=-1 if first_step is None else first_step,
         started=time.time(),
     )  # fmt: skip
-    folder, file = _open(Path(path), head, state.world)
-    log = TensorBoardLog(folder / "tensorboard", state.world.size) if tensorboard and state.world.rank == 0 else None
-    return Monitor(state, folder, file, first_step=first_step, timeline_every=timeline_every, tensorboard=log)
+    place = _open(Path(path), head, state.world)
+    log = None
+    if tensorboard and state.world.rank == 0:
+        log = TensorBoardLog(place.folder / "tensorboard", state.world.size)
+    return Monitor(state, place, timeline_every=timeline_every, tensorboard=log)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a start of a run is written.
+
+    Attributes:
+        folder, file: of this start, and of this rank in it.
+        first_step: number of its first step.
+        lock: keeps other runs out; rank 0 has it.
+    """
+
+    folder: Path
+    file: IO[bytes]
+    first_step: int
+    lock: FolderLock | None
 
 
 @dataclass
@@ -124,19 +147,18 @@ class Monitor:
     def __init__(
         self,
         state: CompiledModel,
-        folder: Path,
-        file: IO[bytes],
+        place: _Place,
         *,
-        first_step: int,
         timeline_every: int,
         tensorboard: TensorBoardLog | None,
     ) -> None:
-        self.folder = folder
-        self._state, self._file, self._timeline_every = state, file, timeline_every
+        self.folder = place.folder
+        self._state, self._file, self._lock = state, place.file, place.lock
+        self._timeline_every = timeline_every
         self._layers = tuple(dict.fromkeys(state.layers))
         self._place = {layer.name: index for index, layer in enumerate(self._layers)}
         self._most = max((layer.num_experts for layer in self._layers), default=0)
-        self._next = first_step
+        self._next = place.first_step
         self._step: _Step | None = None
         self._rows, self._spans = _Rows(), _Rows()
         self._owners = _Rows()
@@ -158,12 +180,15 @@ class Monitor:
 
         Call it between a step's forward and the next one that trains. Tensors with one element are read later, so
         that nothing waits for the GPU here. Ranks may log different values; the report shows their mean. Once the
-        disk is full it does nothing.
+        monitor has given up it does nothing.
 
         Raises:
             RuntimeError: no training forward has run yet, or the monitor is closed.
+            TypeError: something that is no number.
             ValueError: a tensor with more than one element.
         """
+        for name, value in values.items():
+            _check_number(name, value)
         if self._failed:
             return
         if self._file.closed or (self._step is None and not self._logged):
@@ -172,39 +197,55 @@ class Monitor:
         # An evaluation ends a step, but what is logged behind it is still of that step.
         logged = self._step.logged if self._step is not None else self._logged[-1]
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
-                    raise ValueError(f"hecate.monitor: {name} has {value.numel()} elements, one number is logged")
-                # A copy: the user may add to it in place before it is read.
-                value = value.detach().clone()
-            logged[name] = value
+            # A copy: the user may add to it in place before it is read.
+            logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def close(self) -> None:
         """Write what is left. What runs afterwards is not logged. A second call does nothing."""
         if self._file.closed:
             return
-        self._end_step()
-        self._state.forward.before = None
-        try:
+        with self._harmless():
+            self._end_step()
             self._flush()
-        finally:
             self._file.close()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+        self._let_go()
 
     # --- around a step ---
 
     def _before_forward(self) -> None:
-        self._end_step()
-        if torch.is_grad_enabled():
-            if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
-                try:
+        with self._harmless():
+            self._end_step()
+            if torch.is_grad_enabled():
+                if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
                     self._flush()
-                except OSError as error:
-                    self._give_up(error)
-                    return
-            self._step = _Step(number=self._next, began=time.time(), clock=time.perf_counter())
-            self._next += 1
+                self._step = _Step(number=self._next, began=time.time(), clock=time.perf_counter())
+                self._next += 1
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Who watches must not stop what is watched, nor hide its error: whatever fails ends the monitor alone."""
+        try:
+            yield
+        except Exception as error:
+            self._failed, self._step = True, None
+            self._let_go()
+            warnings.warn(
+                f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs "
+                f"nothing from here on: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+    def _let_go(self) -> None:
+        """Of the model, of the files and of the folder."""
+        self._state.forward.before = None
+        # What is left in their buffers may not fit either.
+        with suppress(OSError):
+            self._file.close()
+        if self._tensorboard is not None:
+            with suppress(Exception):
+                self._tensorboard.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _end_step(self) -> None:
         """Take down the step that ran until now. The layers and the queue still have it."""
@@ -224,18 +265,6 @@ class Monitor:
         self._take_spans(step)
         if self._state.world.rank == 0:
             self._take_placements(step)
-
-    def _give_up(self, error: OSError) -> None:
-        """A full disk ends the monitor, not the training."""
-        self._failed, self._state.forward.before = True, None
-        # What is left in its buffer does not fit either.
-        with suppress(OSError):
-            self._file.close()
-        warnings.warn(
-            f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs nothing "
-            f"from here on: {error}",
-            stacklevel=2,
-        )
 
     def _take_spans(self, step: _Step) -> None:
         queue, drawn = self._state.world.queue, step.number % self._timeline_every == 0
@@ -314,7 +343,7 @@ class Monitor:
         self._rows, self._spans, self._owners, self._logged = _Rows(), _Rows(), _Rows(), []
         append_chunk(self._file, arrays)
         if self._tensorboard is not None:
-            self._tensorboard.write(arrays, self._known_owners)
+            self._tensorboard.write(arrays)
 
     def _loads(self, lines: Sequence[Sequence[Any]]) -> Array:
         loads = np.zeros((len(lines), len(self._layers), self._most), dtype=np.uint32)
@@ -340,29 +369,54 @@ def _memory(device: torch.device) -> int:
         return 0
 
 
-def _open(root: Path, head: RunHead, world: World) -> tuple[Path, IO[bytes]]:
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, DTensor):
+        # To read it later would communicate, and ranks do not write at the same time.
+        raise TypeError(f"hecate.monitor: {name} is a DTensor; log {name}.full_tensor()")
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"hecate.monitor: {name} has {value.numel()} elements, one number is logged")
+        if value.is_complex() or value.is_meta:
+            kind = "complex" if value.is_complex() else "on the meta device"
+            raise TypeError(f"hecate.monitor: {name} is {kind}, expected a number")
+    elif not isinstance(value, Real):
+        raise TypeError(f"hecate.monitor: {name} is a {type(value).__name__}, expected a number or a tensor with one")
+
+
+_CANNOT_WRITE, _TAKEN = 1, 2
+
+
+def _open(root: Path, head: RunHead, world: World) -> _Place:
     """The folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise."""
-    problem, number = "", 0
+    problem, failed, number, first, lock = "", 0, 0, head.first_step, None
     if world.rank == 0:
         try:
             root.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(root)
             taken = [int(path.name[5:]) for path in root.glob("start*") if path.name[5:].isdecimal()]
             number = max(taken, default=-1) + 1
+            if first < 0:
+                first = next_step(root, head)
             start_folder(root, number).mkdir()
+        except BlockingIOError:
+            failed = _TAKEN
         except OSError as error:
-            problem = str(error)
-    told = torch.tensor([bool(problem), number], dtype=torch.int64, device=world.control_device)
+            failed, problem = _CANNOT_WRITE, str(error)
+    told = torch.tensor([failed, number, first], dtype=torch.int64, device=world.control_device)
     with doing("hecate.monitor"):
         collectives.broadcast(told, world)
-    failed, number = told.tolist()
+    failed, number, first = told.tolist()
+    if failed == _TAKEN:
+        raise OSError(f"hecate.monitor: another monitor writes into {root}; close it, or take another folder")
     if failed:
+        _release(lock)
         raise OSError(f"hecate.monitor: rank 0 cannot write into {root}. {problem}".rstrip())
     folder, file = start_folder(root, number), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The first rank of each machine, of which every one may have a disk of its own.
         if int(os.environ.get("LOCAL_RANK", world.rank)) == 0:
-            head.write(folder)
+            replace(head, first_step=first).write(folder)
         file = rank_path(folder, world.rank).open("ab")
     except OSError as error:
         problem = str(error)
@@ -372,5 +426,11 @@ def _open(root: Path, head: RunHead, world: World) -> tuple[Path, IO[bytes]]:
     if int(failures) or file is None:
         if file is not None:
             file.close()
+        _release(lock)
         raise OSError(f"hecate.monitor: {problem or 'another rank'} cannot write into {folder}")
-    return folder, file
+    return _Place(folder, file, first, lock)
+
+
+def _release(lock: FolderLock | None) -> None:
+    if lock is not None:
+        lock.release()

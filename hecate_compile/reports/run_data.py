@@ -115,26 +115,33 @@ def _hidden(travel: Floats, exposed: Floats) -> Floats:
 
 
 def load_run(root: Path) -> RunData:
-    """Read a run's folder.
+    """Read a run's folder. What is damaged is left out, and a note says so.
 
     Raises:
-        RunError: no run, a damaged file, or nothing logged yet.
+        RunError: no run, nothing that can be read, or nothing logged yet.
     """
-    starts = starts_in(root)
-    parts, notes = [], []
+    parts: list[_Start] = []
+    notes: list[str] = []
+    problems: list[RunError] = []
     last: RunHead | None = None
-    for folder in reversed(starts):
-        head = RunHead.read(folder)
+    for folder in reversed(starts_in(root)):
+        try:
+            head = RunHead.read(folder)
+        except RunError as error:
+            problems.append(error)
+            notes.append(f"{folder.name} is left out: {error}")
+            continue
         if last is None:
             last = head
         elif (head.layers, head.experts, head.world_size) != (last.layers, last.experts, last.world_size):
             notes.append(f"{folder.name} and earlier starts are of another model or number of ranks, and left out")
             break
-        part = _read_start(folder, head, notes)
+        part = _read_start(folder, head, notes, problems)
         if part is not None:
             parts.append(part)
-    assert last is not None
-    if not parts:
+    if last is None or not parts:
+        if problems:
+            raise problems[0]
         raise RunError(f"{root} has no steps yet: a chunk is written every {_WRITTEN}")
     return _assemble(last, list(reversed(parts)), notes)
 
@@ -146,6 +153,7 @@ _WRITTEN = "20 steps or 10 seconds, and at the end"
 class _Start:
     """One start: the steps that rank 0 and all others that wrote have in common."""
 
+    name: str
     ranks: dict[int, RankFile]
     steps: int
 
@@ -154,13 +162,17 @@ class _Start:
         return self.ranks[0].arrays
 
 
-def _read_start(folder: Path, head: RunHead, notes: list[str]) -> _Start | None:
+def _read_start(folder: Path, head: RunHead, notes: list[str], problems: list[RunError]) -> _Start | None:
     ranks = {}
     for rank in range(head.world_size):
         path = rank_path(folder, rank)
         if not path.exists():
             continue
-        read = read_rank(path)
+        try:
+            read = read_rank(path)
+        except RunError as error:
+            problems.append(error)
+            read = RankFile(problem=str(error))
         if read.problem:
             notes.append(f"{folder.name}: rank {rank}: {read.problem}")
         if read.steps:
@@ -171,7 +183,7 @@ def _read_start(folder: Path, head: RunHead, notes: list[str]) -> _Start | None:
     missing = [rank for rank in range(head.world_size) if rank not in ranks]
     if missing:
         notes.append(f"{folder.name}: nothing of ranks {missing}; what only they know is missing")
-    return _Start(ranks, min(read.steps for read in ranks.values()))
+    return _Start(folder.name, ranks, min(read.steps for read in ranks.values()))
 
 
 def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
@@ -181,6 +193,12 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         # What ran again after a restart counts as it ran the last time.
         later = min((other.first["step"][0] for other in starts[index + 1 :]), default=np.inf)
         kept.append(np.flatnonzero(steps < later))
+        again = len(steps) - len(kept[-1])
+        if again:
+            notes.append(
+                f"{start.name}: {again} of its {len(steps)} steps, from step {steps[-again]} on, ran again in a "
+                "later start, and count as they ran the last time"
+            )
     size = head.world_size
 
     def of_ranks(name: str, shape: tuple[int, ...]) -> Floats:

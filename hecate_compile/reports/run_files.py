@@ -30,6 +30,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -92,12 +93,31 @@ class RunHead:
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in json.loads(path.read_text()).items()
             }
-            head = cls(**given)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(f"{path} is not what hecate.monitor writes: {error}") from None
-        if head.format != _FORMAT or len(head.layers) != len(head.experts) or not head.nodes:
-            raise RunError(f"{path}: format {head.format} is not known here; this version reads format {_FORMAT}")
+        if given.get("format") != _FORMAT:
+            found = given.get("format")
+            raise RunError(f"{path}: format {found!r} is not known here; this version reads format {_FORMAT}")
+        if set(given) != set(_KINDS) or not all(_is(given[name], kind) for name, kind in _KINDS.items()):
+            wrong = [name for name, kind in _KINDS.items() if name not in given or not _is(given[name], kind)]
+            raise RunError(f"{path} is not what hecate.monitor writes: {', '.join(wrong) or 'more than it writes'}")
+        head = cls(**given)
+        if len(head.layers) != len(head.experts) or not head.nodes:
+            raise RunError(f"{path} is not what hecate.monitor writes: layers without experts, or no rank")
         return head
+
+
+# What stands in run.json; a list of something is a tuple of it here.
+_KINDS: dict[str, type | list[type]] = {
+    "model": str, "policy": str, "device": str, "layers": [str], "experts": [int], "nodes": [int], "first_step": int,
+    "started": float, "format": int,
+}  # fmt: skip
+
+
+def _is(value: Any, kind: type | list[type]) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, tuple) and all(_is(one, kind[0]) for one in value)
+    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +172,26 @@ def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
     file.flush()
 
 
+def next_step(root: Path, head: RunHead) -> int:
+    """The number behind the last step of earlier starts of the same model; 0 if there are none that can be read."""
+    for folder in reversed(starts_in(root) if any(root.glob("start[0-9]*")) else []):
+        with suppress(RunError):
+            earlier = RunHead.read(folder)
+            if (earlier.model, earlier.layers, earlier.experts) != (head.model, head.layers, head.experts):
+                return 0
+            steps = read_rank(rank_path(folder, 0)).arrays.get("step")
+            if steps is not None and len(steps):
+                return int(steps[-1]) + 1
+    return 0
+
+
 def read_rank(path: Path) -> RankFile:
-    """Everything that a rank wrote; the last chunk of a run that was killed may be cut off, and is left out.
+    """Everything that a rank wrote, up to what is damaged.
+
+    The last chunk of a run that was killed may be cut off, and is left out.
 
     Raises:
-        RunError: there is no such file, or a chunk before the last one is damaged.
+        RunError: there is no such file, or nothing in it can be read.
     """
     try:
         data = path.read_bytes()
@@ -174,19 +209,25 @@ def read_rank(path: Path) -> RankFile:
         if magic == _MAGIC and len(packed) < length:
             problem = "the last chunk is cut off"
             break
-        if magic != _MAGIC or zlib.crc32(packed) != checksum:
-            raise RunError(f"{path} is damaged at byte {place}: what hecate.monitor wrote there was changed")
-        chunks.append(_unpack(packed, path, place))
+        chunk = _unpack(packed) if magic == _MAGIC and zlib.crc32(packed) == checksum else None
+        if chunk is None:
+            # Where the next one begins is not known for sure.
+            if not chunks:
+                raise RunError(f"{path} is damaged at byte {place}: what hecate.monitor wrote there was changed")
+            problem = f"its file is damaged at byte {place}; what follows is left out"
+            break
+        chunks.append(chunk)
         place = begin + length
     return RankFile(arrays=_joined(chunks), problem=problem)
 
 
-def _unpack(packed: bytes, path: Path, place: int) -> dict[str, Array]:
+def _unpack(packed: bytes) -> dict[str, Array] | None:
+    """The arrays of a chunk; None if it is none."""
     try:
         with np.load(io.BytesIO(zlib.decompress(packed)), allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile) as error:
-        raise RunError(f"{path} cannot be read at byte {place}: {error}") from None
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile):
+        return None
 
 
 def _joined(chunks: list[dict[str, Array]]) -> dict[str, Array]:

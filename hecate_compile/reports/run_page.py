@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hecate.passes.dumps.html_page import html_page
+from hecate.passes.dumps.palette import KINDS
 from hecate.reports.run_alerts import Alert, find_alerts
 from hecate.reports.run_data import Floats, RankTimeline, RunData
 from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, timeline
+from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
 
 # Lines of a plot that has one for each rank, and ranks of a timeline.
@@ -20,17 +23,12 @@ _KINDS = {
     "rows": "rows", "counts": "counts", "tickets": "counts", "replicas": "experts", "experts": "experts",
     "dense": "dense", "bucket": "dense",
 }  # fmt: skip
-_COLOURS = {
-    "rows": COLOURS[0], "experts": COLOURS[2], "dense": COLOURS[4], "counts": COLOURS[3], "other": "#777777",
-    "stands still": COLOURS[1],
+_COLOURS = {kind: KINDS[kind] for kind in ("rows", "experts", "dense", "counts")} | {
+    "other": "#777777", "stands still": COLOURS[1],
 }  # fmt: skip
 
 _STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 16px;
-       max-width: 1280px; overflow-wrap: anywhere; }
-h1 { font-size: 1.5em; margin: 0 0 4px; } h2 { font-size: 1.15em; margin: 28px 0 8px; }
+body { overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 28px 0 8px; }
 p { margin: 4px 0; max-width: 75ch; } .quiet { color: #555; }
 .numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 8px; margin: 16px 0; }
 .numbers div { border: 1px solid #ddd; border-radius: 6px; padding: 8px 10px; }
@@ -45,17 +43,18 @@ ul.alerts { list-style: none; padding: 0; margin: 8px 0; }
 ul.alerts li { border-left: 4px solid #d55e00; background: #fff5ee; padding: 8px 12px; margin: 6px 0; }
 ul.alerts li.good { border-color: #009e73; background: #eefaf5; }
 ul.alerts span { display: block; color: #444; }
-details { margin: 8px 0; } summary { cursor: pointer; font-weight: 600; padding: 6px 0; }
+summary { font-weight: 600; padding: 6px 0; }
 """
 
 
-def page_of(run: RunData, *, name: str) -> str:
+def page_of(run: RunData, *, name: str, alerts: Sequence[Alert] | None = None) -> str:
     """The page.
 
     Args:
         name: of the run, for the title.
+        alerts: what ``find_alerts`` found, where somebody has looked already.
     """
-    alerts = find_alerts(run)
+    alerts = find_alerts(run) if alerts is None else alerts
     parts = [
         _head(run, name),
         _numbers(run),
@@ -67,14 +66,7 @@ def page_of(run: RunData, *, name: str) -> str:
         _section("Memory and traffic", _MEMORY, _memory(run)),
         _layers(run),
     ]
-    body = "\n".join(part for part in parts if part)
-    # The empty icon keeps browsers from asking a server for one.
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{html.escape(name)}: Hecate</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    return html_page(f"{name}: Hecate", "\n".join(part for part in parts if part), _STYLE)
 
 
 _BALANCE = (
@@ -107,7 +99,7 @@ def _head(run: RunData, name: str) -> str:
 
 def _numbers(run: RunData) -> str:
     newest = slice(-min(run.steps, 100), None)
-    shown = [("steps", f"{run.steps:,}"), ("a step", _seconds(_median(run.seconds[newest])))]
+    shown = [("steps", f"{run.steps:,}"), ("a step", as_time(_median(run.seconds[newest])))]
     if "loss" in run.logged:
         finite = run.logged["loss"][np.isfinite(run.logged["loss"])]
         shown.append(("loss", f"{finite[-1]:.4g}" if finite.size else "none"))
@@ -119,7 +111,7 @@ def _numbers(run: RunData) -> str:
         shown.append(("hidden", f"{hidden:.0%}" if np.isfinite(hidden) else "not measured"))
     memory = run.memory[newest]
     if np.isfinite(memory).any():
-        shown.append(("memory, most", f"{float(np.nanmax(memory)) / 1e9:.3g} GB"))
+        shown.append(("memory, most", as_bytes(float(np.nanmax(memory)))))
     cells = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in shown)
     return f'<div class="numbers">{cells}</div>\n<p class="quiet">Medians of the last {-newest.start} steps.</p>'
 
@@ -279,7 +271,3 @@ def _median(values: Floats) -> float:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "not known"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

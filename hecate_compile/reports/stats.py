@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from hecate.reports.text import as_text
+from hecate.reports.tables import as_text
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from hecate.reports.units import short
+
 Array = np.ndarray[Any, Any]
 
 WIDTH, HEIGHT = 400, 200
@@ -158,14 +160,6 @@ def ticks(least: float, most: float, count: int = 4) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(least / step - 1e-9)
     return [number * step for number in range(first, math.floor(most / step + 1e-9) + 1)]
-
-
-def short(value: float) -> str:
-    """A number with few letters: 1.2k, 34M, 0.005."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def _fewer(values: Array, steps: Array) -> tuple[Array, Array]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
+from rich.console import Console
 from rich.table import Table
 
-from hecate.reports.text import as_text
+# Where there is no terminal; the schedule has nine columns, one of them with names of modules.
+_WIDTH = 150
+# In fewer columns words would be broken.
+_NARROWEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +35,10 @@ class Section:
         """For a terminal."""
         made = Table(title=self.title)
         for index, column in enumerate(self.columns):
-            made.add_column(column, justify="right" if index in self.numbers else "left")
+            # The words of a head stay whole; names of modules go on in the next line.
+            longest = max(map(len, column.split()), default=0)
+            justify: Literal["left", "right"] = "right" if index in self.numbers else "left"
+            made.add_column(column, justify=justify, min_width=longest, overflow="fold")
         for row in self.rows:
             made.add_row(*row)
         return made
@@ -52,8 +62,17 @@ class Section:
 
 def sections_as_text(parts: Sequence[Section | str]) -> str:
     """One below the other, as a terminal shows them."""
-    # The schedule has nine columns, one of them with names of modules.
-    return as_text(*(part.table() if isinstance(part, Section) else part for part in parts), width=150)
+    return as_text(*(part.table() if isinstance(part, Section) else part for part in parts))
+
+
+def as_text(*tables: Table | str) -> str:
+    """What the terminal would show."""
+    width = max(_NARROWEST, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    # What is printed is the user's code and names, in which brackets are brackets.
+    console = Console(width=width, file=io.StringIO(), record=True, markup=False, emoji=False)
+    for table in tables:
+        console.print(table)
+    return console.export_text()
 
 
 def sections_as_html(parts: Sequence[Section | str]) -> str:

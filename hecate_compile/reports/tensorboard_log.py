@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hecate.reports.run_files import Array
-from hecate.runtime.placement.owners import Owners
 
 
 class TensorBoardLog:
@@ -29,21 +29,23 @@ class TensorBoardLog:
 
         self._writer: Any = SummaryWriter(str(folder))
         self._world_size = world_size
+        # From which step on who owned what, of the chunks so far.
+        self._since: list[int] = []
+        self._owners: list[Array] = []
 
-    def write(self, arrays: Mapping[str, Array], owners: Sequence[Owners]) -> None:
-        """A chunk, as ``run_files`` describes it.
-
-        Args:
-            owners: of each layer, now.
-        """
+    def write(self, arrays: Mapping[str, Array]) -> None:
+        """A chunk, as ``run_files`` describes it."""
+        if "owners" in arrays:
+            self._since = [*self._since[-1:], *arrays["owners_step"].tolist()]
+            self._owners = [*self._owners[-1:], *arrays["owners"]]
         for index, step in enumerate(arrays["step"].tolist()):
             moment = float(arrays["began"][index])
-            for tag, value in self._scalars(arrays, owners, index).items():
+            for tag, value in self._scalars(arrays, index).items():
                 if np.isfinite(value):
                     self._writer.add_scalar(tag, value, step, walltime=moment)
         self._writer.flush()
 
-    def _scalars(self, arrays: Mapping[str, Array], owners: Sequence[Owners], index: int) -> dict[str, float]:
+    def _scalars(self, arrays: Mapping[str, Array], index: int) -> dict[str, float]:
         found = {name[4:]: float(array[index]) for name, array in arrays.items() if name.startswith("log.")}
         travel, exposed = arrays["travel"][index].sum(), arrays["exposed"][index].sum()
         found |= {
@@ -55,8 +57,11 @@ class TensorBoardLog:
             loads, holders = arrays["load"][index], arrays["holders"][index]
             found["hecate/replicas"] = float(holders.astype(np.int64).sum() - holders.size)
             before = []
-            for load, one in zip(loads, owners, strict=True):
-                rows = np.bincount(one.array, load[: one.num_experts], minlength=self._world_size)
+            now = max(0, bisect_right(self._since, int(arrays["step"][index])) - 1)
+            for load, owner in zip(loads, self._owners[now], strict=True):
+                # A layer with fewer experts than another has -1 behind them.
+                here = owner >= 0
+                rows = np.bincount(owner[here], load[here], minlength=self._world_size)
                 before.append(rows.max() / rows.mean() if rows.any() else np.nan)
             found["hecate/imbalance_of_owners"] = float(np.nanmean(before)) if np.isfinite(before).any() else np.nan
         return found

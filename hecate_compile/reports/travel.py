@@ -34,12 +34,8 @@ class Travel:
     predicted_bytes: float
 
 
-def travels(spans: Iterable[Span], link_bytes: float) -> tuple[Travel, ...]:
-    """The collectives of a step, in the order of their first starts.
-
-    Args:
-        link_bytes: bytes per second, as the predictions took it: bytes are predicted seconds of an idle link.
-    """
+def travels(spans: Iterable[Span]) -> tuple[Travel, ...]:
+    """The collectives of a step, in the order of their first starts."""
     groups: dict[tuple[str, str, str], list[Span]] = {}
     for span in spans:
         groups.setdefault((span.part, span.subject, span.operator), []).append(span)
@@ -48,7 +44,7 @@ def travels(spans: Iterable[Span], link_bytes: float) -> tuple[Travel, ...]:
             part=part, subject=subject, operator=operator, count=len(group),
             predicted=sum(span.predicted for span in group), behind=sum(span.behind for span in group),
             took=_total(group, "seconds"), exposed=_total(group, "exposed"),
-            predicted_bytes=sum(span.predicted for span in group) * link_bytes,
+            predicted_bytes=sum(span.predicted_bytes for span in group),
         )
         for (part, subject, operator), group in groups.items()
     )  # fmt: skip

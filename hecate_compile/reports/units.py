@@ -22,10 +22,22 @@ def as_bytes(number: float) -> str:
     return with_unit(number, "B")
 
 
-def as_ms(seconds: float) -> str:
-    """Milliseconds, with two places as long as they say something."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.2f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
+def as_time(seconds: float) -> str:
+    """Seconds, milliseconds or microseconds: ``12.3 ms``."""
+    if not seconds:
+        return "0 ms"
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= 0.9995 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def short(number: float) -> str:
+    """With few letters, for the axis of a plot: 1.2k, 34M, 0.005."""
+    for size, prefix in _PREFIXES:
+        if abs(number) >= size:
+            return f"{number / size:.3g}{prefix}"
+    return f"{number:.3g}"
 
 
 def rates_text(rates: Rates) -> str:
@@ -38,7 +50,7 @@ def rates_text(rates: Rates) -> str:
     text = with_unit(rates.flops, "FLOP/s")
     text += f", links {' and '.join(links)}" if links else ""
     text += f", memory {as_bytes(rates.memory_bytes)}/s"
-    return text + (f", {as_ms(rates.hidden_seconds)} hidden in a layer" if rates.hidden_seconds else "")
+    return text + (f", {as_time(rates.hidden_seconds)} hidden in a layer" if rates.hidden_seconds else "")
 
 
 def _three_digits(number: float) -> str:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.torch_values import GraphFacts, value_of
-from hecate.passes.fx import Builder, calls, is_getitem, operands
+from hecate.passes.fx import Builder, calls, is_getitem, operands, skip_of
 from hecate.runtime.ops.dense import get_dense_shard
 
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
@@ -57,7 +57,7 @@ def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
             # Of the results too: two reads that become one would see each other's changes.
             facts.refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
         except Refused as reason:
-            skipped.append(Skip(where=get_dense_shard(reads[0].id).name, reason=str(reason), fallback=False))
+            skipped.append(skip_of(get_dense_shard(reads[0].id).name, reason, fallback=False))
             continue
         _merge(reads)
         groups += 1

@@ -35,7 +35,7 @@ from hecate.passes.captured.choose_dispatch import choose_node_rows
 from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
 from hecate.passes.captured.node_rows import NodeRows
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, value_of
+from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
 from hecate.passes.fx import Builder, arg, calls, computed_from, forget_value, skip_of
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
@@ -58,13 +58,19 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
             nodes = choose_node_rows(facts, region, context)
         except Refused as reason:
             why = f"its rows travel each by itself: {reason}"
-            skipped.append(skip_of(context.name(layer), reason, reason=why, fallback=False))
+            fix = 'Config(dispatch="rows") says the same, without this line'
+            skipped.append(skip_of(context.name(layer), reason, reason=why, fallback=False, fix=fix))
         chunks = 1 if nodes is not None else chunks_of(region, context)
         if context.world_size > 1 and context.chunks not in ("auto", chunks):
             used_early = "its results are used before all of it is computed"
             why = "its rows cross to each node once" if nodes is not None else used_early
             skipped.append(
-                Skip(where=context.name(layer), reason=f"{why}, so its rows travel in one part", fallback=False)
+                Skip(
+                    where=context.name(layer),
+                    reason=f"{why}, so its rows travel in one part",
+                    fallback=False,
+                    fix="Config(chunks=1) says the same, without this line",
+                )
             )
         if nodes is not None:
             _rewrite_by_node(nodes, context)
@@ -83,10 +89,10 @@ def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) ->
     """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
     modes = facts.grad_modes
     if len({modes[gather] for gather in region.gathers}) != 1:
-        raise Refused("some of the experts' parameters are read with gradients and some without")
+        raise Refused("some of the experts' parameters are read with gradients and some without", fix=ONE_GRAD_MODE)
     # What calibrate adds is gathered where the rows have been counted.
     if context.calibrates and modes[region.offsets] != modes[region.gathers[0]]:
-        raise Refused("rows are counted without gradients; calibrate=False avoids this")
+        raise Refused("rows are counted without gradients", fix="Config(calibrate=False)")
 
 
 def _rewrite(region: Region, context: PassContext, chunks: int) -> None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from hecate.passes.base import Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts
 from hecate.passes.fx import arg, between, calls, closure_backward, computed_from, describe, is_getitem
 
 
@@ -65,7 +65,10 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
     if not matmuls:
         first = sorted({user for gather in gathers for user in gather.users})
         where = describe(first[0]) if first else "nothing"
-        raise Refused(f"no grouped matmul uses them; they go to {where}", first[0] if first else None)
+        raise Refused(
+            f"no grouped matmul uses them; they go to {where}", first[0] if first else None,
+            fix="docs/models.md has the spellings of expert matmuls that are known",
+        )  # fmt: skip
     offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
     ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
     if ids is not None and not _ids_match_offsets(ids, offsets):
@@ -88,12 +91,14 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
     for node in outside - {*used, *entries, offsets, ids}:
         if not facts.same_on_all_ranks(node):
             raise Refused(
-                f"{describe(node)} is computed from this rank's own tokens and used on rows of others", node
-            )
+                f"{describe(node)} is computed from this rank's own tokens and used on rows of others", node,
+                fix="compute it before the rows are sorted, and carry it as a column of each row; or apply it behind "
+                "the experts",
+            )  # fmt: skip
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
     if len({facts.grad_mode(node) for node in inside}) != 1:
-        raise Refused("gradients are switched on and off between the expert matmuls")
+        raise Refused("gradients are switched on and off between the expert matmuls", fix=ONE_GRAD_MODE)
 
     # Step 4: every row is computed on its own.
     inputs = dict.fromkeys(used, Kind.SLOTS) | dict.fromkeys(entries, Kind.ROWS) | {offsets: Kind.OFFSETS}

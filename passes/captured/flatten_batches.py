@@ -23,7 +23,13 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, under_autocast, value_of
+from hecate.passes.captured.torch_values import (
+    ONE_GRAD_MODE,
+    GraphFacts,
+    gathers_by_layer,
+    under_autocast,
+    value_of,
+)
 from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, forget_value, skip_of
 
 
@@ -103,9 +109,12 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     exits = tuple(n for n in body if any(user not in inside for user in n.users))
     facts.refuse_changes_of((*outside, *body), until=body[-1])
     if under_autocast(facts.graph):
-        raise Refused("it runs under autocast, which a grouped matmul does not know")
+        raise Refused(
+            "it runs under autocast, which a grouped matmul does not know",
+            fix="Config(mixed_precision=...) in place of autocast",
+        )
     if len({facts.grad_mode(node) for node in inside}) != 1:
-        raise Refused("gradients are switched on and off in it")
+        raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
     # All of it is computed behind what comes in last.
     last = max((*entries, *(bias for bias in biases if any(user in inside for user in bias.users))))
     if any(user < last for exit in exits for user in exit.users if user not in inside):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.captured.torch_values import GraphFacts, mutates, value_of
+from hecate.passes.captured.torch_values import PLAIN_FORM, GraphFacts, mutates, value_of
 from hecate.passes.fx import arg, calls, describe, line_of
 
 _PLAIN: dict[Any, Any] = {
@@ -47,7 +47,7 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
                 why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
                 reason = f"in-place {describe(change)} on expert rows: {why}"
                 line = str(line_of(change) or "")
-                skipped.append(Skip(where=str(node), reason=reason, fallback=False, line=line))
+                skipped.append(Skip(where=str(node), reason=reason, fallback=False, line=line, fix=PLAIN_FORM))
                 break
             current = _replace(gm, current, change, plain)
             rewritten += 1

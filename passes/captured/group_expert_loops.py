@@ -23,6 +23,8 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import (
+    ONE_GRAD_MODE,
+    PLAIN_FORM,
     GraphFacts,
     gathers_by_layer,
     mutates,
@@ -61,6 +63,10 @@ class _Turn:
     body: tuple[Node, ...]
     entries: tuple[Node, ...]
     exit: Node
+
+
+_ALIKE = "compute every expert in the same way"
+_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]) or one addition of a bias for each expert"
 
 
 def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
@@ -155,7 +161,7 @@ def _find_turns(gathers: Sequence[Node]) -> tuple[list[_Turn], int]:
     repeats = len(of_each[0])
     for expert, own in enumerate(of_each):
         if len(own) != repeats:
-            raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}")
+            raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}", fix=_ALIKE)
     turns = [turn for own in of_each for turn in own]
     # What is the same node in every turn is no rows.
     shared = set.intersection(*(set(turn.entries) for turn in turns))
@@ -260,14 +266,14 @@ def _check_same(first: _Turn, other: _Turn, expert: int) -> None:
         (first.views, other.views), (first.body, other.body), (first.entries, other.entries)
     )  # fmt: skip
     if any(len(a) != len(b) for a, b in pairs):
-        raise Refused(f"expert {expert} is computed in another way than expert 0")
+        raise Refused(f"expert {expert} is computed in another way than expert 0", fix=_ALIKE)
     match = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}
     for a, b in zip(first.views + first.body, other.views + other.body, strict=True):
         if _is_one_expert(a) and _is_one_expert(b) and a in first.views and arg(a, 0) is b.args[0]:
             continue
         wanted = torch.fx.node.map_arg((a.args, a.kwargs), lambda n: match.get(n, n))
         if (a.op, a.target) != (b.op, b.target) or wanted != (b.args, b.kwargs):
-            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}", b)
+            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}", b, fix=_ALIKE)
 
 
 def _check_order(facts: GraphFacts, loop: _Loop) -> None:
@@ -275,18 +281,24 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     turns = loop.turns
     exits = {turn.exit for turn in turns}
     if loop.inputs & (exits | set(loop.delayed)):
-        raise Refused("a turn needs the result of an earlier one")
+        raise Refused(
+            "a turn needs the result of an earlier one",
+            fix="let the turns of the loop not read what earlier ones wrote",
+        )
     bodies = {node for turn in turns for node in turn.body}
     facts.refuse_changes_of(loop.inputs, until=max(loop.inputs | bodies))
     for turn in turns:
         facts.refuse_changes_of(turn.body, until=turn.body[-1])
     if len({facts.grad_mode(node) for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
-        raise Refused("gradients are switched on and off in it")
+        raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
     if under_autocast(facts.graph):
-        raise Refused("it runs under autocast, which a grouped matmul does not know")
+        raise Refused(
+            "it runs under autocast, which a grouped matmul does not know",
+            fix="Config(mixed_precision=...) in place of autocast",
+        )
     changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
     if None in changed:
-        raise Refused("an in-place operation between turns, on a tensor that nothing is known about")
+        raise Refused("an in-place operation between turns, on a tensor that nothing is known about", fix=PLAIN_FORM)
     if not changed:
         return
     delayed, node = set(loop.delayed), loop.delayed[0]
@@ -296,6 +308,7 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
                 f"{describe(node)} reads what an earlier turn changed in place; `out[rows] += y` does, "
                 "`out.index_add_(0, rows, y)` does not",
                 node,
+                fix="out.index_add_(0, rows, y) in place of out[rows] += y",
             )
         node = node.next
 
@@ -307,7 +320,7 @@ def _check_forms(turn: _Turn) -> None:
             _matrix_operand(node, set(turn.views))
     for view in turn.views:
         if not (_is_one_expert(view) or _is_transpose(view) or _name(view) in _CASTS):
-            raise Refused(f"no grouped form of {describe(view)}", view)
+            raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
 
 
 def _anchors(turn: _Turn) -> set[Node]:
@@ -336,7 +349,7 @@ def _matrix_operand(node: Node, views: set[Node]) -> str:
         value = value_of(args[own[0]])
         if isinstance(value, torch.Tensor) and value.ndim == 1:
             return "bias"
-    raise Refused(f"no grouped form of {describe(node)}", node)
+    raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
 
 
 def _group(facts: GraphFacts, loop: _Loop) -> None:

@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import arg, calls, describe, line_of
 
+_SPELLING = "call torch.nn.functional.grouped_mm(rows, weight, offs=offsets) without bias and out_dtype"
+
 
 def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the spellings in place."""
@@ -32,7 +34,7 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         if extra or operands.get("offs") is None:
             reason = f"grouped matmul with {' and '.join(extra) or 'no offs'}: {describe(node)}"
             line = str(line_of(node) or "")
-            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason, line=line))
+            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason, line=line, fix=_SPELLING))
             continue
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(

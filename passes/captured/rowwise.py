@@ -52,6 +52,11 @@ _LEADING = {
 }  # fmt: skip
 
 
+_APART = (
+    "what is computed between the expert matmuls must treat each row by itself: move it before or behind the experts"
+)
+
+
 def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind]) -> None:
     """Raise unless ``nodes`` compute ``outputs`` of the stated kinds from ``inputs``.
 
@@ -71,12 +76,12 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
             for value, (source, kind) in zip(arg(node, 0), outputs.items(), strict=True):
                 got = known.get(value, Kind.PLAIN)
                 if got is not kind:
-                    raise Refused(f"{source.name} should be {kind.value} but is {got.value}")
+                    raise Refused(f"{source.name} should be {kind.value} but is {got.value}", fix=_APART)
         else:
             try:
                 known[node] = _derive(node, known)
             except Refused as refused:
-                raise Refused(str(refused), _written_as(node, nodes)) from None
+                raise Refused(str(refused), _written_as(node, nodes), fix=refused.fix) from None
 
 
 def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
@@ -114,7 +119,10 @@ def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) 
                 return make_fx(piece)(*fakes), kinds
         except Exception as error:
             first = str(error).strip().splitlines() or [type(error).__name__]
-            raise Refused(f"it does not run with another number of rows: {first[0]}") from error
+            raise Refused(
+                f"it does not run with another number of rows: {first[0]}",
+                fix="write -1 or x.shape[0] in place of a fixed number of rows",
+            ) from error
 
 
 def _fake(node: Node, kind: Kind) -> Any:
@@ -157,9 +165,9 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
             return Kind.ROWS
     kind = next((k for k in (Kind.ROWS, Kind.CELLS, Kind.SLOTS) if k in kinds), None)
     if kind is None or not kinds <= {kind, Kind.PLAIN} | ({Kind.SLOTS} if kind is Kind.CELLS else set()):
-        raise Refused(f"{target} mixes {' and '.join(sorted(k.value for k in kinds))}")
+        raise Refused(f"{target} mixes {' and '.join(sorted(k.value for k in kinds))}", fix=_APART)
     if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, _LEADING[kind]):
-        raise Refused(f"{target} is not known to keep {kind.value} apart")
+        raise Refused(f"{target} is not known to keep {kind.value} apart", fix=_APART)
     return kind
 
 

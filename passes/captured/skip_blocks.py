@@ -48,7 +48,8 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
             rewritten += 1
         except Refused as refused:
             reason = f"its mask is computed, which is right and slower than dense attention: {refused}"
-            skipped.append(Skip(where=mask.meta.get(LAYER) or name_of_layer(node), reason=reason, fallback=False))
+            where = mask.meta.get(LAYER) or name_of_layer(node)
+            skipped.append(Skip(where=where, reason=reason, fallback=False, fix=refused.fix))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 

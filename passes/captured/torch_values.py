@@ -13,6 +13,12 @@ from torch.fx import Graph, Node
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, describe
 
+# What a user can do about reasons that several passes have.
+PLAIN_FORM = (
+    "write the plain form: y = y + b in place of y += b, out.index_add_(0, rows, y) in place of out[rows] += y"
+)
+ONE_GRAD_MODE = "compute all of the experts with gradients on, or all of it with gradients off"
+
 
 def value_of(node: Any) -> Any:
     """The fake value that Dynamo recorded for a node, or None."""
@@ -149,4 +155,4 @@ class GraphFacts:
             if node._erased or node > until:
                 continue
             if storage is None or (storage in made and node > made[storage]):
-                raise Refused(f"in-place {describe(node)}", node)
+                raise Refused(f"in-place {describe(node)}", node, fix=PLAIN_FORM)

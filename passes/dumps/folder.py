@@ -7,56 +7,102 @@
     rank0/graph0/schedule.txt                what travels, behind how much compute
     rank0/graph0/layer_before.svg, layer_after.svg
 
-A graph is printed once for every pass; nothing is written for a pass that changed no line.
+A graph is printed once for every pass (``graph_log``); nothing is written for a pass that changed no line.
 """
 
 from __future__ import annotations
 
-import difflib
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from hecate.passes.base import PassRecord
 from hecate.passes.dumps.drawing import Picture, picture_of
-from hecate.passes.dumps.page import page
-from hecate.passes.dumps.printing import Line, print_graph, text_of_lines
+from hecate.passes.dumps.graph_log import GraphLog, graph_log
+from hecate.passes.dumps.page import PartOfPage, page, part_of_page
+from hecate.passes.dumps.printing import text_of_lines
 from hecate.passes.dumps.steps import DumpedPart, Step
 from hecate.passes.dumps.value_names import short_names
 
 MOST_BYTES = 4 * 2**20
+# The page has many graphs, and a browser has to open it.
+_PAGE_OF_FILES = 4
 
 
 class DumpFolder:
-    """The dumps of one model on one rank.
+    """The dumps of one model on one rank. Where nothing can be written any more, nothing is, and a warning says so.
 
     Args:
-        folder: for this rank alone; graphs of an earlier run in it are replaced.
-        names: module name of each layer id, in model order.
-        most_bytes: longest file; what is beyond is cut, and the file says so.
+        folder: for this rank and model alone (:func:`own_folder`).
+        most_bytes: longest file; what is beyond is cut, and the file says so. The page may have four times as much.
+
+    Attributes:
+        failed: something could not be written.
     """
 
-    def __init__(self, folder: Path, names: Mapping[int, str] | None = None, most_bytes: int = MOST_BYTES) -> None:
-        self.folder, self.names, self.most_bytes = folder, dict(names or {}), most_bytes
-        self.parts: list[DumpedPart] = []
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self.folder, self.most_bytes, self.failed = folder, most_bytes, False
+        self._page: dict[tuple[int, str], PartOfPage] = {}
+        self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
-    def part(self, graph: int, part: str = "") -> GraphDump:
-        """A dump of one part of graph number ``graph``."""
-        return GraphDump(self, graph, part)
+    def part(self, graph: int, part: str = "", names: Mapping[int, str] | None = None) -> GraphLog | None:
+        """The log of one part of graph number ``graph``, which is written here; None if nothing can be any more.
 
-    def write(self, file: str, text: str) -> None:
-        """Write a file, cut to its longest."""
+        Args:
+            part: "joint", "forward", "backward", or "" for what Dynamo captured.
+            names: module name of each layer id, in model order.
+        """
+        names = names or {}
+        dump = GraphDump(self, DumpedPart(graph=graph, part=part), names)
+        return graph_log(graph, part, names, () if self.failed else (dump,))
+
+    def write(self, file: str, text: str, *, whole: bool = False) -> None:
+        """Write a file, cut to its longest unless it is of use only as a ``whole``."""
+        if self.failed:
+            return
         path = self.folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(cut(text, self.most_bytes))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text if whole else cut(text, self.most_bytes), encoding="utf-8")
+        except OSError as error:
+            # Of all ranks perhaps this one alone, and the others wait for it.
+            self.failed = True
+            warnings.warn(
+                f"hecate: the dump in {self.folder} ends here, the training goes on: {path.name}: {error}",
+                stacklevel=2,
+            )
 
-    def write_page(self) -> None:
-        """``index.html``, with all that was dumped so far."""
-        # Not cut: half a page is none. It cuts the graphs in it itself.
-        (self.folder / "index.html").write_text(page(self.parts, self.folder.name))
+    def show(self, part: DumpedPart) -> None:
+        """Put a part into ``index.html``, with all that was dumped before; and its schedule into the graph's."""
+        place = (part.graph, part.part)
+        self._page.pop(place, None)
+        left = _PAGE_OF_FILES * self.most_bytes - sum(len(one.html) for one in self._page.values())
+        self._page[place] = part_of_page(part, most=left)
+        self.write("index.html", page(list(self._page.values()), self.folder.name), whole=True)
+        if part.schedule:
+            self._schedules[place] = part.schedule
+            lines = [line for (graph, _), own in self._schedules.items() if graph == part.graph for line in own]
+            self.write(f"graph{part.graph}/schedule.txt", "\n".join(lines) + "\n")
+
+
+# How many models of this process dump into a folder.
+_models: dict[Path, int] = {}
+
+
+def own_folder(folder: Path) -> Path:
+    """``folder``, or one beside it for the second model of this process: ``rank0-model2``.
+
+    Graphs of an earlier run in it are removed: they may be more than this one has, and of other passes.
+    """
+    number = _models[folder.resolve()] = _models.get(folder.resolve(), 0) + 1
+    old = list(folder.parent.glob(f"{folder.name}-model[0-9]*")) if number == 1 else []
+    if number > 1:
+        folder = folder.with_name(f"{folder.name}-model{number}")
+    for path in (*old, *folder.glob("graph[0-9]*")):
+        shutil.rmtree(path, ignore_errors=True)
+    return folder
 
 
 def cut(text: str, most: int) -> str:
@@ -73,82 +119,35 @@ def cut(text: str, most: int) -> str:
 class GraphDump:
     """Writes one part of a graph: what came in, and what each pass changed."""
 
-    def __init__(self, owner: DumpFolder, graph: int, part: str = "") -> None:
-        self.owner, self.part = owner, part
-        self.base = f"graph{graph}/{part}/" if part else f"graph{graph}/"
-        self.dumped = DumpedPart(graph=graph, part=part)
-        self._lines: list[Line] = []
+    def __init__(self, owner: DumpFolder, dumped: DumpedPart, names: Mapping[int, str]) -> None:
+        self._owner, self._dumped, self._layers = owner, dumped, short_names(names)
         self._pictures: list[Picture] = []
 
-    def begin(self, gm: GraphModule) -> None:
-        """Dump what came in."""
-        if not self.part:
-            # An earlier run may have had other passes, or changed others.
-            shutil.rmtree(self.owner.folder / self.base, ignore_errors=True)
-        self.owner.parts = [
-            one for one in self.owner.parts if (one.graph, one.part) != (self.dumped.graph, self.part)
-        ]  # fmt: skip
-        self.owner.parts.append(self.dumped)
-        self._lines = self._printed(gm)
-        name = "model" if not self.part else "from_autograd"
-        self._draw(gm)
-        file = self._write(0, name, text_of_lines(self._lines))
-        self.dumped.steps.append(Step(index=0, name=name, file=file, lines=self._lines))
-
-    def after(self, index: int, record: PassRecord, gm: GraphModule, summary: str = "") -> None:
-        """Dump what a pass changed."""
-        lines = self._printed(gm) if record.enabled else self._lines
-        before, now = ([line.text for line in graph] for graph in (self._lines, lines))
-        file, diff = "", list[str]()
-        if before != now:
-            diff = list(difflib.unified_diff(before, now, "before", f"after {record.name}", lineterm="", n=3))
-            file = self._write(index, record.name, text_of_lines(lines))
-            self.owner.write(file.replace(".py", ".diff"), "\n".join(diff) + "\n")
-            self._draw(gm)
-        self.dumped.steps.append(
-            Step(
-                index=index, name=record.name, file=file, record=record, summary=summary,
-                lines=lines if file else (), diff=diff,
-            )
-        )  # fmt: skip
-        self._lines = lines
-
-    def broken(self, index: int, name: str, gm: GraphModule) -> None:
-        """Write the graph that a failed pass left behind, and the page as far as it went."""
-        self._write(index, f"{name}.broken", text_of_lines(self._printed(gm)))
-        self.end()
+    def take(self, step: Step, gm: GraphModule) -> None:
+        """Write what changed."""
+        self._dumped.steps.append(step)
+        if step.lines:
+            self._owner.write(self._dumped.file(step), text_of_lines(step.lines))
+            picture = picture_of(gm, self._layers) if not self._dumped.part else None
+            if picture is not None:
+                self._pictures.append(picture)
+        if step.diff:
+            self._owner.write(self._dumped.file(step, "diff"), "\n".join(step.diff) + "\n")
 
     def end(self) -> None:
         """Draw one layer, and write the page anew."""
-        if not self.part and self._pictures:
-            # As it was before its rows were exchanged, and as it is in the end.
-            exchanged = next((i for i, one in enumerate(self._pictures) if one.exchanges), None)
-            self.dumped.before = self._pictures[exchanged - 1 if exchanged else 0]
-            if exchanged is not None:
-                self.dumped.after = self._pictures[-1]
-            for name, picture in (("before", self.dumped.before), ("after", self.dumped.after)):
-                if picture is not None:
-                    # Not cut: half a drawing is none.
-                    (self.owner.folder / f"{self.base}layer_{name}.svg").write_text(picture.svg())
-        self.owner.write_page()
+        exchanged = next((i for i, one in enumerate(self._pictures) if one.exchanges), None)
+        if exchanged is not None:
+            self._dumped.after = self._pictures[-1]
+        # As it was before its rows were exchanged. In a graph that came with them exchanged nobody knows.
+        if self._pictures and exchanged != 0:
+            self._dumped.before = self._pictures[exchanged - 1 if exchanged else 0]
+        for name, picture in (("before", self._dumped.before), ("after", self._dumped.after)):
+            if picture is not None:
+                self._owner.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg(), whole=True)
+        self._owner.show(self._dumped)
 
-    def write_schedule(self, lines: Sequence[str]) -> None:
+    def schedule(self, lines: Sequence[str]) -> None:
         """Add this part's lines to ``schedule.txt``, and to the page."""
-        self.dumped.schedule = list(lines)
-        graph = self.dumped.graph
-        parts = [line for one in self.owner.parts if one.graph == graph for line in one.schedule]
-        self.owner.write(f"graph{graph}/schedule.txt", "\n".join(parts) + "\n")
-        self.owner.write_page()
-
-    def _printed(self, gm: GraphModule) -> list[Line]:
-        return print_graph(gm, short_names(self.owner.names), self.owner.names, part=self.part)
-
-    def _write(self, index: int, name: str, text: str) -> str:
-        file = f"{self.base}{index:02}_{name}.py"
-        self.owner.write(file, text)
-        return file
-
-    def _draw(self, gm: GraphModule) -> None:
-        picture = picture_of(gm, short_names(self.owner.names)) if not self.part else None
-        if picture is not None:
-            self._pictures.append(picture)
+        self._dumped.schedule = list(lines)
+        self._owner.show(self._dumped)

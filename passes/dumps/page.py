@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
+from hecate.passes.dumps.html_page import html_page
 from hecate.passes.dumps.palette import KINDS, kind_colour, layer_class, style
 from hecate.passes.dumps.printing import Line
 from hecate.passes.dumps.steps import DumpedPart, Step
@@ -13,10 +15,7 @@ from hecate.passes.dumps.steps import DumpedPart, Step
 MOST_LINES = 3000
 
 _STYLE = """
-:root{color-scheme:light}
-*{box-sizing:border-box}
-body{font:15px/1.45 system-ui,sans-serif;color:#202124;background:#fff;margin:0 auto;max-width:1280px;padding:16px}
-h1{font-size:22px}h2{font-size:18px;margin-top:36px;border-top:1px solid #dadce0;padding-top:16px}h3{font-size:15px}
+h2{font-size:18px;margin-top:36px;border-top:1px solid #dadce0;padding-top:16px}h3{font-size:15px}
 nav a{display:inline-block;margin:0 12px 6px 0}
 table{border-collapse:collapse;font-size:14px}th,td{text-align:left;padding:4px 10px;border-bottom:1px solid #e8eaed}
 td.number{text-align:right;font-variant-numeric:tabular-nums}
@@ -24,29 +23,54 @@ tr.same,tr.off{color:#5f6368}
 .scroll{overflow-x:auto;max-width:100%}
 pre{font:12px/1.4 ui-monospace,monospace;margin:0;overflow:auto;max-height:75vh;border:1px solid #dadce0}
 pre span{display:block;padding:0 8px;min-width:max-content;min-height:1.4em}
-details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 .plus{background:#e6f4ea}.minus{background:#fce8e6}.at{background:#e8f0fe;color:#3c4043}
 .key span{display:inline-block;padding:1px 8px;margin:0 6px 6px 0;border:1px solid #dadce0;font-size:13px}
-@media(max-width:600px){body{padding:8px;font-size:14px}th,td{padding:3px 5px}pre{font-size:11px}}
+@media(max-width:600px){th,td{padding:3px 5px}pre{font-size:11px}}
 """
 
 
-def page(parts: Sequence[DumpedPart], title: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class PartOfPage:
+    """One part of a graph as HTML; the graphs that it was made of are not kept.
+
+    Attributes:
+        html: "" if the page has no room for it.
+        link: to it.
+        layers: short names of the layers in it.
+    """
+
+    html: str
+    link: str
+    layers: tuple[str, ...]
+
+
+def part_of_page(part: DumpedPart, *, most: int) -> PartOfPage:
+    """A part with all its graphs, or without them, or nothing: what ``most`` letters have room for."""
+    text = _part(part, graphs=True)
+    if len(text) > most:
+        text = _part(part, graphs=False)
+    layers = dict.fromkeys(line.layer for step in part.steps for line in step.lines if line.layer)
+    return PartOfPage(
+        html=text if len(text) <= most else "", link=f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>',
+        layers=tuple(layers),
+    )  # fmt: skip
+
+
+def page(parts: Sequence[PartOfPage], title: str) -> str:
     """The whole page."""
-    links = "".join(f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>' for part in parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Graphs of {escape(title)}</title><style>{_STYLE}{style()}</style></head><body>"
-        f"<h1>Graphs of {escape(title)}</h1>{_key(parts)}<nav>{links}</nav>"
-        + "".join(map(_part, parts))
-        + "</body></html>\n"
+    shown = [part for part in parts if part.html]
+    left = len(parts) - len(shown)
+    more = f"<p>This page is full: {left} more parts of graphs are in the folder that it is in.</p>" if left else ""
+    body = (
+        f"<h1>Graphs of {escape(title)}</h1>{_key(parts)}<nav>{''.join(part.link for part in shown)}</nav>{more}"
+        + "".join(part.html for part in shown)
     )
+    return html_page(f"Graphs of {title}", body, _STYLE + style())
 
 
-def _key(parts: Sequence[DumpedPart]) -> str:
+def _key(parts: Sequence[PartOfPage]) -> str:
     """What the colours mean."""
-    layers = dict.fromkeys(line.layer for part in parts for step in part.steps for line in step.lines if line.layer)
+    layers = dict.fromkeys(layer for part in parts for layer in part.layers)
     shown = [f'<span class="{layer_class(layer)}">experts of {escape(layer)}</span>' for layer in list(layers)[:8]]
     shown += [
         f'<span style="border-left:5px solid {kind_colour(kind)}">collective of {kind}</span>' for kind in KINDS
@@ -62,21 +86,24 @@ def _anchor(part: DumpedPart) -> str:
     return f"graph{part.graph}-{part.part or 'captured'}"
 
 
-def _part(part: DumpedPart) -> str:
-    text = [f'<h2 id="{_anchor(part)}">{escape(_title(part))}</h2>', _table(part)]
+def _part(part: DumpedPart, *, graphs: bool) -> str:
+    text = [f'<h2 id="{_anchor(part)}">{escape(_title(part))}</h2>', _table(part, graphs=graphs)]
+    if not graphs:
+        folder = escape(part.folder)
+        text.append(f'<p>This page is full: the graphs are in <a href="{folder}">{folder}</a>.</p>')
     if part.schedule:
         text.append(f"<h3>schedule</h3>{_pre([(line, '') for line in part.schedule], '')}")
     for what, picture in (("before", part.before), ("after", part.after)):
-        if picture is not None:
+        if picture is not None and graphs:
             text.append(
                 f"<details{' open' if what == 'after' else ''}><summary>layer {escape(picture.layer)}, {what} its "
                 f'rows are exchanged</summary><div class="scroll">{picture.svg()}</div></details>'
             )
-    text += [_step(part, step) for step in part.steps if step.lines]
+    text += [_step(part, step) for step in part.steps if step.lines and graphs]
     return "".join(text)
 
 
-def _table(part: DumpedPart) -> str:
+def _table(part: DumpedPart, *, graphs: bool) -> str:
     rows = []
     for step in part.steps:
         record = step.record
@@ -84,7 +111,8 @@ def _table(part: DumpedPart) -> str:
             continue
         plus, minus = _counts(step)
         kind = "" if step.lines else "same" if record.enabled else "off"
-        name = f'<a href="#{_step_anchor(part, step)}">{step.name}</a>' if step.lines else step.name
+        where = f"#{_step_anchor(part, step)}" if graphs else part.file(step)
+        name = f'<a href="{escape(where)}">{step.name}</a>' if step.lines else step.name
         changed = f"+{plus} −{minus}" if step.lines else "nothing" if record.enabled else "off"  # noqa: RUF001
         why = "; ".join(f"{skip.where}: {skip.reason}" for skip in record.skipped)
         rows.append(
@@ -113,10 +141,8 @@ def _step(part: DumpedPart, step: Step) -> str:
     if step.diff:
         marks = {"+": "plus", "-": "minus", "@": "at"}
         lines = [(line, marks.get(line[:1], "")) for line in step.diff]
-        diff = (
-            f"<details open><summary>difference</summary>{_pre(lines, step.file.replace('.py', '.diff'))}</details>"
-        )
-    graph = _pre([(line.text, _classes(line)) for line in step.lines], step.file)
+        diff = f"<details open><summary>difference</summary>{_pre(lines, part.file(step, 'diff'))}</details>"
+    graph = _pre([(line.text, _classes(line)) for line in step.lines], part.file(step))
     return (
         # A link to something inside opens what it is in; one to the outside does not.
         f'<details><summary>{step.index:02} {escape(step.name)}</summary><div id="{_step_anchor(part, step)}">{diff}'

@@ -1,4 +1,4 @@
-"""Colours of pages and drawings: expert regions by layer, collectives by what they carry."""
+"""Colours of all pages and drawings: expert regions by layer, collectives by what they carry."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from __future__ import annotations
 _LAYERS = ("#d7e8fa", "#fde7c8", "#dcefd6", "#f6d9e5", "#e4defa", "#d2efee", "#f7efb5", "#e9ded4")
 _OTHER = "#eef0f2"
 
+# Bright enough for black text, strong enough for a bar; what is alike is of one hue (after Okabe and Ito).
 KINDS: dict[str, str] = {
-    "rows": "#f28b82",
-    "counts": "#fdd663",
-    "tickets": "#fcad70",
-    "replicas": "#c58af9",
-    "experts": "#a77bd0",
-    "dense": "#81c995",
-    "bucket": "#8ab4f8",
+    "rows": "#56a5dc",
+    "counts": "#e8c547",
+    "tickets": "#f2dd8f",
+    "replicas": "#7fd1b4",
+    "experts": "#36ab85",
+    "dense": "#cc79a7",
+    "bucket": "#e6b3cf",
 }
 
 

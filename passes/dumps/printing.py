@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,7 +60,7 @@ def print_graph(
     return lines
 
 
-def text_of_lines(lines: list[Line]) -> str:
+def text_of_lines(lines: Sequence[Line]) -> str:
     """The lines as the text of a file."""
     return "\n".join(line.text for line in lines) + "\n"
 

@@ -16,8 +16,7 @@ class Step:
 
     Attributes:
         index: place of the pass in its list; 0 is what came in.
-        file: the graph's file in the folder of its rank; "" if nothing was written.
-        record: what the pass did; None for what came in.
+        record: what the pass did; None for what came in, and for what a failed pass left behind.
         summary: what the pass does.
         lines: the graph; empty if the pass changed nothing.
         diff: the lines of the unified diff.
@@ -25,11 +24,15 @@ class Step:
 
     index: int
     name: str
-    file: str = ""
     record: PassRecord | None = None
     summary: str = ""
     lines: Sequence[Line] = ()
     diff: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        """``11_exchange_rows``."""
+        return f"{self.index:02}_{self.name}"
 
 
 @dataclass(kw_only=True)
@@ -42,3 +45,12 @@ class DumpedPart:
     schedule: list[str] = field(default_factory=list)
     before: Picture | None = None
     after: Picture | None = None
+
+    @property
+    def folder(self) -> str:
+        """Where its files are in the folder of its rank."""
+        return f"graph{self.graph}/{self.part}/" if self.part else f"graph{self.graph}/"
+
+    def file(self, step: Step, kind: str = "py") -> str:
+        """A file of one step."""
+        return f"{self.folder}{step.title}.{kind}"

@@ -1,8 +1,8 @@
 """Notes: what a collective is, for whom, and what was predicted for it, as text in the graph.
 
 Text, because a graph that comes from a cache brings nothing else along: part of the graph, operator, predicted
-seconds, seconds of compute meanwhile, and the layer or what it carries, with spaces between. The queue reads the note
-when the collective starts (``hecate.runtime.comm.queue.Span``).
+seconds, seconds of compute meanwhile, predicted bytes, and the layer or what it carries, with spaces between. The
+queue reads the note when the collective starts (``hecate.runtime.comm.queue.Span``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops.dense import get_dense_shard
 
 
-def write_note(node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0) -> str:
+def write_note(
+    node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0, sent: float = 0.0
+) -> str:
     """The note of a collective, whole or its start.
 
     Args:
         predicted: seconds that it will take.
         behind: seconds of compute meanwhile.
+        sent: bytes that leave this rank.
     """
     collective = collective_of(node.target)
     if collective is None:
         raise LookupError(f"hecate: {node.name} is no collective")
     subject = _subject_of(node, collective.carries, context)
-    return f"{context.part} {collective.name} {predicted:.6f} {behind:.6f} {subject}"
+    return f"{context.part} {collective.name} {predicted:.9f} {behind:.9f} {sent:.0f} {subject}"
 
 
 def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
@@ -55,19 +58,19 @@ def read_note(text: str) -> Span:
     return Span.of(text)
 
 
-def schedule_lines(spans: Iterable[Span], *, measured: bool) -> list[str]:
-    """A line for each layer in each part of the graph, with milliseconds: what travels, behind how much compute.
-
-    Args:
-        measured: say too how long it took, and how long the compute stood still for it.
-    """
+def schedule_lines(spans: Iterable[Span]) -> list[str]:
+    """A line for each layer in each part of the graph, with milliseconds: what travels, behind how much compute."""
     lines: dict[tuple[str, str], list[str]] = {}
     for span in spans:
-        text = f"{span.operator} {span.predicted * 1e3:.2f} behind {span.behind * 1e3:.2f}"
-        if measured and span.ready:
-            text += f" (took {span.seconds * 1e3:.2f}, exposed {span.exposed * 1e3:.2f})"
+        text = f"{span.operator} {_ms(span.predicted)} behind {_ms(span.behind)}"
         lines.setdefault((span.part, span.subject), []).append(text)
     return [f"{part} {subject}: {'; '.join(texts)}" for (part, subject), texts in lines.items()]
+
+
+def _ms(seconds: float) -> str:
+    """Two places, and more where these would say nothing."""
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.2f}" if milliseconds == 0 or milliseconds >= 0.1 else f"{milliseconds:.2g}"
 
 
 def notes_in(nodes: Iterable[Node]) -> list[Span]:

@@ -153,16 +153,19 @@ class Clock:
 
     def link_seconds(self, start: Node, wait: Node) -> float:
         """How long a collective takes with nothing else on the link."""
+        return self.sent_bytes(start, wait) / self.context.link_bytes
+
+    def sent_bytes(self, start: Node, wait: Node) -> float:
+        """What a collective takes over this rank's link."""
         context, collective = self.context, _started_by(start)
-        link = context.link_bytes
         payload = sum(self.number(_value(n).numel()) * wire_itemsize(start, _value(n)) for n in payload_of(start))
         if collective.carries == "replicas":
             # The payload is the rank's own experts or their gradients.
-            return payload * context.slots / max(1, context.owned) / link
+            return payload * context.slots / max(1, context.owned)
         if collective.role == "gather":
             payload = self.number(bytes_of(_value(wait)))
         others = (context.world_size - 1) / context.world_size
-        return payload * others * max(1, collective.ring_rounds) / link
+        return payload * others * max(1, collective.ring_rounds)
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
         """Memory that parameters or gradients on their way hold: what is sent, and what arrives.

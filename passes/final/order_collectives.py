@@ -32,7 +32,8 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     for one in collectives:
         *args, _, _ = one.start.args
         behind = seconds[position[one.wait]] - seconds[position[one.start]]
-        note = write_note(one.start, context, clock.link_seconds(one.start, one.wait), behind)
+        sent = clock.sent_bytes(one.start, one.wait)
+        note = write_note(one.start, context, sent / context.link_bytes, behind, sent)
         one.start.args = (*args, [before] if before is not None else [], note)
         before = one.start
     return Outcome(rewritten=len(collectives))

@@ -65,6 +65,7 @@ class Span:
         started: it was put into the queue.
         begun, ended: it ran.
         waited, ready: the compute asked for the result, and had it.
+        predicted_bytes: that leave this rank.
 
     With NCCL all are times of the GPU, as far as :attr:`CollectiveQueue.spans` has read them.
     """
@@ -79,12 +80,14 @@ class Span:
     ended: float = 0.0
     waited: float = 0.0
     ready: float = 0.0
+    predicted_bytes: float = 0.0
 
     @classmethod
     def of(cls, note: str) -> Span:
         """A span that starts now, from the note that the graph gave the collective (``collective_notes``)."""
-        part, operator, predicted, behind, subject = note.split(" ", 4)
-        return cls(part, operator, subject, float(predicted), float(behind), time.perf_counter())
+        part, operator, predicted, behind, sent, subject = note.split(" ", 5)
+        now = time.perf_counter()
+        return cls(part, operator, subject, float(predicted), float(behind), now, predicted_bytes=float(sent))
 
     @property
     def title(self) -> str:
@@ -150,7 +153,7 @@ class _Pending:
 # Spans that a queue remembers.
 _KEPT = 4096
 # A collective in one piece that runs behind others.
-_UNLABELLED = "- - 0 0 -"
+_UNLABELLED = "- - 0 0 0 -"
 # The queue of a pending job keeps it, so that what is left of a model goes with the model.
 _pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

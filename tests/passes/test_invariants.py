@@ -126,7 +126,7 @@ def test_every_note_can_be_read_back() -> None:
     found = notes_in(final_graph().graph.nodes)
     assert [note.operator for note in found if note.subject.startswith("layer")]
     with pytest.raises(ValueError):
-        read_note("forward exchange soon 1.0 a layer")
+        read_note("forward exchange soon 1.0 64 a layer")
 
 
 def exchanged() -> GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.fx import GraphModule
 
 from hecate.passes import PASSES, Outcome, PassContext, summary_of
 from hecate.passes.captured.share_gathers import share_gathers
-from hecate.passes.dumps.folder import DumpFolder
+from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import InvalidGraphError
@@ -45,8 +46,9 @@ def dumped(folder: Path, **options: Any) -> DumpFolder:
     """A graph with one MoE layer, through all passes."""
     g = GraphUnderTest()
     names = {g.layer: "model.experts"}
-    dumps = DumpFolder(folder, names, **options)
-    run_passes(region(g), PassContext(world_size=2, replicates=True, layer_names=names), dump=dumps.part(3))
+    dumps = DumpFolder(folder, **options)
+    log = dumps.part(3, names=names)
+    run_passes(region(g), PassContext(world_size=2, replicates=True, layer_names=names), dump=log)
     return dumps
 
 
@@ -103,9 +105,81 @@ def test_a_graph_that_a_pass_broke_is_dumped(tmp_path: Path) -> None:
     def fail(gm: GraphModule, context: PassContext) -> Outcome:
         raise ZeroDivisionError
 
+    log = DumpFolder(tmp_path).part(0)
     with pytest.raises(ZeroDivisionError):
-        run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=DumpFolder(tmp_path).part(0))
+        run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
     assert (tmp_path / "graph0/01_fail.broken.py").exists()
+    assert "01 fail.broken" in (tmp_path / "index.html").read_text()
+
+
+def test_a_dump_that_cannot_be_written_ends_and_the_passes_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody reads traces; torch finds that out when it sends the first one.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
+    (tmp_path / "file").write_text("")
+    g = GraphUnderTest()
+    names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path / "file")
+    log = dumps.part(0, names=names)
+    with pytest.warns(UserWarning, match="the training goes on") as warned:
+        records = run_passes(region(g), PassContext(world_size=2, layer_names=names), dump=log)
+    assert len(warned) == 1 and dumps.failed
+    assert {record.name: record.rewritten for record in records}["exchange_rows"] == 1
+    assert dumps.part(1, names=names) is None
+
+
+def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AttributeError("torch has no such thing any more")
+
+    def fail(gm: GraphModule, context: PassContext) -> Outcome:
+        monkeypatch.setattr("hecate.passes.dumps.graph_log.print_graph", refuse)
+        raise ZeroDivisionError
+
+    log = DumpFolder(tmp_path).part(0)
+    with pytest.warns(UserWarning, match="no dump of this graph"), pytest.raises(ZeroDivisionError):
+        run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
+    monkeypatch.setattr("hecate.passes.runner.name_values", refuse)
+    gm = region(GraphUnderTest())
+    with pytest.warns(UserWarning, match="no names of values"):
+        records = run_passes(gm, CONTEXT)
+    assert {record.name: record.rewritten for record in records}["exchange_rows"] == 1
+    gm.graph.lint()
+
+
+def test_every_model_of_a_process_has_a_folder_and_old_graphs_go_once(tmp_path: Path) -> None:
+    for old in ("rank0/graph0", "rank0/graph7", "rank0/mine", "rank0-model2/graph0", "rank0-model3/graph0"):
+        (tmp_path / old).mkdir(parents=True)
+    first = own_folder(tmp_path / "rank0")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["rank0", "rank0/mine"]
+    dumped(first)
+    assert own_folder(tmp_path / "rank0") == tmp_path / "rank0-model2"
+    assert (first / "graph3/00_model.py").exists()
+
+
+def test_a_page_has_a_longest_size(tmp_path: Path) -> None:
+    g = GraphUnderTest()
+    names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path, most_bytes=20_000)
+    for graph in range(12):
+        context = PassContext(world_size=2, layer_names=names)
+        h = GraphUnderTest()
+        h.layer = g.layer
+        run_passes(region(h), context, dump=dumps.part(graph, names=names))
+    page = (tmp_path / "index.html").read_text()
+    assert len(page) < 4 * 20_000 + 10_000
+    assert '<a href="#graph0-captured-11">' in page and 'href="graph3/11_exchange_rows.py"' in page
+    assert re.search(r"This page is full: \d+ more parts", page)
+
+
+def test_a_graph_that_comes_with_rows_exchanged_has_no_picture_of_before(tmp_path: Path) -> None:
+    g = GraphUnderTest()
+    names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path)
+    gm = region(g)
+    run_passes(gm, PassContext(world_size=2, layer_names=names))
+    run_passes(gm, PassContext(world_size=2, layer_names=names), passes=(), dump=dumps.part(0, names=names))
+    assert (tmp_path / "graph0/layer_after.svg").exists() and not (tmp_path / "graph0/layer_before.svg").exists()
 
 
 def test_values_keep_their_names_and_say_who_wrote_them() -> None:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.extent import ALL
+
 # The page is shown in a frame, because no window is narrower than 500 pixels. Its own text is not touched.
 _FRAME = """<!DOCTYPE html>
 <meta charset="utf-8"><link rel="icon" href="data:,">
@@ -49,10 +53,16 @@ def find_browser() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
+# Where all is to be tested, a missing browser is an error (``look_at``), and no reason to test less.
+needs_browser = pytest.mark.skipif(
+    find_browser() is None and not ALL, reason="no chromium is found: apt install chromium"
+)
+
+
 def look_at(page: str, expression: str, *, width: int, folder: Path) -> Seen:
     """Show a page ``width`` pixels wide, and evaluate an expression of JavaScript in it once it is loaded."""
     browser = find_browser()
-    assert browser is not None
+    assert browser is not None, "no chromium is found: apt install chromium"
     frame = folder / "frame.html"
     frame.write_text(
         _FRAME.format(page=html.escape(page, quote=True), width=width, expression=expression), encoding="utf-8"

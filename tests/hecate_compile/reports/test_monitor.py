@@ -119,8 +119,8 @@ def test_one_rank(tmp_path: Path) -> None:
     assert (run.load.sum(2) == batch(0).numel() * 2).all() and (run.rows[..., 0] == batch(0).numel() * 2).all()
     assert run.timelines == () and np.isnan(run.hidden).all()
     page_of(run, name="x")
-    # A second start goes behind the first.
-    with hecate.monitor(model, tmp_path / "x", first_step=102):
+    # A second start goes on behind the first.
+    with hecate.monitor(model, tmp_path / "x"):
         run_step(model, batch(3))
     assert load_run(tmp_path / "x").step.tolist() == [100, 101, 102]
 
@@ -139,9 +139,20 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
     def full(file: Any, arrays: Any) -> None:
         raise OSError("no space left on device")
 
+    class Log:
+        closed = 0
+
+        def write(self, arrays: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed += 1
+            raise OSError("no space left either")
+
     monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     with hecate.monitor(model, tmp_path) as monitor:
+        monitor._tensorboard = log = Log()  # type: ignore[assignment]
         run_step(model, batch(0))
         monitor.log(loss=1.0)
         run_step(model, batch(1))
@@ -150,7 +161,40 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
             run_step(model, batch(2))
         monitor.log(loss=2.0)
         run_step(model, batch(3))
+        assert log.closed == 1
     assert load_run(tmp_path).logged["loss"].tolist() == [1.0]
+    # At the end too, and the user's own error is the one that is raised.
+    with (
+        pytest.warns(UserWarning, match="no space left"),
+        pytest.raises(ZeroDivisionError),
+        hecate.monitor(model, tmp_path),
+    ):
+        run_step(model, batch(4))
+        raise ZeroDivisionError
+    with pytest.warns(UserWarning, match="no space left"), hecate.monitor(model, tmp_path):
+        run_step(model, batch(5))
+
+
+def test_what_is_no_number_is_refused_on_the_line_that_logs_it(tmp_path: Path) -> None:
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path) as monitor:
+        run_step(model, batch(0))
+        for wrong in ("1.0", None, [1.0], torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta")):
+            with pytest.raises(TypeError, match=r"hecate\.monitor: loss"):
+                monitor.log(accuracy=0.5, loss=wrong)  # type: ignore[arg-type]
+        monitor.log(a=1, b=np.float32(2), c=torch.tensor([3]), d=True)  # type: ignore[arg-type]
+    logged = load_run(tmp_path).logged
+    assert {name: values.tolist() for name, values in logged.items()} == {"a": [1], "b": [2], "c": [3], "d": [1]}
+
+
+def test_two_monitors_do_not_share_a_folder(tmp_path: Path) -> None:
+    one, other = (hecate.compile(build("plain", layers=1), hecate.Config(**EAGER)) for _ in range(2))
+    with hecate.monitor(one, tmp_path):
+        with pytest.raises(OSError, match="another monitor writes into"):
+            hecate.monitor(other, tmp_path)
+        assert not (tmp_path / "start001").exists()
+    with hecate.monitor(other, tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["start000", "start001"]
 
 
 def test_refusals(tmp_path: Path) -> None:

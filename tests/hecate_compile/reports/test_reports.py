@@ -5,18 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import hecate
+from hecate.graph.lowering import NotRun, capturing
 from hecate.passes import PASSES
 from hecate.reports.stats import LayerStats, Stats
+from hecate.reports.tables import Section, sections_as_text
 from hecate.reports.travel import travels
-from hecate.reports.units import as_bytes, rates_text
+from hecate.reports.units import as_bytes, as_time, rates_text
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
+from hecate.simulator.fake_ranks import fake_ranks
 from tests.hecate_compile.test_errors import MixingMoE
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 
@@ -91,6 +95,22 @@ def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert re.search(r"# modeling_mixtral\.py:\d+ in forward: ", text), "the line of model code"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("HECATE_DUMP_MB", "much"), ("HECATE_DUMP_MB", "-1"), ("HECATE_DUMP_RANKS", "1")]
+)
+def test_a_wrong_variable_is_refused_before_anything_changes(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    model = build("plain", layers=1)
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=f"{name}='{value}', expected"):
+        hecate.compile(model, hecate.Config(backend="aot_eager"))
+    assert list(model.state_dict()) == before
+    monkeypatch.delenv(name)
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+
+
 def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
     model(input_ids=batch(0), labels=batch(0))
     explanation = hecate.explain(model)
@@ -102,7 +122,8 @@ def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
     assert [one["name"] for one in data["graphs"][0]["passes"]["captured"]] == [f.__name__ for f in PASSES]
     text, page = str(explanation), explanation._repr_html_()
     assert re.search(r"experts +│ +4 │ +\d+(\.\d+)? kB │", text)
-    assert "rows travel" in text and "rows travel" in page and page.count("<table>") == page.count("</table>") >= 4
+    done = "rewritten; rows travel with more ranks"
+    assert done in text and done in page and page.count("<table>") == page.count("</table>") >= 4
 
 
 def test_a_layer_that_is_left_alone_names_the_line_and_the_fix() -> None:
@@ -120,7 +141,9 @@ def test_a_layer_that_is_left_alone_names_the_line_and_the_fix() -> None:
         assert Path(file).resolve() == path.resolve()
         assert "h.sum(0" in lines[int(number) - 1], "the line that mixes rows"
         assert "keep rows apart" in region.reason and "each row by itself" in region.fix
-    assert "to do: " in str(explanation)
+    text = str(explanation)
+    assert text.count("keep rows apart") == 1 == text.count("  to do: "), "told once, of both layers"
+    assert re.search(r"left alone: blocks\.0\S*, blocks\.1\S*: ", text)
 
 
 class BreakingMoE(PlainMoE):
@@ -156,21 +179,68 @@ def test_bytes_have_a_unit(number: float, text: str) -> None:
     assert as_bytes(number) == text
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (2.5e-7, "0.25 us"),
+        (1.234e-5, "12.3 us"),
+        (9.999e-4, "1.00 ms"),
+        (0.0123, "12.3 ms"),
+        (61, "61 s"),
+    ],
+)
+def test_times_have_a_unit(seconds: float, text: str) -> None:
+    assert as_time(seconds) == text
+
+
+def test_tables_are_as_wide_as_the_terminal(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert max(map(len, str(hecate.explain(model)).splitlines())) <= 110
+
+
+def test_heads_of_narrow_tables_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = ("part", "of", "what travels", "times", "bytes", "predicted", "behind", "took", "exposed")
+    row = ("backward", "model.layers.0.mlp.experts", "sparse_reduce_scatter", "1", "24.6 kB", *["123 us"] * 4)
+    text = sections_as_text([Section(title="schedule", columns=columns, rows=(row,))])
+    assert all(word in text for column in columns for word in column.split())
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_rates_have_units() -> None:
     text = rates_text(hecate.Rates(flops=129734994732.95604, rank_bytes=2e9, node_bytes=1e9, hidden_seconds=0.0123))
     assert text == (
-        "130 GFLOP/s, links 2 GB/s of a rank and 1 GB/s of a node, memory 10 GB/s, 12.30 ms hidden in a layer"
+        "130 GFLOP/s, links 2 GB/s of a rank and 1 GB/s of a node, memory 10 GB/s, 12.3 ms hidden in a layer"
     )
     alone = hecate.Rates(flops=1e9, rank_bytes=2e9, node_bytes=NO_LINK)
     assert rates_text(alone) == "1 GFLOP/s, links 2 GB/s of a rank, memory 10 GB/s", "one node has no link"
 
 
+def test_the_schedule_is_told_before_the_first_step() -> None:
+    rates = hecate.Rates(flops=1e12, rank_bytes=1e12, node_bytes=1e12)
+    with fake_ranks(2):
+        model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager", rates=rates))
+        with capturing(), suppress(NotRun):
+            model(input_ids=batch(0), labels=batch(0))
+    explanation = hecate.explain(model)
+    found = {(one.part, one.operator): one for one in explanation.travels if one.subject.endswith("0.mlp.experts")}
+    exchange = found["forward", "exchange"]
+    # A link this fast takes less than a microsecond, and bytes are whole all the same.
+    assert 0 < exchange.predicted < 1e-6
+    assert exchange.predicted_bytes == pytest.approx(exchange.predicted * 1e12, rel=0.05)
+    assert exchange.predicted_bytes > 1000 and exchange.took is None
+    assert any(part == "backward" for part, _ in found)
+    text = str(explanation)
+    assert "schedule, as predicted" in text and "exposed" not in text and " us" in text
+
+
 def test_travels_add_up_and_what_has_not_run_has_no_time() -> None:
-    notes = ["forward exchange 0.002000 0.001000 a.experts"] * 2 + ["backward exchange 0.001000 0.000000 a.experts"]
+    notes = ["forward exchange 0.002 0.001 2000 a.experts"] * 2 + ["backward exchange 0.001 0.0 9 a.experts"]
     spans = [Span.of(note) for note in notes]
     for span in spans[:2]:
         span.begun, span.ended, span.waited, span.ready = 1.0, 1.5, 1.25, 1.75
-    forward, backward = travels(spans, link_bytes=1e6)
+    forward, backward = travels(spans)
     assert (forward.count, forward.predicted, forward.took, forward.exposed) == (2, 0.004, 1.0, 1.0)
-    assert forward.predicted_bytes == pytest.approx(4000)
+    assert forward.predicted_bytes == 4000
     assert (backward.took, backward.exposed) == (None, None)

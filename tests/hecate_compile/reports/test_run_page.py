@@ -20,9 +20,10 @@ from hecate.cli import app
 from hecate.reports.run_alerts import effective_experts, find_alerts
 from hecate.reports.run_data import load_run
 from hecate.reports.run_page import page_of
-from hecate.reports.svg_plots import heat_map, line_plot, short, ticks
+from hecate.reports.svg_plots import heat_map, line_plot, ticks
+from hecate.reports.units import short
 from tests.hecate_compile.reports.made_run import Array, make_run
-from tests.support.browser import find_browser, look_at
+from tests.support.browser import look_at, needs_browser
 
 _VOID = {"meta", "link", "br", "img"}
 
@@ -285,11 +286,10 @@ _MEASURED = """(() => {
     pictures: shown("svg image").map(one => box(one).width),
   };
 })()"""
-_NO_BROWSER = "no chromium is found: apt install chromium"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_in_a_browser(width: int, tmp_path: Path) -> None:
     make_run(tmp_path / "x", steps=80, load_of=dead)
@@ -304,7 +304,7 @@ def test_in_a_browser(width: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_browser() is None, reason=_NO_BROWSER)
+@needs_browser
 def test_what_is_wrong_with_a_page_is_seen(tmp_path: Path) -> None:
     wrong = '<img src="https://example.org/x.png"><script>nothing.at_all</script><div style="width:900px">x</div>'
     seen = look_at(wrong, _MEASURED, width=400, folder=tmp_path)

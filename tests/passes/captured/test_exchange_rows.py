@@ -77,7 +77,7 @@ def test_results_that_are_used_inside_the_body_are_not_cut() -> None:
     assert outcome.rewritten == 1
     assert targets(gm).count("exchange.default") == 1
     (skip,) = outcome.skipped
-    assert "rows travel in one part" in skip.reason and not skip.fallback
+    assert "rows travel in one part" in skip.reason and not skip.fallback and "chunks=1" in skip.fix
 
 
 LINK = Rates(flops=1e9, rank_bytes=1e6, node_bytes=1e6)
@@ -173,6 +173,12 @@ REFUSED: dict[str, tuple[Body, str]] = {
 }
 
 
+FIXES = {
+    "keep rows apart": "treat each row by itself", "own tokens": "a column of each row",
+    "another number of rows": "x.shape[0]", "in-place": "y = y + b", "switched on and off": "with gradients on",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_with_the_reason(name: str) -> None:
     middle, reason = REFUSED[name]
@@ -183,6 +189,7 @@ def test_refuses_with_the_reason(name: str) -> None:
     assert outcome.rewritten == 0
     assert outcome.skipped[0].where == "model.experts"
     assert reason in outcome.skipped[0].reason
+    assert FIXES[reason] in outcome.skipped[0].fix
     assert targets(gm) == before
 
 
@@ -264,6 +271,7 @@ def test_values_changed_in_place_before_their_use(what: str, world_size: int) ->
     gm = g.finish(mm(g, rows, g.experts(H, I), offsets))
     outcome = apply(exchange_rows, g, gm, world_size=world_size)
     assert outcome.rewritten == 0 and "in-place" in outcome.skipped[0].reason
+    assert "y = y + b" in outcome.skipped[0].fix
 
 
 def test_rows_made_with_gradients_and_counted_without() -> None:

@@ -288,6 +288,7 @@ def test_order_is_data_flow_and_labels_say_what_is_predicted() -> None:
     assert [span.operator for span in spans][:3] == ["gather_counts", "sparse_all_gather", "exchange"]
     # Two of four experts, 8 x 8 float32 each, over a link of a thousandth byte per second.
     assert spans[1].predicted == pytest.approx(2 * 64 * 4 / 1e-3)
+    assert spans[1].predicted_bytes == 2 * 64 * 4
 
 
 def test_rematerialize_tags_gathers_and_their_views_if_asked() -> None:

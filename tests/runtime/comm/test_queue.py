@@ -10,7 +10,7 @@ import torch
 from hecate.runtime.comm import queue
 from hecate.runtime.comm.queue import CollectiveQueue, Job
 
-NOTE = "forward something 0.25 1.5 a layer"
+NOTE = "forward something 0.25 1.5 64 a layer"
 
 
 def make() -> CollectiveQueue:
@@ -90,5 +90,5 @@ def test_spans_say_what_was_predicted_and_measured() -> None:
     queue.wait(queue.start(Job(own, lambda: None), NOTE))
     (span,) = own.spans
     assert (span.part, span.operator, span.subject) == ("forward", "something", "a layer")
-    assert (span.predicted, span.behind) == (0.25, 1.5)
+    assert (span.predicted, span.behind, span.predicted_bytes) == (0.25, 1.5, 64)
     assert 0 <= span.seconds <= span.ready - span.started

@@ -13,7 +13,7 @@ from hecate.runtime.comm import queue
 from hecate.runtime.comm.queue import CollectiveQueue, Job
 from hecate.runtime.comm.stream_lane import StreamLane
 
-NOTE = "forward something 0.25 1.5 a layer"
+NOTE = "forward something 0.25 1.5 64 a layer"
 
 
 class Stream:

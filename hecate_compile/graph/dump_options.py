@@ -1,0 +1,52 @@
+"""Where graphs are dumped: ``Config(dump=...)`` and the environment, read once in ``hecate.compile``."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hecate.config import Config
+from hecate.passes.dumps.folder import MOST_BYTES
+
+
+@dataclass(frozen=True)
+class DumpOptions:
+    """Of a model whose graphs are dumped by rank 0, or by every rank.
+
+    Attributes:
+        most_bytes: longest file.
+    """
+
+    folder: Path
+    every_rank: bool
+    most_bytes: int
+
+
+def dump_options(config: Config) -> DumpOptions | None:
+    """None if nothing is dumped.
+
+    Raises:
+        ValueError: a variable says something else than it can.
+    """
+    ranks = os.environ.get("HECATE_DUMP_RANKS") or "first"
+    if ranks not in ("first", "all"):
+        raise ValueError(f"hecate.compile: HECATE_DUMP_RANKS={ranks!r}, expected first or all")
+    most = _most_bytes(os.environ.get("HECATE_DUMP_MB"))
+    folder = config.dump or os.environ.get("HECATE_DUMP")
+    if not folder:
+        return None
+    return DumpOptions(Path(folder), "all" in (ranks, config.dump_ranks), most)
+
+
+def _most_bytes(given: str | None) -> int:
+    if not given:
+        return MOST_BYTES
+    try:
+        megabytes = float(given)
+    except ValueError:
+        megabytes = -1.0
+    if not 0 < megabytes < math.inf:
+        raise ValueError(f"hecate.compile: HECATE_DUMP_MB={given!r}, expected a number of megabytes above 0")
+    return int(megabytes * 2**20)

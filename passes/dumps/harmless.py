@@ -1,0 +1,22 @@
+"""What is only for people to read must not end a compile, and that on one rank while the others wait for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turn an error of the block into a warning.
+
+    Args:
+        what: what is missing then, for the warning.
+        otherwise: called after an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        otherwise()
+        warnings.warn(f"hecate: no {what} from here on: {type(error).__name__}: {error}", stacklevel=3)
