@@ -296,6 +296,7 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
     )  # fmt: skip
 
 
+@_ONLY_ALL
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -303,9 +304,9 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
     [
         # Missing communication: on each rank by itself everything is right.
         ("bucket_gradients", "forget_a_mean"),
-        pytest.param("group_expert_loops", "scale_outputs", marks=_ONLY_ALL),
-        pytest.param("rematerialize", "scale_outputs", marks=_ONLY_ALL),
-        pytest.param("split_collectives", "scale_outputs", marks=_ONLY_ALL),
+        ("group_expert_loops", "scale_outputs"),
+        ("rematerialize", "scale_outputs"),
+        ("split_collectives", "scale_outputs"),
     ],
 )
 def test_a_planted_fault_is_found(name: str, fault: str, tmp_path: Path) -> None:

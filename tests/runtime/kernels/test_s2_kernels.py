@@ -40,7 +40,7 @@ def through_kernels(case: Case, device: str, dtype: torch.dtype) -> float:
     return max(errors([x.cpu() for x in found], expected(qkv, grad, p)))
 
 
-@settings(max_examples=40 if ALL else 6, deadline=None, derandomize=True)
+@settings(max_examples=40 if ALL else 3, deadline=None, derandomize=True)
 @given(cases(widths=(16, 24, 64, 128), longest=70), st.sampled_from(list(BARS)))
 def drawn(case: Case, dtype: torch.dtype) -> None:
     assert through_kernels(case, "cpu", dtype) < BARS[dtype]
@@ -69,6 +69,8 @@ def multiply_bfloat16() -> None:
 def main() -> None:
     multiply_bfloat16()
     for name in NAMES:
+        if not ALL and name not in ("shared keys", "shorter than a block"):
+            continue
         for dtype in BARS if ALL else list(BARS)[:1]:
             error = through_kernels(CASES[name], "cpu", dtype)
             assert error < BARS[dtype], (name, dtype, error)
