@@ -6,6 +6,8 @@ import os
 
 # Before anything computes: a test uses one core, so that two of them do not get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tables are as wide as the terminal, which is another one for every reader of these tests.
+os.environ["COLUMNS"] = "150"
 
 from collections.abc import Iterator
 

@@ -24,6 +24,7 @@ from tests.passes.captured.test_exchange_rows import region
 from tests.support.graphs import GraphUnderTest, H, targets
 
 CONTEXT = PassContext(world_size=2)
+EXCHANGE = [function.__name__ for function in PASSES].index("exchange_rows") + 1
 
 
 def test_all_passes_in_order_with_counts() -> None:
@@ -91,10 +92,9 @@ def test_the_page_is_one_file_with_the_passes_and_a_drawing(tmp_path: Path) -> N
     assert not re.search(r'(?:src|href)="(?:https?:)?//', page), "no network"
     assert 'class="layer0 carries-rows"' in page and 'class="plus"' in page
     assert all(function.__name__ in page for function in PASSES)
-    number = [function.__name__ for function in PASSES].index("exchange_rows") + 1
-    assert f'href="#graph3-captured-{number}"' in page
+    assert f'href="#graph3-captured-{EXCHANGE}"' in page
     # A browser opens what a link leads into, not what it leads to.
-    assert f'<details><summary>{number:02} exchange_rows</summary><div id="graph3-captured-{number}">' in page
+    assert f'<details><summary>{EXCHANGE:02} exchange_rows</summary><div id="graph3-captured-{EXCHANGE}">' in page
     for name in ("before", "after"):
         drawing = ElementTree.parse(tmp_path / f"graph3/layer_{name}.svg").getroot()
         assert len(drawing.findall("{*}g")) > 5
@@ -169,7 +169,8 @@ def test_a_page_has_a_longest_size(tmp_path: Path) -> None:
         run_passes(region(h), context, dump=dumps.part(graph, names=names))
     page = (tmp_path / "index.html").read_text()
     assert len(page) < 4 * 20_000 + 10_000
-    assert '<a href="#graph0-captured-11">' in page and 'href="graph3/11_exchange_rows.py"' in page
+    assert f'<a href="#graph0-captured-{EXCHANGE}">' in page
+    assert f'href="graph3/{EXCHANGE:02}_exchange_rows.py"' in page
     assert re.search(r"This page is full: \d+ more parts", page)
 
 
