@@ -83,6 +83,7 @@ def test_thirty_steps_equal_one_process(calibrates: bool) -> None:
     check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 2, nodes=None, calibrates=calibrates))
 
 
+@pytest.mark.skipif(not ALL, reason="four ranks of what two do above: with HECATE_TESTS=all")
 @pytest.mark.distributed
 def test_thirty_steps_on_two_nodes_equal_one_process() -> None:
     check_thirty_steps(run_ranks(f"{_HERE}:thirty_steps", 4, nodes=[0, 0, 1, 1], calibrates=False, layers=1))

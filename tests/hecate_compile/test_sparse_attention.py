@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "masked": ("llama", OPTIONS, {"disable_passes": ["skip_blocks"]}),
 }
 # What the number of ranks changes nothing in, and what it does; of the rest the one that takes less time.
-ALONE, TOGETHER = ("qwen3_moe", "masked"), ("sharded", "checkpointed")
+ALONE, TOGETHER = ("qwen3_moe", "masked"), ("checkpointed",)
 if ALL:
     CASES |= {f"{family}, plain": (family, OPTIONS, {}) for family in FAMILIES}
     CASES |= {f"{family}, sharded": (family, OPTIONS, {"dense": "shard"}) for family in FAMILIES}

@@ -88,6 +88,7 @@ def test_other_patterns() -> None:
     check(generate("llama", homogeneous=True, stride=3, allow_holes=True))
 
 
+@only_with_all
 @pytest.mark.distributed
 def test_on_two_ranks() -> None:
     for found in run_ranks(f"{_HERE}:generate", 2, family="qwen3_moe", count=LONG if ALL else 30):
