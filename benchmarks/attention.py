@@ -384,17 +384,15 @@ class Recall(nn.Module):
 
 
 def recall_kinds() -> dict[str, hecate.S2Attention | None]:
-    small: dict[str, Any] = {"block": 16, "dense_layers": ()}
+    small: dict[str, Any] = {"block": 16, "local": 1, "dense_layers": ()}
     return {
         "dense": None,
-        "S2": hecate.S2Attention(**small, local=2, stride=4),
-        "first layer dense, then S2": hecate.S2Attention(block=16, local=1, stride=4, dense_layers=(0,)),
-        "the same pattern in all heads": hecate.S2Attention(
-            **small, local=2, stride=4, homogeneous=True, allow_holes=True
-        ),
-        "twice the stride that heads cover": hecate.S2Attention(**small, local=1, stride=8, allow_holes=True),
+        "S2": hecate.S2Attention(**small, stride=4),
+        "first layer dense, then S2": hecate.S2Attention(**small | {"dense_layers": (0,)}, stride=4),
+        "the same pattern in all heads": hecate.S2Attention(**small, stride=4, homogeneous=True, allow_holes=True),
+        "twice the stride that heads cover": hecate.S2Attention(**small, stride=8, allow_holes=True),
         # No residue is that of a block that is there; with offset 0 the first head would see block 0.
-        "local blocks alone": hecate.S2Attention(**small, local=2, stride=10**6, offset=1, allow_holes=True),
+        "local blocks alone": hecate.S2Attention(**small, stride=10**6, offset=1, allow_holes=True),
     }
 
 
