@@ -8,66 +8,70 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention
+from benchmarks.attention import __main__ as command
+from benchmarks.attention import alone, decode, language, retrieval, step, timing
+from benchmarks.attention.plot import plot
 from tests.support.extent import ALL
 
 
 def test_all_parts_run_and_are_shown(tmp_path: Path) -> None:
-    alone = attention.alone([256], 1, with_flex=False, heads=2, width=8)
-    decode = attention.decode([256], 1, width=8)
-    text = "\n".join([*attention.table_of_alone(alone), *attention.table_of_decode(decode)])
+    results = {
+        "alone": alone.run([256], 1, with_flex=False, heads=2, width=8),
+        "decode": decode.run([256], 1, width=8),
+    }
+    text = "\n".join([*alone.table(results["alone"]), *decode.table(results["decode"])])
     assert "| 256 |" in text and "25.3" in text
-    attention.plot({"alone": alone, "decode": decode}, tmp_path / "attention.png")
+    plot(results, tmp_path / "attention.png")
     assert (tmp_path / "attention.png").stat().st_size > 0
 
 
 def test_ratios_are_of_rounds() -> None:
     samples = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0]}
-    assert attention.ratios(samples, "s2", "dense") == [3.0, 2.0, 5.0]
-    assert attention.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)"
+    assert timing.ratios(samples, "s2", "dense") == [3.0, 2.0, 5.0]
+    assert timing.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)"
     found = {"length": 8192, "share": 0.125, "samples": samples | {"attention of dense": [2.4, 3.2, 4.0]}}
-    assert "Attention is 80% of the dense step" in attention.table_of_step(found)[-1]
-    assert "the bound is 3.3" in attention.table_of_step(found)[-1]
+    assert "Attention is 80% of the dense step" in step.table(found)[-1]
+    assert "the bound is 3.3" in step.table(found)[-1]
 
 
 def test_the_recall_task_has_its_answers() -> None:
-    x, y = attention.recall_batch(4, torch.Generator().manual_seed(0))
+    x, y = retrieval.recall_batch(4, torch.Generator().manual_seed(0))
     for row in range(4):
-        pairs = {int(key): int(value) for key, value in x[row, : -attention._ASKED] if key}
-        assert len(pairs) == attention._NEEDLES
-        assert [pairs[int(key)] for key in x[row, -attention._ASKED :, 0]] == y[row, -attention._ASKED :].tolist()
+        pairs = {int(key): int(value) for key, value in x[row, : -retrieval._ASKED] if key}
+        assert len(pairs) == retrieval._NEEDLES
+        assert [pairs[int(key)] for key in x[row, -retrieval._ASKED :, 0]] == y[row, -retrieval._ASKED :].tolist()
 
 
-@pytest.mark.parametrize("name", attention.recall_kinds() if ALL else ("S2",))
+@pytest.mark.parametrize("name", retrieval.recall_kinds() if ALL else ("S2",))
 def test_one_step_of_each_kind_of_recall(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {name: attention.recall_kinds()[name]}
-    monkeypatch.setattr(attention, "recall_kinds", lambda: kinds)
-    found = attention.retrieval(1, 1)
+    kinds = {name: retrieval.recall_kinds()[name]}
+    monkeypatch.setattr(retrieval, "recall_kinds", lambda: kinds)
+    found = retrieval.run(1, 1)
     assert 0 <= found[name][0] <= 1
-    assert name in attention.table_of_retrieval(found)[-1]
+    assert name in retrieval.table(found)[-1]
 
 
 def test_local_blocks_alone_are_alone() -> None:
-    options = attention.recall_kinds()["local blocks alone"]
+    options = retrieval.recall_kinds()["local blocks alone"]
     assert options is not None
-    p, n = options.pattern(4, 4), attention._LENGTH // 16
+    p, n = options.pattern(4, 4), retrieval._LENGTH // 16
     seen = {(h, i, j) for h in range(4) for i in range(n) for j in range(n) if p.attends(h, i, j)}
     assert seen == {(h, i, i) for h in range(4) for i in range(n)}
 
 
 def test_quality_stands_beside_its_bars() -> None:
-    assert attention.beside_the_bar("S2", [1.0, 0.96], [1.0, 1.0]) == "0.960, at least 0.98"
-    assert attention.beside_the_bar("local blocks alone", [0.1, 0.3], [0.5, 0.5]) == "0.600, below 0.7"
-    assert set(attention._BARS) < set(attention.recall_kinds())
+    assert retrieval.beside_the_bar("S2", [1.0, 0.96], [1.0, 1.0]) == "0.960, at least 0.98"
+    assert retrieval.beside_the_bar("local blocks alone", [0.1, 0.3], [0.5, 0.5]) == "0.600, below 0.7"
+    assert set(retrieval._BARS) < set(retrieval.recall_kinds())
     found = {"dense": {5: 2.5, 10: 2.0}, "S2, all layers": {5: 2.5, 10: 2.02}}
-    assert attention.table_of_language(found)[-1] == "| S2, all layers | 2.500 | 2.020 | +1.0% |"
+    assert language.table(found)[-1] == "| S2, all layers | 2.500 | 2.020 | +1.0% |"
 
 
 def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     path.write_text('{"torch": "2.0", "alone": [1]}')
-    attention.write(path, "decode", [2])
-    attention.write(path, "step", {"length": 3})
+    command.write(path, "decode", [2])
+    command.write(path, "step", {"length": 3})
     kept = json.loads(path.read_text())
     assert set(kept) == {"decode", "step"} and kept["decode"]["result"] == [2]
     assert kept["step"]["commit"] and kept["step"]["torch"] == torch.__version__
@@ -75,5 +79,5 @@ def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> N
 
 def test_systems_take_turns_in_being_first() -> None:
     order: list[str] = []
-    attention.measure({name: lambda name=name: order.append(name) for name in "ab"}, 2)
+    timing.measure({name: lambda name=name: order.append(name) for name in "ab"}, 2)
     assert "".join(order) == "baabba"

@@ -12,46 +12,49 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import measure, report
+from benchmarks.gpu_check.case import SMALL, SUMS, Case
+from benchmarks.gpu_check.cases import KERNELS, cases_of
 from hecate.runtime.kernels import launch
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", gpu_check.KERNELS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_each_case_compares_two_equal_results(name: str) -> None:
     """Here both are the reference: operands fit, and nothing is changed between the two."""
-    for case in gpu_check.cases_of(name, gpu_check.SMALL, CPU):
+    for case in cases_of(name, SMALL, CPU):
         # Of attention the CPU has an algorithm of its own.
         limit = case.limits[case.dtype] if name.startswith("s2_") else 0
-        assert gpu_check.difference(case) <= limit
+        assert measure.difference(case) <= limit
         assert (case.flops > 0) != (case.bytes > 0)
-        for call in (*(case.timed or ()), gpu_check._bound_of(case, CPU)):
+        for call in (*(case.timed or ()), measure._bound_of(case, CPU)):
             call()
         if case.torch is not None:
-            found, expected = gpu_check._tensors(case.torch()), gpu_check._tensors(case.ours())
+            found, expected = measure._tensors(case.torch()), measure._tensors(case.ours())
             assert [one.shape for one in found] == [one.shape for one in expected]
 
 
 def test_differences_are_seen() -> None:
-    def case(ours: torch.Tensor, theirs: torch.Tensor) -> gpu_check.Case:
-        return gpu_check.Case(torch.float32, lambda: ours, lambda: theirs, None, gpu_check.SUMS)
+    def case(ours: torch.Tensor, theirs: torch.Tensor) -> Case:
+        return Case(torch.float32, lambda: ours, lambda: theirs, None, SUMS)
 
-    assert gpu_check.difference(case(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))) == 0.25
-    assert not gpu_check.difference(case(torch.tensor([torch.nan]), torch.tensor([1.0]))) <= 1
-    assert gpu_check.difference(case(torch.zeros(2), torch.zeros(3))) == float("inf")
+    assert measure.difference(case(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))) == 0.25
+    assert not measure.difference(case(torch.tensor([torch.nan]), torch.tensor([1.0]))) <= 1
+    assert measure.difference(case(torch.zeros(2), torch.zeros(3))) == float("inf")
 
 
 def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_check.main([]) == 2
+    assert command.main([]) == 2
     assert "NO GPU HERE" in capsys.readouterr().out
 
 
 def test_the_table() -> None:
     samples = {"kernel": [1.0, 2.0, 3.0], "reference": [4.0, 4.0, 4.0], "bound": [1.8, 1.8, 1.8]}
     one = {"dtype": "float32", "equal": True, "difference": 0.0, "limit": 0.0, "samples": samples}
-    text = gpu_check.table([
+    text = report.table([
         {"kernel": "gather_rows", "bytes": 4_000_000, **one},
         {"kernel": "weight_grads", "note": "two", "flops": 6 * 10**9, **one},
         {"kernel": "grouped_mm", "error": "Traceback\nRuntimeError: out of memory\n"},
@@ -66,8 +69,8 @@ def test_the_table() -> None:
 def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After each kernel, also if time runs out; those that did not begin are named."""
     monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
-    monkeypatch.setattr(gpu_check, "machine", lambda: {"gpu": "none"})
-    monkeypatch.setattr(gpu_check, "run_tests", lambda seconds: {"code": None, "output": "3 passed"})
+    monkeypatch.setattr(command, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(command, "run_tests", lambda seconds: {"code": None, "output": "3 passed"})
     seen = []
 
     def measured(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
@@ -77,10 +80,10 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return [{"kernel": name, "error": "slow"}]
 
     clock = [0.0]
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(gpu_check, "in_a_process", measured)
-    assert gpu_check.check_all(540, tests=True) == 1
-    first, second, *others = gpu_check.KERNELS
+    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(command, "in_a_process", measured)
+    assert command.check_all(540, tests=True) == 1
+    first, second, *others = KERNELS
     assert seen == [[], [first]]
     found = json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]
     assert [one["kernel"] for one in found] == [first, second, *others]
@@ -89,9 +92,9 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_a_command_ends_in_time() -> None:
-    code, output = gpu_check.run([sys.executable, "-uc", "print('begun'); import time; time.sleep(100)"], 2)
+    code, output = command.run([sys.executable, "-uc", "print('begun'); import time; time.sleep(100)"], 2)
     assert code is None and output.startswith("begun")
-    assert gpu_check.run([sys.executable, "-c", "print('done')"], 60) == (0, "done\n")
+    assert command.run([sys.executable, "-c", "print('done')"], 60) == (0, "done\n")
 
 
 def test_tests_for_gpus_need_no_more_than_a_gpu_has() -> None:
@@ -104,7 +107,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "g
 """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
     done = subprocess.run(
-        [sys.executable, "-c", program, *gpu_check.TESTS], cwd=gpu_check.ROOT, env=kept, capture_output=True,
+        [sys.executable, "-c", program, *command.TESTS], cwd=command.ROOT, env=kept, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

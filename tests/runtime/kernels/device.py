@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
+from types import ModuleType
 
 import pytest
 import torch
+
+from hecate.runtime import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_KERNELS = INTERPRETED or torch.cuda.is_available()
@@ -28,3 +33,10 @@ def whole_numbers(*shape: int, most: int = 8, seed: int = 0, dtype: torch.dtype 
 def index_of(*values: int) -> torch.Tensor:
     """An index on the device."""
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All that launch kernels, but those of S2-Attention, which are no one's to import where Triton is missing."""
+    names = [one.name for one in pkgutil.iter_modules(kernels.__path__) if not one.name.startswith("s2_")]
+    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names if name != "launch"]
+    return [module for module in modules if hasattr(module, "launch")]

@@ -8,27 +8,18 @@ import torch
 
 import hecate
 from hecate.runtime.comm.world import find_world
-from hecate.runtime.kernels import (
-    expand_segments,
-    gather_rows,
-    grouped_mm,
-    launch,
-    pack_experts,
-    scatter_rows,
-    sum_replicas,
-    weight_grads,
-)
+from hecate.runtime.kernels import launch
 from hecate.runtime.ops import reference
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView
+from tests.runtime.kernels.device import kernel_modules
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer, routed, slot_grads
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
 from tests.support.models import batch, build
 from tests.support.parity import clear_gradients, compare, error_of, run_step
 
-MODULES = (expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, sum_replicas, weight_grads)
 _launched: set[str] = set()
 MODELS: dict[str, dict[str, Any]] = {
     "plain in two chunks": dict(family="plain", chunks=2),
@@ -42,7 +33,7 @@ if ALL:
 def run() -> dict[str, Any]:
     """Operators and whole steps, each with what was launched meanwhile."""
     assert launch.INTERPRETED
-    for module in MODULES:
+    for module in kernel_modules():
         module.launch = _counted(module.__name__.rsplit(".", 1)[1], module.launch)
     torch.distributed.init_process_group("gloo")
     compare_operators()

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu_check.case import Sizes
+from benchmarks.gpu_check.cases import KERNELS, cases_of
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels import launch
 from hecate.runtime.ops import s2_attention
+from tests.runtime.kernels.device import kernel_modules
 from tests.support.extent import ALL
 
 pytestmark = pytest.mark.skipif(launch.triton is None, reason="needs Triton, which is for Linux")
 
 # Sizes of which 16 bytes hold a part, as those of models are.
-SIZES = gpu_check.Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2)
+SIZES = Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2)
 CAPABILITIES = (80, 90, 100) if ALL else (90,)
-MODULES = [
-    module for module in vars(gpu_check).values() if isinstance(module, ModuleType) and hasattr(module, "tuned")
-]
+MODULES = [module for module in kernel_modules() if hasattr(module, "tuned")]
 PRODUCTS = ("grouped_mm", "weight_grads")
 # The largest blocks of attention, and those of two stages.
 BLOCKS = [
@@ -31,7 +30,7 @@ BLOCKS = [
 ]  # fmt: skip
 INDICES = ("expand_segments", "split_rows")
 # Attention has no configurations to try; see below.
-NAMES = [name for name in gpu_check.KERNELS if not name.startswith("s2_")]
+NAMES = [name for name in KERNELS if not name.startswith("s2_")]
 # What a program may have for itself on capability 9.0, the most on any GPU; others have at least 99 KiB.
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
@@ -74,7 +73,7 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
         if hasattr(module, "runs_on"):
             monkeypatch.setattr(module, "runs_on", lambda _: True)
     monkeypatch.setattr("hecate.runtime.kernels.grouped_mm.runs_on", lambda _: True)
-    for case in gpu_check.cases_of(name, SIZES, torch.device("cpu")):
+    for case in cases_of(name, SIZES, torch.device("cpu")):
         case.ours()
     assert {dtype for dtype, _ in found} >= ({torch.float32} if name == "sum_replicas" else set(dtypes_of(name)))
     for dtype, made in found:
@@ -93,7 +92,7 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
 def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another number of rows, of replicas or of segments: nothing is tuned or compiled anew."""
 
-    def launched(sizes: gpu_check.Sizes) -> list[tuple[Any, ...]]:
+    def launched(sizes: Sizes) -> list[tuple[Any, ...]]:
         found: list[tuple[Any, ...]] = []
 
         def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
@@ -111,12 +110,12 @@ def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str, monkeyp
                 patch.setattr(module, "launch", take_notes)
                 if hasattr(module, "runs_on"):
                     patch.setattr(module, "runs_on", lambda _: True)
-            for case in gpu_check.cases_of(name, sizes, torch.device("cpu")):
+            for case in cases_of(name, sizes, torch.device("cpu")):
                 case.ours()
         return found
 
-    one = launched(gpu_check.Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2))
-    other = launched(gpu_check.Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=150))
+    one = launched(Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2))
+    other = launched(Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=150))
     assert one and one == other
 
 
@@ -164,4 +163,4 @@ def test_larger_blocks_of_attention_do_not_go_to_its_kernels(monkeypatch: pytest
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
     # Rows come back in the dtype that travels.
-    return (torch.bfloat16, torch.float16) if name == "scatter_rows" else tuple(gpu_check.KERNELS[name][1])
+    return (torch.bfloat16, torch.float16) if name == "scatter_rows" else tuple(KERNELS[name][1])

@@ -1,0 +1,155 @@
+"""All that a GPU must show about the kernels, in one command on one GPU.
+
+    PYTHONPATH=typings:. python -m benchmarks.gpu_check
+
+In a checkout nothing need be installed: ``typings/hecate`` is a link to the package. ``--no-tests`` measures only,
+``--only grouped_mm`` is one kernel in this process, and ``--budget 300`` ends in so many seconds.
+
+First the tests that need a GPU, then for each kernel in bfloat16, float32 and float16: does it equal its reference,
+and how long do it, the reference and what torch itself has for this take. What decides most comes first. Each kernel
+has a process of its own, so one that reads where it must not does not spoil the others.
+
+Candidates alternate; a sample is the mean of a few calls between two CUDA events. A ratio is that of medians, and
+quartiles are those of samples. Reading offsets on the host is part of what a reference takes. Beside them runs what
+the GPU itself can do: ``copy_`` of as many bytes as a kernel has to read and write, or one dense product, or torch's
+own attention; ``of copy`` and ``of mm`` say which part of that rate a kernel reaches.
+
+Results are written to ``gpu_check.json`` and ``gpu_check.txt`` in build/benchmarks (or where ``HECATE_RESULTS``
+says), anew after each kernel; those of a running kernel are in ``gpu_check.NAME.json``, anew after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.cases import KERNELS
+from benchmarks.gpu_check.measure import measure_kernel
+from benchmarks.gpu_check.report import machine, table, text_of, write
+from benchmarks.results_folder import results_folder
+from hecate.runtime.kernels import launch
+
+# Seconds: a command may take ten minutes on some machines, and of these the tests and one kernel at most so many.
+BUDGET, FOR_TESTS, FOR_A_KERNEL = 540.0, 200.0, 150.0
+
+
+TESTS = ("tests/runtime/kernels", "tests/hecate_compile/test_parity.py", "tests/hecate_compile/test_one_gpu.py")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every kernel equals its reference and every test passes."""
+    parser = argparse.ArgumentParser(description="Kernels on one GPU: parity, times, and the tests that need a GPU.")
+    parser.add_argument("--only", choices=KERNELS, help="one kernel, in this process")
+    parser.add_argument("--to", type=Path, help="with --only: where its results are written")
+    parser.add_argument("--no-tests", action="store_true", help="leave out pytest -m gpu")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing more begins")
+    given = parser.parse_args(arguments)
+    if (reason := why_not()) is not None:
+        print(reason)
+        return 2
+    if given.only:
+        found = measure_kernel(given.only, given.to)
+        print(table(found))
+        return 0 if all(one.get("equal") and "error" not in one for one in found) else 1
+    return check_all(given.budget, tests=not given.no_tests)
+
+
+def check_all(budget: float, *, tests: bool) -> int:
+    """The tests and all kernels, each in a process of its own, as long as there is time."""
+    folder, end = results_folder(), time.monotonic() + budget
+    report: dict[str, Any] = {"machine": machine(), "environment": _environment(), "tests": None, "kernels": []}
+
+    def save() -> str:
+        text = text_of(report)
+        write(folder / "gpu_check.json", json.dumps(report, indent=1))
+        write(folder / "gpu_check.txt", text + "\n")
+        return text
+
+    if tests:
+        report["tests"] = run_tests(min(FOR_TESTS, budget))
+        save()
+    for name in KERNELS:
+        left = end - time.monotonic()
+        report["kernels"] += (
+            in_a_process(name, folder, min(FOR_A_KERNEL, left)) if left > 0
+            else [{"kernel": name, "error": "not begun: no time was left"}]
+        )  # fmt: skip
+        save()
+        print(f"{name} done", file=sys.stderr, flush=True)
+    print(save())
+    right = all(one.get("equal") and "error" not in one for one in report["kernels"])
+    return 0 if right and (report["tests"] is None or report["tests"]["code"] == 0) else 1
+
+
+def run_tests(seconds: float) -> dict[str, Any]:
+    """``pytest -m gpu`` of the files that have such tests: others may need what is not installed there."""
+    options = ["-m", "gpu", "-q", "--continue-on-collection-errors"]
+    # Cases have many widths, and each would be tuned for. What is tuned is compared with its reference below.
+    code, output = run([sys.executable, "-m", "pytest", *options, *TESTS], seconds, {"HECATE_AUTOTUNE": "0"})
+    return {"code": code, "output": output[-20_000:]}
+
+
+def in_a_process(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """:func:`measure_kernel`, which may end its process."""
+    path = folder / f"gpu_check.{name}.json"
+    path.unlink(missing_ok=True)
+    code, output = run([sys.executable, "-m", "benchmarks.gpu_check", "--only", name, "--to", str(path)], seconds)
+    # 1 says that something is not equal, which its results say too.
+    problem = "" if code in (0, 1) and path.exists() else output[-2000:] or str(code)
+    if code is None:
+        problem = f"no end after {seconds:.0f} s"
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    path.unlink(missing_ok=True)
+    return [*found, {"kernel": name, "error": problem}] if problem else found
+
+
+def run(command: Sequence[str], seconds: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
+    """The exit code of a command, None after so many seconds, and what it printed."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+        env=os.environ | (environment or {}),
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        # Tests end the processes that they started, if they are asked to.
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here, if so."""
+    if not torch.cuda.is_available():
+        return "NO GPU HERE: torch.cuda.is_available() is False. Nothing was run, and nothing was written."
+    if not launch.runs_on(torch.device("cuda")):
+        return "NO KERNELS HERE: Triton is missing, or HECATE_KERNELS=0. Nothing was run, and nothing was written."
+    if launch.INTERPRETED:
+        return "TRITON_INTERPRET is set: times would be those of the interpreter. Nothing was run."
+    return None
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("HECATE_", "TRITON_", "CUDA_"))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

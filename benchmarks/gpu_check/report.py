@@ -1,0 +1,74 @@
+"""What is printed and written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hecate.runtime.kernels import grouped_mm, launch
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    return {
+        "gpu": torch.cuda.get_device_name(0), "capability": list(torch.cuda.get_device_capability(0)),
+        "torch": torch.__version__, "cuda": torch.version.cuda, "triton": launch.triton.__version__,
+        "float32": grouped_mm.precision(),
+    }  # fmt: skip
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """The report as it is printed."""
+    text = (
+        "\n".join(f"{key}: {value}" for key, value in report["machine"].items()) + "\n\n" + table(report["kernels"])
+    )
+    if (tests := report["tests"]) is not None:
+        ended = {0: "passed", None: "NO END in time"}.get(tests["code"], f"FAILED with {tests['code']}")
+        text += f"\n\npytest -m gpu: {ended}\n{tests['output'].strip().splitlines()[-1] if tests['output'] else ''}"
+    return text
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line for each case; times are medians in milliseconds with quartiles."""
+    lines = [
+        f"{'kernel':<16} {'dtype':<9} {'case':<14} {'equal':<22} {'ms':<24} {'rate':<14} {'of the GPU':<12} "
+        f"{'reference / kernel':<19} torch / kernel"
+    ]
+    for one in found:
+        start = f"{one['kernel']:<16} {one.get('dtype', ''):<9} {one.get('note', ''):<14}"
+        if "samples" not in one:
+            lines.append(f"{start} FAILED {one['error'].strip().splitlines()[-1]}")
+            continue
+        medians = {name: statistics.median(samples) for name, samples in one["samples"].items()}
+        low, middle, high = statistics.quantiles(one["samples"]["kernel"], n=4)
+        equal = f"{'yes' if one['equal'] else 'NO'} ({one['difference']:.1e} of {one['limit']:.0e})"
+        ratios = {name: f"{median / medians['kernel']:.2f}" for name, median in medians.items()}
+        lines.append(
+            f"{start} {equal:<22} {f'{middle:.3f} ({low:.3f}..{high:.3f})':<24} {_rate(one, middle):<14} "
+            f"{_share(one, medians):<12} {ratios['reference']:<19} {ratios.get('torch', '')}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _rate(one: dict[str, Any], milliseconds: float) -> str:
+    if one.get("flops"):
+        return f"{one['flops'] / milliseconds / 1e9:.1f} TFLOP/s"
+    return f"{one['bytes'] / milliseconds / 1e6:.0f} GB/s" if one.get("bytes") else ""
+
+
+def _share(one: dict[str, Any], medians: dict[str, float]) -> str:
+    """Of attention torch's computes another number of scores, so there is no part of its rate to tell."""
+    if "bound" not in medians or one["kernel"].startswith("s2_"):
+        return ""
+    return f"{medians['bound'] / medians['kernel']:.0%} of {'mm' if one.get('flops') else 'copy'}"
+
+
+def write(path: Path, text: str) -> None:
+    """In one piece: whoever is ended meanwhile leaves what was there."""
+    beside = path.with_suffix(path.suffix + ".new")
+    beside.write_text(text)
+    beside.replace(path)
