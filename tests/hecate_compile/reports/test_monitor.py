@@ -152,7 +152,8 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
     monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     with hecate.monitor(model, tmp_path) as monitor:
-        monitor._tensorboard = log = Log()  # type: ignore[assignment]
+        log = Log()
+        monkeypatch.setattr(monitor, "_tensorboard", log)
         run_step(model, batch(0))
         monitor.log(loss=1.0)
         run_step(model, batch(1))
@@ -179,10 +180,18 @@ def test_what_is_no_number_is_refused_on_the_line_that_logs_it(tmp_path: Path) -
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     with hecate.monitor(model, tmp_path) as monitor:
         run_step(model, batch(0))
-        for wrong in ("1.0", None, [1.0], torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta")):
+        wrongs: list[Any] = [
+            "1.0",
+            None,
+            [1.0],
+            torch.zeros((), dtype=torch.complex64),
+            torch.zeros((), device="meta"),
+        ]
+        for wrong in wrongs:
             with pytest.raises(TypeError, match=r"hecate\.monitor: loss"):
-                monitor.log(accuracy=0.5, loss=wrong)  # type: ignore[arg-type]
-        monitor.log(a=1, b=np.float32(2), c=torch.tensor([3]), d=True)  # type: ignore[arg-type]
+                monitor.log(accuracy=0.5, loss=wrong)
+        numbers: dict[str, Any] = {"a": 1, "b": np.float32(2), "c": torch.tensor([3]), "d": True}
+        monitor.log(**numbers)
     logged = load_run(tmp_path).logged
     assert {name: values.tolist() for name, values in logged.items()} == {"a": [1], "b": [2], "c": [3], "d": [1]}
 
@@ -230,7 +239,8 @@ def refuse(path: str, blocked: str) -> str:
                 raise OSError(f"no room for {self.name}")
             return open_file(self, *args, **kwargs)
 
-        Path.open = refuse_own  # type: ignore[method-assign]
+        # Never undone: the rank ends with this function.
+        pytest.MonkeyPatch().setattr(Path, "open", refuse_own)
     return message_of(lambda: hecate.monitor(model, path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,11 +147,9 @@ def test_attention_compiles_and_fits(
 
 
 def _fits(q: torch.Tensor, v: torch.Tensor, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> bool:
-    class OnCuda:
-        is_cuda, device, shape, dtype = True, torch.device("cuda"), q.shape, q.dtype
-
+    on_cuda: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), shape=q.shape, dtype=q.dtype)
     monkeypatch.setattr(s2_attention, "runs_on", lambda _: True)
-    return s2_attention._fits_kernel(OnCuda(), v, pattern)  # type: ignore[arg-type]
+    return s2_attention._fits_kernel(on_cuda, v, pattern)
 
 
 def test_larger_blocks_of_attention_do_not_go_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
