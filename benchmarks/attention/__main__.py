@@ -79,7 +79,8 @@ def main() -> None:
             write(path, part, results[part])
     for part in parts:
         print("\n".join(PARTS[part].table(results[part])))
-    plot(results, path.with_suffix(".png"))
+    if {"alone", "decode"} & set(results):
+        plot(results, path.with_suffix(".png"))
 
 
 def write(path: Path, part: str, result: Any) -> None:

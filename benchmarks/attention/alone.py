@@ -71,11 +71,12 @@ def table(rows: list[Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
+        once = " once" if len(row["both"]["s2"]) == 1 else ""
         forward, both = (ratios(row[key], "s2", "dense") for key in ("forward", "both"))
         bound = 1 / row["share"]
         other = said(ratios(row["forward"], "flex", "dense")) if "flex" in row["forward"] else "-"
         lines.append(
-            f"| {row['length']:,} | {row['share']:.1%} | {bound:.1f} | {said(forward)} | {said(both)} | "
+            f"| {row['length']:,} | {row['share']:.1%} | {bound:.1f} | {said(forward)} | {said(both)}{once} | "
             f"{statistics.median(both) / bound:.0%} | {other} |"
         )
     return [*lines, "", PAPER]
