@@ -66,17 +66,16 @@ def run(lengths: list[int], rounds: int, *, with_flex: bool, heads: int = 16, wi
 
 def table(rows: list[Any]) -> list[str]:
     lines = [
-        "", "16 heads of 64, float32: times as fast as causal SDPA, in brackets the rounds", "",
+        "", "16 heads of 64, float32: times as fast as causal SDPA, in brackets the launches", "",
         "| tokens | blocks | bound | forward | forward and backward | of the bound | flex, forward |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
-        once = " once" if len(row["both"]["s2"]) == 1 else ""
         forward, both = (ratios(row[key], "s2", "dense") for key in ("forward", "both"))
         bound = 1 / row["share"]
         other = said(ratios(row["forward"], "flex", "dense")) if "flex" in row["forward"] else "-"
         lines.append(
-            f"| {row['length']:,} | {row['share']:.1%} | {bound:.1f} | {said(forward)} | {said(both)}{once} | "
+            f"| {row['length']:,} | {row['share']:.1%} | {bound:.1f} | {said(forward)} | {said(both)} | "
             f"{statistics.median(both) / bound:.0%} | {other} |"
         )
     return [*lines, "", PAPER]

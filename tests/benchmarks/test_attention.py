@@ -16,8 +16,8 @@ from tests.support.extent import ALL
 
 def test_what_is_quick_runs_and_is_shown(tmp_path: Path) -> None:
     results = {
-        "alone": alone.run([256], 1, with_flex=False, heads=2, width=8),
-        "decode": decode.run([256], 1, width=8),
+        "alone": timing.joined([alone.run([256], 1, with_flex=False, heads=2, width=8)]),
+        "decode": timing.joined([decode.run([256], 1, width=8)] * 2),
     }
     text = "\n".join([*alone.table(results["alone"]), *decode.table(results["decode"])])
     assert "| 256 |" in text and "25.3" in text
@@ -25,11 +25,14 @@ def test_what_is_quick_runs_and_is_shown(tmp_path: Path) -> None:
     assert (tmp_path / "attention.png").stat().st_size > 0
 
 
-def test_ratios_are_of_rounds() -> None:
-    samples = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0]}
-    assert timing.ratios(samples, "s2", "dense") == [3.0, 2.0, 5.0]
-    assert timing.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)"
-    found = {"length": 8192, "share": 0.125, "samples": samples | {"attention of dense": [2.4, 3.2, 4.0]}}
+def test_ratios_are_of_rounds_and_spread_is_over_launches() -> None:
+    first = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0], "attention of dense": [2.4, 3.2, 4.0]}
+    second = {"s2": [1.0], "dense": [2.0], "attention of dense": [1.6]}
+    found = timing.joined([{"length": 8192, "share": 0.125, "samples": one} for one in (first, second)])
+    assert timing.ratios(found["samples"], "s2", "dense") == [3.0, 2.0]
+    assert timing.seconds(found["samples"], "dense") == 3.0
+    assert timing.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)" and timing.said([2.0]) == "2.00"
+    assert "2.50 (2.00 - 3.00) times as fast" in step.table(found)[-1]
     assert "Attention is 80% of the dense step" in step.table(found)[-1]
     assert "the bound is 3.3" in step.table(found)[-1]
 
@@ -71,10 +74,10 @@ def test_quality_stands_beside_its_bars() -> None:
 def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     path.write_text('{"torch": "2.0", "alone": [1]}')
-    command.write(path, "decode", [2])
-    command.write(path, "step", {"length": 3})
+    command.write(path, "decode", [[2]])
+    command.write(path, "step", [{"length": 3}])
     kept = json.loads(path.read_text())
-    assert set(kept) == {"decode", "step"} and kept["decode"]["result"] == [2]
+    assert set(kept) == {"decode", "step"} and kept["decode"]["launches"] == [[2]]
     assert kept["step"]["commit"] and kept["step"]["torch"] == torch.__version__
 
 

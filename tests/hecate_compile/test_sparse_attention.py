@@ -165,13 +165,13 @@ def measure_all() -> dict[str, Any]:
 def results() -> list[dict[str, Any]] | RanksFailed:
     """A failure is remembered too, so that it is waited for once."""
     try:
-        return run_ranks(f"{_HERE}:measure_all", 2, timeout=900)
+        return run_ranks(f"{_HERE}:measure_all", 2, timeout=3000 if ALL else 900)
     except RanksFailed as failure:
         return failure
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(3100 if ALL else 1000)
 @pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(case: str) -> None:
     found = results()
