@@ -25,6 +25,16 @@ def test_what_is_quick_runs_and_is_shown(tmp_path: Path) -> None:
     assert (tmp_path / "attention.png").stat().st_size > 0
 
 
+def test_flex_attention_gets_the_same_blocks() -> None:
+    p = timing.pattern_of(1000, 4)
+    mask = alone.block_mask(1000, p, torch.device("cpu"))
+    n = p.blocks_of(1000)
+    seen = [[[p.attends(h, i, j) for j in range(n)] for i in range(n)] for h in range(4)]
+    assert mask.to_dense()[0].bool().tolist() == seen
+    full, rows = mask.full_kv_num_blocks, torch.arange(n)
+    assert full is not None and (mask.kv_num_blocks == 1).all() and (full[0] <= rows).all()
+
+
 def test_ratios_are_of_rounds_and_spread_is_over_launches() -> None:
     first = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0], "attention of dense": [2.4, 3.2, 4.0]}
     second = {"s2": [1.0], "dense": [2.0], "attention of dense": [1.6]}
