@@ -75,14 +75,15 @@ def main() -> None:
         args.launch_to.write_text(json.dumps(run_part(part, args)))
         return
     parts = args.parts or tuple(PARTS)[:3]
-    path = results_folder() / "attention.json"
+    # Now, for the checkout may change while this runs.
+    path, commit = results_folder() / "attention.json", described()
     found: dict[str, list[Any]] = {part: [] for part in parts}
     for number in range(args.launches):
         for part in parts:
             if number and part in QUALITY:
                 continue
             found[part].append(launch(part, sys.argv[1:]))
-            write(path, part, found[part])
+            write(path, part, found[part], commit)
     results = {part: joined(found[part]) if part not in QUALITY else found[part][0] for part in parts}
     for part in parts:
         print("\n".join(PARTS[part].table(results[part])))
@@ -120,13 +121,17 @@ def launch(part: str, options: Sequence[str]) -> Any:
         return json.loads(path.read_text())
 
 
-def write(path: Path, part: str, launches: Sequence[Any]) -> None:
-    """Put one part's samples into the file, which may hold other parts of other commits."""
+def described() -> str:
+    """The commit of the checkout."""
     command = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def write(path: Path, part: str, launches: Sequence[Any], commit: str) -> None:
+    """Put one part's samples into the file, which may hold other parts of other commits."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: one for name, one in kept.items() if name in PARTS and "launches" in one}
-    commit = found.stdout.strip() or "unknown"
     kept[part] = {"commit": commit, "torch": torch.__version__, "launches": list(launches)}
     path.write_text(json.dumps(kept, indent=1) + "\n")
 

@@ -84,8 +84,8 @@ def test_quality_stands_beside_its_bars() -> None:
 def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     path.write_text('{"torch": "2.0", "alone": [1]}')
-    command.write(path, "decode", [[2]])
-    command.write(path, "step", [{"length": 3}])
+    command.write(path, "decode", [[2]], "abc")
+    command.write(path, "step", [{"length": 3}], command.described())
     kept = json.loads(path.read_text())
     assert set(kept) == {"decode", "step"} and kept["decode"]["launches"] == [[2]]
     assert kept["step"]["commit"] and kept["step"]["torch"] == torch.__version__
