@@ -38,11 +38,12 @@ def _print(checks: list[Check]) -> None:
     console = Console(markup=False, emoji=False, highlight=False, width=120)
     table = Table("", "", "found", show_edge=False, box=None)
     for check in checks:
-        sign, _ = _SIGNS[check.state]
-        table.add_row(sign, check.name, check.found, style=_SIGNS[check.state][1] if check.state != "good" else None)
+        sign, colour = _SIGNS[check.state]
+        table.add_row(sign, check.name, check.found, style=colour if check.state != "good" else None)
     console.print(table)
     for state in ("bad", "look"):
+        sign, colour = _SIGNS[state]
         for check in (one for one in checks if one.state == state):
-            console.print(f"{_SIGNS[check.state][0]} {check.name}: {check.advice}", style=_SIGNS[check.state][1])
+            console.print(f"{sign} {check.name}: {check.advice}", style=colour)
     missing = sum(check.state == "bad" for check in checks)
     console.print(f"{missing} needed and missing" if missing else "everything that is needed is there")
