@@ -132,6 +132,11 @@ class Backend:
             self.sparse_layers = sparse
 
     @property
+    def dumped_all(self) -> bool:
+        """Whether everything that should be dumped so far could be written."""
+        return self._dumps is None or self._dumps.whole
+
+    @property
     def disabled(self) -> tuple[str, ...]:
         if self.config.policy == "gather":
             return (*self.config.disable_passes, "group_expert_loops", "exchange_rows")
