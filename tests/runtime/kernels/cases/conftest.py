@@ -14,15 +14,19 @@ from hecate.runtime.kernels import (
     gather_rows,
     grouped_mm,
     pack_experts,
+    post_words,
+    put_rows,
     scatter_rows,
     split_rows,
     sum_replicas,
+    take_rows,
+    wait_words,
     weight_grads,
 )
 
 MODULES = (
-    clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, split_rows,
-    sum_replicas, weight_grads,
+    clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, post_words, put_rows,
+    scatter_rows, split_rows, sum_replicas, take_rows, wait_words, weight_grads,
 )  # fmt: skip
 
 
