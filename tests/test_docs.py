@@ -127,8 +127,8 @@ def test_tutorial(tmp_path: Path) -> None:
 
 
 KERNELS = (
-    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows", "split_rows",
-    "sum_replicas", "weight_grads",
+    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "post_words", "put_rows",
+    "scatter_rows", "split_rows", "sum_replicas", "take_rows", "wait_words", "weight_grads",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Chunk:
     other rank did not come.
 
     Attributes:
-        counts: rows of each link in this exchange, int64 ``[W]``.
+        counts: rows of each link in this exchange, int64 ``[W]``, contiguous as the others.
         done: chunks of each link before this one, int64 ``[W]``.
         late: 1 for ranks that did not come in time, else 0, int64 ``[W]``.
         first: the first row of each link that this chunk has.
@@ -95,12 +95,14 @@ def capacity_of(window: Tensor, tensor: Tensor, wire: torch.dtype) -> int:
 
 
 def check_links(who: str, chunk: Chunk) -> None:
-    """Raise unless counts, chunks and late ranks are int64 ``[W]`` on one device, and no more than kernels take."""
+    """Raise unless counts, chunks and late ranks are int64 ``[W]`` without gaps, and no more than kernels take."""
     for numbers in (chunk.counts, chunk.done, chunk.late):
         if numbers.dtype != torch.int64:
             raise TypeError(f"{who}: expected numbers of int64, got {numbers.dtype}")
-        if numbers.shape != chunk.counts.shape or numbers.dim() != 1 or numbers.device != chunk.counts.device:
+        if numbers.shape != chunk.counts.shape or numbers.dim() != 1:
             raise ValueError(f"{who}: expected one number for each link, got {list(numbers.shape)}")
+        if numbers.device != chunk.counts.device or not numbers.is_contiguous():
+            raise ValueError(f"{who}: numbers of links are on two devices or have gaps")
     if chunk.counts.shape[0] > MOST_RANKS:
         raise ValueError(f"{who}: {chunk.counts.shape[0]} ranks, at most {MOST_RANKS} can share their memory")
 

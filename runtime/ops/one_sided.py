@@ -101,7 +101,8 @@ class Transport:
             wire: the dtype that travels.
 
         Raises:
-            ValueError: a row is longer than a segment of the window, or ``most`` is more than words can tell.
+            ValueError: what leaves and what arrives have rows of different lengths, a row is longer than a segment of
+                the window, or ``most`` is more than words can tell.
         """
         for _ in self.steps(leaving, sends, arriving, most=most, wire=wire):
             pass
@@ -111,9 +112,10 @@ class Transport:
     ) -> Iterator[tuple[str, Chunk]]:
         """:meth:`exchange` step by step: yields the name of each step and its chunk, and then does it."""
         windows, rank = self.windows, self.windows.rank
-        capacity = capacity_of(windows.data[rank], leaving.tensor, wire)
+        capacity, size = capacity_of(windows.data[rank], leaving.tensor, wire), row_bytes(leaving.tensor, wire)
+        if size != row_bytes(arriving.tensor, wire):
+            raise ValueError(f"hecate: rows {list(leaving.tensor.shape)} leave, {list(arriving.tensor.shape)} arrive")
         if capacity == 0:
-            size = row_bytes(leaving.tensor, wire)
             raise ValueError(f"hecate: a row of {size} bytes does not fit into segments of {windows.segment}")
         if most >= 1 << COUNT_BITS:
             raise ValueError(f"hecate: {most} rows from one rank to another, at most {(1 << COUNT_BITS) - 1} can go")

@@ -92,8 +92,6 @@ class Ranks:
             name, _ = _step(steps[rank])
             steps[rank] = next(programs[rank], None)
             self._note(rank, name)
-            # To itself a rank writes at once.
-            waiting.discard(rank)
 
     def _note(self, rank: int, name: str) -> None:
         if name in ("signal", "credit"):

@@ -98,6 +98,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: wait_words(LONG, Chunk(INDEX, INDEX[:1], INDEX, 0), behind=0, polls=1, reads=True), ValueError,
         "one number for each link",
     ),
+    "links with gaps": (
+        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, 0), [LONG], INDEX, 0), ValueError, "have gaps",
+    ),
     "too many ranks": (
         lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 3, 0), [LONG], INDEX, 0), ValueError,
         "at most 128",
