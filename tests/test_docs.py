@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -126,14 +127,8 @@ def test_tutorial(tmp_path: Path) -> None:
     assert _script(str(script)) == f"{script}:build"
 
 
-KERNELS = (
-    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "post_words", "put_rows",
-    "scatter_rows", "split_rows", "sum_replicas", "take_rows", "wait_words", "weight_grads",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "module", ["hecate.runtime.placement.planner", *(f"hecate.runtime.kernels.{name}" for name in KERNELS)]
+    "module", ["hecate.runtime.placement.planner", *(module.__name__ for module in kernel_modules())]
 )
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))

@@ -61,8 +61,7 @@ def _rate(one: dict[str, Any], milliseconds: float) -> str:
 
 
 def _share(one: dict[str, Any], medians: dict[str, float]) -> str:
-    """Of attention torch's computes another number of scores, so there is no part of its rate to tell."""
-    if "bound" not in medians or one["kernel"].startswith("s2_"):
+    if "bound" not in medians:
         return ""
     return f"{medians['bound'] / medians['kernel']:.0%} of {'mm' if one.get('flops') else 'copy'}"
 

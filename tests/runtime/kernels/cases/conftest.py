@@ -7,27 +7,7 @@ from typing import Any
 
 import pytest
 
-from hecate.runtime.kernels import (
-    clear_rows,
-    combine_rows,
-    expand_segments,
-    gather_rows,
-    grouped_mm,
-    pack_experts,
-    post_words,
-    put_rows,
-    scatter_rows,
-    split_rows,
-    sum_replicas,
-    take_rows,
-    wait_words,
-    weight_grads,
-)
-
-MODULES = (
-    clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, post_words, put_rows,
-    scatter_rows, split_rows, sum_replicas, take_rows, wait_words, weight_grads,
-)  # fmt: skip
+from tests.runtime.kernels.device import kernel_modules
 
 
 @pytest.fixture
@@ -42,6 +22,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return call
 
-    for module in MODULES:
+    for module in kernel_modules():
         monkeypatch.setattr(module, "launch", counted(module.__name__.rsplit(".", 1)[1], module.launch))
     yield found
