@@ -14,6 +14,10 @@
 | ``clear_rows`` | zeros where torch's own product leaves what was there | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
 | ``s2_forward`` | S2-Attention, and the logarithm of each row's sum | ``[b,h,S,d]`` -> ``[b,h,S,d], [b,h,S]`` |
 | ``s2_backward`` | its gradients | as the operands |
+| ``put_rows`` | rows picked, cast and written into other ranks' windows | ``[R,H], [n], [W] -> [places,W,bytes]`` |
+| ``take_rows`` | rows of the own window cast and brought to their places | ``[places,W,bytes], [n], [W] -> [R,H]`` |
+| ``post_words``, ``wait_words`` | how far others may go on, and have come | ``[W]``, ``[places,W]``, in place |
+| ``links`` | what these four have in common | |
 | ``launch``, ``operands`` | where kernels run and how they are tuned; what they ask of tensors | |
 
 A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, and for dtypes that it does not take,
@@ -22,5 +26,5 @@ with any tensors that its docstring allows, and CPUs compute what they would wit
 imported by its operator where kernels run; what CPUs compute is ``ops/s2_blocks``.
 
 They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
-only while one is tuned.
+only while one is tuned. Which order of the last four is right, and why, says ``hecate.runtime.ops.one_sided``.
 """

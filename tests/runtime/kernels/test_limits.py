@@ -22,10 +22,15 @@ from hecate.runtime.kernels.grouped_mm import (
     grouped_mm,
     takes_products,
 )
+from hecate.runtime.kernels.links import Chunk, Rows
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
+from hecate.runtime.kernels.post_words import post_words
+from hecate.runtime.kernels.put_rows import put_rows
 from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.kernels.split_rows import split_rows
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
+from hecate.runtime.kernels.take_rows import take_rows
+from hecate.runtime.kernels.wait_words import wait_words
 from hecate.runtime.kernels.weight_grads import CONFIGS as weight_grads_configs
 from hecate.runtime.kernels.weight_grads import weight_grads
 
@@ -36,6 +41,8 @@ META = torch.zeros(2, dtype=torch.int64, device="meta")
 OWN = torch.zeros(2, 4, 5)
 OFFS = torch.tensor([1, 3])
 LONG = torch.zeros(2, 3, dtype=torch.int64)
+LINKS = Chunk(INDEX, INDEX, INDEX, 0)
+WINDOW = torch.zeros(2, 2, 128, dtype=torch.uint8)
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rows without dimensions": (lambda: gather_rows(torch.tensor(1.0), INDEX), ValueError, r"rows \[R, ...\]"),
@@ -75,6 +82,29 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "half rows": (lambda: split_rows(LONG, LONG.t().half(), INDEX, INDEX, 0), TypeError, "numbers of int64"),
     "nodes of other ranks": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX[:1], 0), ValueError, "index of 1"),
     "a rank too many": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX, 2), ValueError, "rank 2 of 2"),
+    "short segments": (
+        lambda: take_rows(WINDOW[:, :, :8], Rows(ROWS), LINKS, torch.float32), ValueError, "a multiple of 128",
+    ),
+    "rows to gaps": (
+        lambda: take_rows(WINDOW, Rows(ROWS.t()), LINKS, torch.float32), ValueError, "into contiguous rows",
+    ),
+    "whole rows as floats": (
+        lambda: put_rows(Rows(LONG), LINKS, [WINDOW] * 2, INDEX, 0, torch.float32), TypeError, "do not travel as",
+    ),
+    "half links": (
+        lambda: post_words(Chunk(SHORT, INDEX, INDEX, 0), [LONG, LONG], INDEX, 0), TypeError, "numbers of int64",
+    ),
+    "fewer links": (
+        lambda: wait_words(LONG, Chunk(INDEX, INDEX[:1], INDEX, 0), behind=0, polls=1, reads=True), ValueError,
+        "one number for each link",
+    ),
+    "links with gaps": (
+        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, 0), [LONG], INDEX, 0), ValueError, "have gaps",
+    ),
+    "too many ranks": (
+        lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 3, 0), [LONG], INDEX, 0), ValueError,
+        "at most 128",
+    ),
     "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
     "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),
     "offsets of other slots": (lambda: grouped_mm(ROWS, OWN, OWN, OFFS), ValueError, r"4 slots, but offsets \[2\]"),

@@ -1,0 +1,115 @@
+"""Rows picked and written into the windows of the ranks that they go to."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.gather_rows import CONFIGS
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.links import (
+    Chunk,
+    Rows,
+    as_numbers,
+    capacity_of,
+    check_links,
+    check_window,
+    padded,
+    rows_by_place,
+)
+from hecate.runtime.kernels.operands import check_index, check_rows
+
+
+def put_rows(
+    rows: Rows, chunk: Chunk, windows: Sequence[Tensor], addresses: Tensor, rank: int, wire: torch.dtype
+) -> None:
+    """Write one chunk of each link into the window of the rank that it leads to.
+
+    >>> windows = [torch.zeros(1, 2, 128, dtype=torch.uint8) for _ in range(2)]
+    >>> none, sends = torch.zeros(2, dtype=torch.int64), torch.tensor([1, 2])
+    >>> addresses = torch.tensor([window.data_ptr() for window in windows])
+    >>> rows = Rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 1]))
+    >>> put_rows(rows, Chunk(sends, none, none, 0), windows, addresses, 0, torch.float32)
+    >>> [window.view(torch.float32)[0, 0, :2].tolist() for window in windows]
+    [[3.0, 0.0], [1.0, 2.0]]
+
+    Args:
+        rows: what leaves, rank by rank. The kernel casts float32, bfloat16 and float16; others are moved as they are.
+        chunk: of the links that lead away from ``rank``.
+        windows: of each rank, uint8 ``[places, W, bytes]``, a multiple of 128.
+        addresses: where they begin, int64 ``[W]`` on the device of the rows.
+        rank: who writes.
+        wire: the dtype in which rows lie in windows.
+
+    Raises:
+        TypeError: an index or a number is not int64, or rows would be cast that are no floats.
+        ValueError: a shape or a device does not fit.
+    """
+    check_rows("put_rows", rows.tensor)
+    check_links("put_rows", chunk)
+    check_window("put_rows", windows[rank])
+    if rows.index is not None:
+        check_index("put_rows", rows.index, rows.tensor.device)
+    source, kind = as_numbers(rows.tensor, wire)
+    if rows.count * source.shape[1] == 0:
+        return
+    if not runs_on(source.device):
+        put_rows_reference(rows, chunk, windows, rank, wire)
+        return
+    own, ranks, width = windows[rank].view(kind), len(windows), source.shape[1]
+    launch(
+        _put_rows,
+        lambda meta: -(-rows.count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        source.device,
+        source, chunk.counts if rows.index is None else rows.index.contiguous(), own, addresses,
+        chunk.counts, chunk.done, chunk.late, rows.count, width, source.stride(0), chunk.first,
+        capacity_of(windows[rank], rows.tensor, wire), own.shape[2] // 16, rank, ranks,
+        ORDER=rows.order, PLACES=own.shape[0], RANKS=padded(ranks),
+    )  # fmt: skip
+
+
+def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank: int, wire: torch.dtype) -> None:
+    """:func:`put_rows` in plain torch, which reads the counts on the host."""
+    counts, capacity = chunk.counts.tolist(), capacity_of(windows[rank], rows.tensor, wire)
+    places, chosen = rows_by_place(rows, sum(counts))
+    by_place = rows.tensor.new_empty((sum(counts), *rows.tensor.shape[1:]))
+    by_place = by_place.index_copy_(0, places, rows.tensor.index_select(0, chosen)).to(wire)
+    number, links = (chunk.done + 1).tolist(), chunk.links.tolist()
+    for peer, part in enumerate(by_place.split(counts)):
+        leaving = part[chunk.first : chunk.first + capacity].contiguous().view(-1).view(torch.uint8)
+        if links[peer]:
+            windows[peer][number[peer] % windows[peer].shape[0], rank, : len(leaving)] = leaving
+
+
+@tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens", "rank"])
+def _put_rows(
+    rows, index, own, addresses, counts, done, late, count, width, stride, first, capacity, sixteens, rank, ranks,
+    ORDER: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK_COLS)
+    i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    place = i
+    row = i
+    if ORDER == 1:
+        row = tl.load(index + i, mask=i < count, other=0)
+    if ORDER == 2:
+        place = tl.load(index + i, mask=i < count, other=0)
+
+    # Behind the last link there is none.
+    p = tl.arange(0, RANKS)
+    sizes = tl.load(counts + p, mask=p < ranks, other=0)
+    before = tl.cumsum(sizes, 0)[None, :] <= place[:, None]
+    link = tl.sum(before.to(tl.int64), 1)
+    within = place - tl.sum(tl.where(before, sizes[None, :], 0), 1) - first
+    goes = (i < count) & (link < ranks) & (within >= 0) & (within < capacity)
+    goes = goes & (tl.load(late + link, mask=goes, other=1) == 0)
+
+    number = tl.load(done + link, mask=goes, other=0) + 1
+    window = tl.load(addresses + link, mask=goes, other=0).to(tl.pointer_type(own.dtype.element_ty))
+    window = tl.multiple_of(window, 16)
+    target = ((number % PLACES) * ranks + rank) * sixteens * 16 + within * width
+    mask = goes[:, None] & (c < width)[None, :]
+    values = tl.load(rows + row[:, None] * stride + c[None, :], mask=mask, other=0.0)
+    tl.store(window[:, None] + target[:, None] + c[None, :], values.to(own.dtype.element_ty), mask=mask)

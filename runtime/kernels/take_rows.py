@@ -1,0 +1,114 @@
+"""Rows that others have written into this rank's window, brought to their places."""
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.gather_rows import CONFIGS
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.links import (
+    Chunk,
+    Rows,
+    as_numbers,
+    capacity_of,
+    check_links,
+    check_window,
+    padded,
+    rows_by_place,
+)
+from hecate.runtime.kernels.operands import check_index, check_rows
+
+
+def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
+    """Copy one chunk of each link out of a window.
+
+    >>> window = torch.zeros(1, 2, 128, dtype=torch.uint8)
+    >>> window.view(torch.float32)[0, :, :2] = torch.tensor([[3.0, 0.0], [1.0, 2.0]])
+    >>> none, out = torch.zeros(2, dtype=torch.int64), torch.empty(3, 1)
+    >>> rows = Rows(out, torch.tensor([1, 2, 0]), by_row=True)
+    >>> take_rows(window, rows, Chunk(torch.tensor([1, 2]), none, none, 0), torch.float32)
+    >>> out.tolist()
+    [[1.0], [2.0], [3.0]]
+
+    Args:
+        window: uint8 ``[places, W, bytes]``, a multiple of 128.
+        rows: where rows go, which come rank by rank; contiguous. The kernel casts float32, bfloat16 and float16;
+            others are moved as they are.
+        chunk: of the links that lead to this rank.
+        wire: the dtype in which rows lie in windows.
+
+    Raises:
+        TypeError: an index or a number is not int64, or rows would be cast that are no floats.
+        ValueError: a shape or a device does not fit, or the rows are not contiguous.
+    """
+    check_rows("take_rows", rows.tensor)
+    check_links("take_rows", chunk)
+    check_window("take_rows", window)
+    if rows.index is not None:
+        check_index("take_rows", rows.index, rows.tensor.device)
+    if not rows.tensor.is_contiguous():
+        raise ValueError("take_rows: writes into contiguous rows only")
+    out, kind = as_numbers(rows.tensor, wire)
+    if rows.count * out.shape[1] == 0:
+        return
+    if not runs_on(out.device):
+        take_rows_reference(window, rows, chunk, wire)
+        return
+    source, ranks, width = window.view(kind), window.shape[1], out.shape[1]
+    launch(
+        _take_rows,
+        lambda meta: -(-rows.count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        out.device,
+        source, chunk.counts if rows.index is None else rows.index.contiguous(), out,
+        chunk.counts, chunk.done, chunk.late, rows.count, width, chunk.first,
+        capacity_of(window, rows.tensor, wire), source.shape[2] // 16, ranks,
+        ORDER=rows.order, PLACES=source.shape[0], RANKS=padded(ranks),
+    )  # fmt: skip
+
+
+def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
+    """:func:`take_rows` in plain torch, which reads the counts on the host."""
+    counts, capacity = chunk.counts.tolist(), capacity_of(window, rows.tensor, wire)
+    places, chosen = rows_by_place(rows, sum(counts))
+    number, links = (chunk.done + 1).tolist(), chunk.links.tolist()
+    begin, shape = 0, rows.tensor.shape[1:]
+    for peer, count in enumerate(counts):
+        first, last = begin + chunk.first, begin + min(count, chunk.first + capacity)
+        if links[peer] and last > first:
+            size = (last - first) * shape.numel() * wire.itemsize
+            came = window[number[peer] % window.shape[0], peer, :size].view(wire).view(last - first, *shape)
+            here = (places >= first) & (places < last)
+            values = came.index_select(0, places[here] - first).to(rows.tensor.dtype)
+            rows.tensor.index_copy_(0, chosen[here], values)
+        begin += count
+
+
+@tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens"])
+def _take_rows(
+    window, index, out, counts, done, late, count, width, first, capacity, sixteens, ranks,
+    ORDER: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK_COLS)
+    i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    place = i
+    row = i
+    if ORDER == 1:
+        row = tl.load(index + i, mask=i < count, other=0)
+    if ORDER == 2:
+        place = tl.load(index + i, mask=i < count, other=0)
+
+    # Behind the last link there is none.
+    p = tl.arange(0, RANKS)
+    sizes = tl.load(counts + p, mask=p < ranks, other=0)
+    before = tl.cumsum(sizes, 0)[None, :] <= place[:, None]
+    link = tl.sum(before.to(tl.int64), 1)
+    within = place - tl.sum(tl.where(before, sizes[None, :], 0), 1) - first
+    comes = (i < count) & (link < ranks) & (within >= 0) & (within < capacity)
+    comes = comes & (tl.load(late + link, mask=comes, other=1) == 0)
+
+    number = tl.load(done + link, mask=comes, other=0) + 1
+    source = ((number % PLACES) * ranks + link) * sixteens * 16 + within * width
+    mask = comes[:, None] & (c < width)[None, :]
+    values = tl.load(window + source[:, None] + c[None, :], mask=mask, other=0.0)
+    tl.store(out + row[:, None] * width + c[None, :], values.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,96 @@
+"""Waiting, not for ever, until other ranks have come far enough."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links
+
+# One: a program waits for one word.
+CONFIGS = ({"num_warps": 1},)
+# The reference looks often, and lets others run meanwhile.
+_PAUSE = 20e-6
+
+
+def wait_words(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool) -> None:
+    """Wait for the word of each link; who does not come is late from then on.
+
+    What others wrote before their words is seen by this rank's later launches.
+
+    >>> board = torch.tensor([[0, 0], [(1 << COUNT_BITS) + 7, 0]])
+    >>> counts, done, late = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
+    >>> wait_words(board, Chunk(counts, done, late, 0), behind=0, polls=3, reads=True)
+    >>> counts.tolist(), late.tolist()
+    ([7, 0], [0, 1])
+
+    Args:
+        board: int64 ``[places, W]``, this rank's own.
+        chunk: ``chunk.late`` is changed.
+        behind: a word must name this chunk or the one that is so many before it.
+        polls: how often each is looked at.
+        reads: the rows in the words become ``chunk.counts``.
+
+    Raises:
+        TypeError: a number is not int64.
+        ValueError: a shape or a device does not fit.
+    """
+    check_links("wait_words", chunk)
+    if not runs_on(board.device):
+        wait_words_reference(board, chunk, behind, polls, reads)
+        return
+    places, ranks = board.shape
+    launch(
+        _wait_words,
+        lambda meta: ranks,
+        board.device,
+        board, chunk.counts, chunk.done, chunk.late, chunk.first, ranks, behind, polls,
+        READS=reads, PLACES=places, BITS=COUNT_BITS,
+    )  # fmt: skip
+
+
+def has_come(board: Tensor, chunk: Chunk, behind: int) -> Tensor:
+    """Whose words a wait would not wait for now, bool ``[W]``."""
+    return _words(board, chunk) >> COUNT_BITS >= chunk.done + 1 - behind
+
+
+def _words(board: Tensor, chunk: Chunk) -> Tensor:
+    return board.gather(0, ((chunk.done + 1) % board.shape[0]).unsqueeze(0)).squeeze(0)
+
+
+def wait_words_reference(board: Tensor, chunk: Chunk, behind: int, polls: int, reads: bool) -> None:
+    """:func:`wait_words` in plain torch, which waits on the host."""
+    links = chunk.links
+    for poll in range(polls):
+        came = has_come(board, chunk, behind) | ~links
+        if came.all():
+            break
+        time.sleep(_PAUSE if poll else 0)
+    chunk.late.masked_fill_(~came, 1)
+    if reads:
+        rows = _words(board, chunk) & ((1 << COUNT_BITS) - 1)
+        chunk.counts.copy_(torch.where(links & came, rows, chunk.counts))
+
+
+@tuned(CONFIGS, key=[], varying=["first", "ranks", "behind", "polls"])
+def _wait_words(
+    board, counts, done, late, first, ranks, behind, polls,
+    READS: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    link = tl.program_id(0)
+    takes_part = (tl.load(late + link) == 0) & ((tl.load(counts + link) > first) | (first == 0))
+    if takes_part:
+        number = tl.load(done + link) + 1
+        place = board + (number % PLACES) * ranks + link
+        # Adding nothing reads a word with acquire: what was written before it is seen behind it.
+        word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
+        polled = 1
+        while ((word >> BITS) < number - behind) & (polled < polls):
+            word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
+            polled += 1
+        if (word >> BITS) < number - behind:
+            tl.store(late + link, 1)
+        else:
+            if READS:
+                tl.store(counts + link, word & ((1 << BITS) - 1))

@@ -1,0 +1,182 @@
+"""Exchanges as writes into other ranks' memory, of sizes that the host need not know.
+
+From each rank to each leads a link (``hecate.runtime.kernels.links``): a ring of a few places in the reader's window
+(``hecate.runtime.comm.windows``). An exchange moves the rows of each link in chunks of what a place holds. For chunk
+n of its links a rank does, one launch after the other on one stream:
+
+| step | what it does |
+|---|---|
+| room | waits until readers have credited chunk ``n - places`` |
+| put | writes rows into the readers' windows, at place ``n % places`` |
+| signal | posts (n, rows of the link) on the readers' boards, with release |
+| wait | waits until sources have signalled chunk n, with acquire, and reads how many rows come |
+| take | copies rows out of its own window |
+| credit | posts n on the sources' boards, with release |
+
+**A chunk is read as it was written.** A word has one writer, and numbers on it only grow. A reader takes chunk n
+behind the signal n, which is posted behind the rows. The next chunk at that place is n + places; its source puts it
+behind the credit n, which is posted behind the take. So what was written late is never read early, a signal of an
+earlier exchange names a smaller number, and no unread row is written over, in whatever order memory becomes visible.
+
+**More rows than fit.** A signal tells all rows of its link. Both ends see from that how many chunks there are: no
+less than one, and one for each ``capacity`` rows that are begun. Links do not wait for each other's further chunks,
+so a rank may go through more chunks than its links have, and ranks need not agree on how many.
+
+**Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Room waits for the
+credit of an earlier chunk, wait for the signal of the same chunk, and signal is above wait: each step waits only for
+smaller ones, so of all that are left the smallest can run. If a rank does not come at all, a wait ends after a number
+of polls: that rank is late, nothing is written to it or read from it from then on, and :meth:`Transport.check` names
+it.
+
+Ranks reach each other's memory over NVLink, or are on one GPU: words are posted by atomics. Not run on a GPU yet, and
+no operator calls it (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.comm.windows import Windows
+from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows, capacity_of, row_bytes
+from hecate.runtime.kernels.post_words import post_words
+from hecate.runtime.kernels.put_rows import put_rows
+from hecate.runtime.kernels.take_rows import take_rows
+from hecate.runtime.kernels.wait_words import has_come, wait_words
+
+# Some minutes, since another rank may still compile; how many has not been measured.
+POLLS = 2**30
+
+
+class ExchangeFailed(RuntimeError):
+    """Ranks did not come in time, or there were more rows than the host allowed for. Rows are lost."""
+
+
+class Transport:
+    """One rank's end of all links.
+
+    All ranks begin the same exchanges in the same order, as with any collective, on one stream.
+
+    Args:
+        windows: as this rank sees them; for this transport alone.
+        polls: how often a word is looked at before its rank is late.
+    """
+
+    def __init__(self, windows: Windows, *, polls: int = POLLS) -> None:
+        self.windows, self._polls = windows, polls
+        zeros = torch.zeros((4, windows.size), dtype=torch.int64, device=windows.device)
+        self._sent, self._taken, self._late, self._exceeded = zeros.unbind()
+        everything = (windows.data, windows.signals, windows.credits)
+        pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
+        self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
+
+    def all_to_all(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """What :func:`hecate.runtime.comm.collectives.all_to_all` does."""
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        for _ in self.steps_of_all_to_all(rows, out, send, receive):
+            pass
+        return out
+
+    def steps_of_all_to_all(
+        self, rows: Tensor, out: Tensor, send: list[int], receive: list[int]
+    ) -> Iterator[tuple[str, Chunk]]:
+        """:meth:`all_to_all` step by step, into a contiguous ``out``."""
+        pieces, width = self._pieces(rows), rows.shape[1:].numel()
+        leaving, arriving = (Rows(part.reshape(part.shape[0] * pieces, width // pieces)) for part in (rows, out))
+        sends = on_device(np.array(send, dtype=np.int64) * pieces, rows.device)
+        return self.steps(leaving, sends, arriving, most=max(*send, *receive) * pieces, wire=rows.dtype)
+
+    def exchange(self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype) -> None:
+        """Bring rows to other ranks, and theirs to their places here.
+
+        Args:
+            leaving: this rank's, in places rank by rank.
+            sends: how many go to each rank, int64 ``[W]`` on the device.
+            arriving: room for what comes, in places rank by rank.
+            most: rows that no link has more of. More than needed only costs launches.
+            wire: the dtype that travels.
+
+        Raises:
+            ValueError: what leaves and what arrives have rows of different lengths, a row is longer than a segment of
+                the window, or ``most`` is more than words can tell.
+        """
+        for _ in self.steps(leaving, sends, arriving, most=most, wire=wire):
+            pass
+
+    def steps(
+        self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype
+    ) -> Iterator[tuple[str, Chunk]]:
+        """:meth:`exchange` step by step: yields the name of each step and its chunk, and then does it."""
+        windows, rank = self.windows, self.windows.rank
+        capacity, size = capacity_of(windows.data[rank], leaving.tensor, wire), row_bytes(leaving.tensor, wire)
+        if size != row_bytes(arriving.tensor, wire):
+            raise ValueError(f"hecate: rows {list(leaving.tensor.shape)} leave, {list(arriving.tensor.shape)} arrive")
+        if capacity == 0:
+            raise ValueError(f"hecate: a row of {size} bytes does not fit into segments of {windows.segment}")
+        if most >= 1 << COUNT_BITS:
+            raise ValueError(f"hecate: {most} rows from one rank to another, at most {(1 << COUNT_BITS) - 1} can go")
+        receives = torch.zeros_like(sends)
+        for first in range(0, max(1, most), capacity):
+            there, here = (
+                Chunk(counts, done, self._late, first)
+                for counts, done in ((sends, self._sent), (receives, self._taken))
+            )
+            yield "room", there
+            self._wait("room", there)
+            yield "put", there
+            put_rows(leaving, there, windows.data, self._data, rank, wire)
+            yield "signal", there
+            post_words(there, windows.signals, self._signals, rank)
+            yield "wait", here
+            self._wait("wait", here)
+            yield "take", here
+            take_rows(windows.data[rank], arriving, here, wire)
+            yield "credit", here
+            post_words(here, windows.credits, self._credits, rank)
+        # Rows that were left behind, if any: of a link, here, and there.
+        for total, room in ((sends.sum(), leaving.count), (receives.sum(), arriving.count)):
+            self._exceeded.copy_(torch.maximum(self._exceeded, total - room))
+        self._exceeded.copy_(torch.maximum(self._exceeded, torch.maximum(sends, receives) - most))
+
+    def missing(self, step: str, chunk: Chunk) -> list[int]:
+        """For which ranks a step that :meth:`steps` is about to do would wait now. Waits for the device."""
+        if step not in ("room", "wait"):
+            return []
+        board, behind = self._awaited(step)
+        return torch.nonzero(chunk.links & ~has_come(board, chunk, behind)).flatten().tolist()
+
+    def check(self) -> None:
+        """Raise unless all rows of all exchanges so far have come. Waits for the device.
+
+        Raises:
+            ExchangeFailed: see there.
+        """
+        late, exceeded = self._late.tolist(), int(self._exceeded.amax())
+        if any(late):
+            ranks = [rank for rank, is_late in enumerate(late) if is_late]
+            raise ExchangeFailed(f"hecate: rank {self.windows.rank} waited in vain for ranks {ranks}")
+        if exceeded > 0:
+            raise ExchangeFailed(f"hecate: rank {self.windows.rank} had {exceeded} rows more than it was told of")
+
+    def _awaited(self, step: str) -> tuple[Tensor, int]:
+        """The board that a step looks at, and how far behind its chunk a word there may be."""
+        windows = self.windows
+        return {"room": (windows.credits[windows.rank], windows.places), "wait": (windows.signals[windows.rank], 0)}[
+            step
+        ]
+
+    def _wait(self, step: str, chunk: Chunk) -> None:
+        board, behind = self._awaited(step)
+        wait_words(board, chunk, behind=behind, polls=self._polls, reads=step == "wait")
+
+    def _pieces(self, rows: Tensor) -> int:
+        """Into how many equal pieces a row is cut so that each fits into a segment: an expert may be long."""
+        size, segment = row_bytes(rows, rows.dtype), self.windows.segment
+        if size <= segment:
+            return 1
+        width = rows.shape[1:].numel()
+        return next(pieces for pieces in range(-(-size // segment), width + 1) if width % pieces == 0)

@@ -1,0 +1,142 @@
+"""Kernels that write into other ranks' memory: against their references, and the protocol that they make together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hecate.runtime.comm.windows import local_windows
+from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.kernels.post_words import post_words, post_words_reference
+from hecate.runtime.kernels.put_rows import put_rows, put_rows_reference
+from hecate.runtime.kernels.take_rows import take_rows, take_rows_reference
+from hecate.runtime.kernels.wait_words import wait_words, wait_words_reference
+from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
+from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
+from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
+from tests.support.extent import ALL
+from tests.support.unordered_memory import Ranks
+
+pytestmark = MARKS
+WORLD = 5
+
+
+def addresses(tensors: list[Tensor]) -> Tensor:
+    return index_of(*(tensor.data_ptr() for tensor in tensors))
+
+
+def chunk_of(counts: list[int], done: list[int], late: list[int], first: int) -> Chunk:
+    return Chunk(index_of(*counts), index_of(*done), index_of(*late), first)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Chunk:
+    numbers = (st.sampled_from([0, 0, 1, 3, 7]), st.integers(0, 5), st.sampled_from([0, 0, 0, 1]))
+    counts, done, late = (draw(st.lists(each, min_size=WORLD, max_size=WORLD)) for each in numbers)
+    return chunk_of(counts, done, late, draw(st.sampled_from([0, 2, 4])))
+
+
+def rows_of(tensor: Tensor, order: int, index: list[int]) -> Rows:
+    return Rows(tensor, None if order == 0 else index_of(*index), by_row=order == 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", DTYPES)
+@settings(max_examples=4, deadline=None)
+@given(chunks(), st.sampled_from([0, 1, 2]), st.sampled_from([1, 8, 31]), st.randoms(use_true_random=False))
+def test_rows_are_put_and_taken(dtype: torch.dtype, wire: torch.dtype, chunk: Chunk, order: int, width: int,
+                                random: object) -> None:  # fmt: skip
+    """There are more rows than travel, and links with more than a chunk has."""
+    total = int(chunk.counts.sum())
+    index = np.random.default_rng(random.randrange(2**32)).permutation(total + 2).tolist()  # type: ignore[attr-defined]
+    rows = rows_of(whole_numbers(total + 2, width, dtype=dtype), order, index)
+    found, expected = (
+        [torch.zeros(3, WORLD, SEGMENT, dtype=torch.uint8, device=DEVICE) for _ in range(WORLD)] for _ in range(2)
+    )
+    put_rows(rows, chunk, found, addresses(found), 2, wire)
+    put_rows_reference(rows, chunk, expected, 2, wire)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+    window = whole_numbers(3, WORLD, SEGMENT // wire.itemsize, dtype=wire).view(torch.uint8)
+    outs = [torch.full((total + 2, width), 99, dtype=dtype, device=DEVICE) for _ in range(2)]
+    take_rows(window, rows_of(outs[0], order, index), chunk, wire)
+    take_rows_reference(window, rows_of(outs[1], order, index), chunk, wire)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_other_rows_move_as_bytes(dtype: torch.dtype, launches: list[str]) -> None:
+    rows, chunk = whole_numbers(4, 6).to(dtype), chunk_of([1, 3], [0, 0], [0, 0], 0)
+    windows = [torch.zeros(1, 2, 256, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    put_rows(Rows(rows), chunk, windows, addresses(windows), 1, dtype)
+    out = torch.zeros_like(rows)
+    # As if both links led here.
+    window = torch.stack([windows[0][0, 1], windows[1][0, 1]]).unsqueeze(0)
+    take_rows(window, Rows(out), chunk, dtype)
+    assert torch.equal(out, rows) and launches == ["put_rows", "take_rows"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(chunks(), st.integers(1, 3))
+def test_words(chunk: Chunk, places: int) -> None:
+    found, expected = ([torch.zeros(places, WORLD, dtype=torch.int64, device=DEVICE) for _ in range(WORLD)]
+                       for _ in range(2))  # fmt: skip
+    copy = Chunk(chunk.counts, chunk.done.clone(), chunk.late, chunk.first)
+    post_words(chunk, found, addresses(found), 3)
+    post_words_reference(copy, expected, 3)
+    assert torch.equal(torch.stack(found), torch.stack(expected)) and torch.equal(chunk.done, copy.done)
+
+
+@settings(max_examples=15, deadline=None)
+@given(chunks(), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(0, 2**16))
+def test_waiting(chunk: Chunk, places: int, behind: int, reads: bool, seed: int) -> None:
+    """Words of other numbers than those that are waited for."""
+    random = np.random.default_rng(seed)
+    words = (random.integers(0, 7, (places, WORLD)) << COUNT_BITS) + random.integers(0, 9, (places, WORLD))
+    board = torch.from_numpy(words).to(DEVICE)
+    copy = Chunk(chunk.counts.clone(), chunk.done, chunk.late.clone(), chunk.first)
+    wait_words(board, chunk, behind=behind, polls=3, reads=reads)
+    wait_words_reference(board, copy, behind, 3, reads)
+    assert torch.equal(chunk.late, copy.late) and torch.equal(chunk.counts, copy.counts)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_rows_come_there_and_back(world_size: int, launches: list[str]) -> None:
+    """No rows, one, and up to two chunks, in an order drawn at random; more with HECATE_TESTS=all."""
+    sizes = ([0, 1, 4, 9], 3) if ALL else ([0, 1, 5], 1)
+    counts = np.random.default_rng(world_size).choice(sizes[0], (sizes[1], world_size, world_size))
+    speeds = (0.01,) + (1.0,) * (world_size - 1)
+    run(Case(counts, places=2, seed=world_size, speeds=speeds), DEVICE)
+    assert set(launches) == {"put_rows", "post_words", "wait_words", "take_rows"}
+
+
+@settings(max_examples=100 if ALL else 4, deadline=None)
+@given(cases(most_exchanges=2, most_ranks=3))
+def test_rows_come_there_and_back_in_any_order_of_things(case: Case) -> None:
+    run(case, DEVICE)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9, 3))
+def test_experts_and_their_gradients(world_size: int) -> None:
+    run_experts(world_size, 0, DEVICE)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    exchanges = Exchanges(skewed([5, 1, 0], exchanges=1), DEVICE)
+    ranks = Ranks(3, segment=SEGMENT, places=2, seed=1, device=DEVICE)
+    ranks.run([exchanges.program(t, rank) for rank, t in enumerate(ranks.transports)], absent={1})
+    with pytest.raises(ExchangeFailed, match=r"rank 2 waited in vain for ranks \[1\]"):
+        ranks.transports[2].check()
+
+
+def test_one_rank_waits_for_nobody(launches: list[str]) -> None:
+    transport = Transport(local_windows(1, SEGMENT, DEVICE)[0])
+    rows = whole_numbers(6, WIDTH)
+    assert torch.equal(transport.all_to_all(rows, [6], [6]), rows)
+    transport.check()
+    chunk = ["wait_words", "put_rows", "post_words", "wait_words", "take_rows", "post_words"]
+    assert launches == chunk * 2

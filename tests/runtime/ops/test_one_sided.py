@@ -1,0 +1,287 @@
+"""The protocol of one-sided writes, whatever order ranks and their memory come in; in plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.windows import local_windows, symmetric_windows
+from hecate.runtime.comm.world import World
+from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
+from tests.runtime.ops import test_ops
+from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
+from tests.support.extent import ALL
+from tests.support.ranks import run_ranks
+from tests.support.unordered_memory import Ranks, Stuck
+
+CPU = torch.device("cpu")
+SOME_ROWS = torch.arange(12, dtype=torch.float32).view(6, 2)
+
+
+@settings(max_examples=1000 if ALL else 25, deadline=None)
+@given(cases())
+@example(skewed([0]))
+@example(skewed([9, 0, 0, 0, 0, 0, 0, 0], places=1))
+def test_rows_come_there_and_back_in_any_order_of_things(case: Case) -> None:
+    run(case, CPU)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_ranks_are_never_further_ahead_than_there_are_places(world_size: int) -> None:
+    """One rank is a hundred times slower than the others, so that they do come so far ahead."""
+    speeds = (0.01,) + (1.0,) * (world_size - 1)
+    found = set()
+    for seed in range(2):
+        counts = np.full((3, world_size, world_size), 5, dtype=np.int64)
+        found.add(run(Case(counts, places=2, seed=seed, speeds=speeds), CPU).ahead)
+    assert max(found) == (1 if world_size == 1 else 2)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_experts_and_their_gradients(world_size: int) -> None:
+    for seed in range(3):
+        run_experts(world_size, seed, CPU)
+
+
+# --- what must not be left out ---
+
+
+def forgiving(step: str, more: int) -> type[Transport]:
+    """A transport that takes older words than it may, in one of the two steps that wait."""
+
+    class Forgiving(Transport):
+        def _awaited(self, name: str) -> tuple[torch.Tensor, int]:
+            board, behind = super()._awaited(name)
+            return board, behind + (more if name == step else 0)
+
+    return Forgiving
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "no credits": {"kind": forgiving("room", 1000)},
+    "one place too many": {"kind": forgiving("room", 1)},
+    "signals of an earlier exchange": {"kind": forgiving("wait", 2)},
+    "no release": {"releases": False},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_protocol_is_found(name: str) -> None:
+    """Rows are lost, if something is left out, in an order of things that the intact protocol stands."""
+    for seed in range(50):
+        case = skewed([5, 1, 9], seed=seed)
+        try:
+            run(case, CPU, **BROKEN[name])
+        except AssertionError:
+            run(case, CPU)
+            return
+    raise AssertionError("nothing was lost")
+
+
+def test_ranks_that_wait_in_a_circle_are_found() -> None:
+    """What finds a deadlock does find one: each waits for the other before it writes."""
+
+    def backwards(transport: Transport) -> Any:
+        none, zeros = (torch.zeros(2, dtype=torch.int64) for _ in range(2))
+        yield "wait", Chunk(none, transport._taken, zeros, 0)
+
+    ranks = Ranks(2, segment=SEGMENT, places=2, seed=0, device=CPU)
+    with pytest.raises(Stuck):
+        ranks.run([backwards(transport) for transport in ranks.transports])
+
+
+# --- what ends badly, ends ---
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_rank_that_never_comes_is_named(world_size: int) -> None:
+    """Others wait for it once, and exchange their own rows as if it had none."""
+    absent, case = world_size - 2, skewed([5, 1, 0, 2, 3, 9, 1, 1][:world_size])
+    exchanges = Exchanges(case, CPU)
+    ranks = Ranks(world_size, segment=SEGMENT, places=2, seed=1, device=CPU)
+    ranks.run([exchanges.program(t, rank) for rank, t in enumerate(ranks.transports)], absent={absent})
+    others = [rank for rank in range(world_size) if rank != absent]
+    for rank in others:
+        with pytest.raises(ExchangeFailed, match=rf"rank {rank} waited in vain for ranks \[{absent}\]"):
+            ranks.transports[rank].check()
+        for number, counts in enumerate(case.counts):
+            parts = [exchanges.rows(number, s)[exchanges.order(number, s)[0]].split(counts[s].tolist())[rank]
+                     for s in others]  # fmt: skip
+            came, here = torch.cat(parts), exchanges.order(number, rank)[1]
+            known = here < len(came)
+            assert torch.equal(exchanges.arrived[number, rank][known], came[here[known]])
+            assert exchanges.arrived[number, rank][~known].isnan().all()
+    # Nobody wrote to it more than there is room for.
+    assert int(ranks._views[others[0]].signals[absent].amax()) >> COUNT_BITS <= 2
+
+
+def test_more_rows_than_the_host_was_told_of_are_noticed() -> None:
+    """Whoever knows a bound only, and is wrong, loses rows and is told so; on both ends."""
+    device_counts = [torch.tensor([0, 5]), torch.tensor([1, 0])]
+    for most, room, fails in ((5, 5, []), (9, 5, []), (4, 5, [0, 1]), (5, 4, [1])):
+        ranks = Ranks(2, segment=SEGMENT, places=2, seed=0, device=CPU)
+        rows = [torch.ones(5, WIDTH), torch.ones(1, WIDTH)]
+        out = [torch.zeros(1, WIDTH), torch.zeros(room, WIDTH)]
+        ranks.run(
+            [t.steps(Rows(rows[r]), device_counts[r], Rows(out[r]), most=most, wire=torch.float32)
+             for r, t in enumerate(ranks.transports)]
+        )  # fmt: skip
+        for rank, transport in enumerate(ranks.transports):
+            if rank in fails:
+                with pytest.raises(ExchangeFailed, match="1 rows more"):
+                    transport.check()
+            else:
+                transport.check()
+                assert out[rank].all()
+
+
+def test_a_bounded_room_takes_fewer_rows() -> None:
+    """Sizes that the host need not know: rows come into the front of what there is room for."""
+    ranks = Ranks(2, segment=SEGMENT, places=2, seed=0, device=CPU)
+    rows, out = [SOME_ROWS, SOME_ROWS + 100], [torch.full((9, 2), torch.nan) for _ in range(2)]
+    sends = [torch.tensor([1, 3]), torch.tensor([0, 2])]
+    ranks.run(
+        [t.steps(Rows(rows[r]), sends[r], Rows(out[r]), most=6, wire=torch.float32)
+         for r, t in enumerate(ranks.transports)]
+    )  # fmt: skip
+    assert torch.equal(out[0][:1], rows[0][:1]) and out[0][1:].isnan().all()
+    assert torch.equal(out[1][:5], torch.cat([rows[0][1:4], rows[1][:2]])) and out[1][5:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "send"),
+    [
+        (SOME_ROWS, [6]), (SOME_ROWS[:0], [0]), (SOME_ROWS.t(), [2]), (SOME_ROWS[:, 0], [6]),
+        (SOME_ROWS.view(3, 2, 2), [3]), (SOME_ROWS.double(), [6]), (SOME_ROWS > 3, [6]), (SOME_ROWS.long(), [6]),
+        (SOME_ROWS[:, :0], [6]), (torch.arange(199.0).expand(3, 199), [3]), (torch.arange(400).view(2, 200), [2]),
+        (torch.empty(0, 400), [0]),
+    ],
+)  # fmt: skip
+def test_all_to_all_takes_what_todays_does(rows: torch.Tensor, send: list[int]) -> None:
+    """Any dtype and shape; a row that is longer than a segment goes in pieces."""
+    transport = Transport(local_windows(1, SEGMENT, CPU)[0])
+    for _ in range(3):
+        found = transport.all_to_all(rows, send, send)
+        assert found.dtype == rows.dtype and torch.equal(found, rows)
+    transport.check()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    transport = Transport(local_windows(1, SEGMENT, CPU)[0])
+    long, sends = torch.zeros(1, SEGMENT), torch.tensor([1])
+    with pytest.raises(ValueError, match="a row of 512 bytes does not fit into segments of 128"):
+        transport.exchange(Rows(long), sends, Rows(long), most=1, wire=torch.float32)
+    with pytest.raises(ValueError, match=r"rows \[6, 2\] leave, \[1, 128\] arrive"):
+        transport.exchange(Rows(SOME_ROWS), sends, Rows(long), most=1, wire=torch.float32)
+    with pytest.raises(ValueError, match="at most 268435455 can go"):
+        transport.exchange(Rows(SOME_ROWS), sends, Rows(SOME_ROWS), most=1 << COUNT_BITS, wire=torch.float32)
+    with pytest.raises(TypeError, match=r"rows of torch.int64 do not travel as torch.float32"):
+        transport.exchange(Rows(SOME_ROWS.long()), sends, Rows(SOME_ROWS), most=1, wire=torch.float32)
+    with pytest.raises(ValueError, match="contiguous rows only"):
+        transport.exchange(Rows(SOME_ROWS), sends, Rows(torch.zeros(2, 6).t()), most=1, wire=torch.float32)
+
+
+# --- the operators over it ---
+
+
+@pytest.fixture
+def over_windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Threads that are ranks send rows through windows; counts who did."""
+    transports = [Transport(windows, polls=100_000) for windows in local_windows(3, SEGMENT, CPU)]
+    used: list[int] = []
+
+    def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
+        used.append(world.rank)
+        out = transports[world.rank].all_to_all(rows, send, receive)
+        transports[world.rank].check()
+        return out
+
+    monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+    return used
+
+
+OPERATORS: dict[str, Callable[[], None]] = {
+    "gather": lambda: test_ops.test_gather_and_reduce_scatter("one rank owns nothing"),
+    "exchange": lambda: test_ops.test_exchange_and_back("shuffled", "some replicas", 2),
+    "chunks": lambda: test_ops.test_rows_in_chunks("some replicas", 3),
+    "nodes": lambda: test_ops.test_exchange_nodes_and_back("some replicas", "two nodes", None),
+    "experts": lambda: test_ops.test_sparse_all_gather("shuffled", "some replicas", "two nodes", torch.float32),
+    "experts in bf16": lambda: test_ops.test_sparse_all_gather(
+        "contiguous", "everything everywhere", "one node", torch.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_on_threads_that_share_windows(name: str, over_windows: list[int]) -> None:
+    """Each rank goes on by itself and waits for the others, as processes do."""
+    OPERATORS[name]()
+    assert set(over_windows) == {0, 1, 2}
+
+
+# --- on a GPU: not run yet, see docs/gpu.md ---
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_on_streams_of_one_process(world_size: int) -> None:
+    """Nothing is read on the host between the first launch and the last; what a rank waits for is launched before."""
+    device = torch.device("cuda")
+    case = skewed([300, 1, 0, 70][:world_size], exchanges=5)
+    exchanges = Exchanges(case, device)
+    transports = [Transport(windows, polls=2**22) for windows in local_windows(world_size, 4096, device)]
+    streams = [torch.cuda.Stream(device) for _ in transports]
+    torch.cuda.synchronize()
+    programs = [exchanges.program(transport, rank) for rank, transport in enumerate(transports)]
+    # All have the same number of steps.
+    going = True
+    while going:
+        for stream, program in zip(streams, programs, strict=True):
+            with torch.cuda.stream(stream):
+                going = next(program, None) is not None
+    torch.cuda.synchronize()
+    for rank, transport in enumerate(transports):
+        transport.check()
+        exchanges.check(rank)
+
+
+def exchange_between_processes() -> bool:
+    """On one rank of several that share a GPU."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = Transport(symmetric_windows(dist.group.WORLD, 4096, device), polls=2**24)
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        counts = random.integers(0, 300, (size, size)) * (random.random((size, size)) < 0.7)
+        rows = [torch.arange(int(c.sum()) * 64, dtype=torch.float32, device=device).view(-1, 64) + 1000 * r
+                for r, c in enumerate(counts)]  # fmt: skip
+        found = transport.all_to_all(rows[rank], counts[rank].tolist(), counts[:, rank].tolist())
+        expected = torch.cat([rows[source].split(counts[source].tolist())[rank] for source in range(size)])
+        transport.check()
+        assert torch.equal(found, expected), seed
+    dist.barrier()
+    return True
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+@needs_gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_that_share_a_gpu(world_size: int) -> None:
+    """Each in a time slice of its own, so waits are long."""
+    assert run_ranks(f"{__name__}:exchange_between_processes", world_size, timeout=240) == [True] * world_size
