@@ -127,13 +127,18 @@ def test_tutorial(tmp_path: Path) -> None:
 
 
 KERNELS = (
-    "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows", "split_rows",
-    "sum_replicas", "weight_grads",
+    "balance_rows", "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows",
+    "split_rows", "sum_replicas", "ticket_segments", "weight_grads",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "module", ["hecate.runtime.placement.planner", *(f"hecate.runtime.kernels.{name}" for name in KERNELS)]
+    "module",
+    [
+        "hecate.runtime.placement.planner",
+        "hecate.runtime.placement.planner.balance",
+        *(f"hecate.runtime.kernels.{name}" for name in KERNELS),
+    ],
 )
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))

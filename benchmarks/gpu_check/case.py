@@ -55,6 +55,7 @@ class Case:
         bytes: what any such kernel must read and write.
         flops: two for each multiply-add.
         bound: what the GPU can do at best in the same time, if not a copy of so many bytes.
+        most_ms: what it may take, if there is such a promise.
     """
 
     dtype: torch.dtype
@@ -67,6 +68,7 @@ class Case:
     bytes: int = 0
     flops: int = 0
     bound: Callable[[], Any] | None = None
+    most_ms: float = 0.0
 
 
 class Maker:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.gpu_check import experts, products, rows, sparse_attention
+from benchmarks.gpu_check import dispatch, experts, products, rows, sparse_attention
 from benchmarks.gpu_check.case import DTYPES, Case, Maker, Sizes
 
 # What decides most comes first.
@@ -25,6 +25,9 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "s2_backward": (sparse_attention.backward, (torch.bfloat16, torch.float16)),
     "expand_segments": (rows.expand, (torch.int64,)),
     "split_rows": (rows.split, (torch.int64,)),
+    "balance_rows": (dispatch.balance, (torch.int64,)),
+    "ticket_segments": (dispatch.segments, (torch.int64,)),
+    "device_dispatch": (dispatch.all_of_it, (torch.int64,)),
 }
 
 

@@ -61,9 +61,14 @@ def _rate(one: dict[str, Any], milliseconds: float) -> str:
 
 
 def _share(one: dict[str, Any], medians: dict[str, float]) -> str:
-    """Of attention torch's computes another number of scores, so there is no part of its rate to tell."""
+    """Of attention torch's computes another number of scores, so there is no part of its rate to tell.
+
+    Where a time was promised, whether it was kept.
+    """
     if "bound" not in medians or one["kernel"].startswith("s2_"):
         return ""
+    if most := one.get("most_ms"):
+        return f"{'OVER' if medians['kernel'] > most else 'under'} {most} ms"
     return f"{medians['bound'] / medians['kernel']:.0%} of {'mm' if one.get('flops') else 'copy'}"
 
 

@@ -24,7 +24,7 @@ SWEEPS = 20
 GOOD_ENOUGH = 1003, 1000
 STALLED = 999, 1000
 
-# In so many parts the rows of an expert are divided before levels even out. Fewer than 2**31 rows stay exact in int64.
+# Before levels even out, rows of an expert are divided at 2**32nds, so fewer than 2**31 rows fit into int64.
 PARTS_BITS = 32
 
 
@@ -69,7 +69,7 @@ def local_ends(ranks: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
 
     Rounded up, so that parts of equal weight get the same rows where these divide.
     """
-    weights = [1] * len(ranks) if topology.num_nodes == 1 else _local_weights(ranks, topology)
+    weights = _local_weights(ranks, topology)
     whole = sum(weights)
     return tuple(-(-(end << PARTS_BITS) // whole) for end in accumulate(weights))
 
@@ -87,9 +87,9 @@ def cut_at(total: int, ends: Sequence[int]) -> list[int]:
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
     """How many rows of each expert each of its holders computes, so that the busiest rank has as few as possible.
 
-    Block coordinate descent on the sum of squared levels, from :func:`local_split` in whole rows: one after the other,
-    each expert with a holder that has too many rows splits its rows anew, while all other rows stay where they are
-    (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
+    Block coordinate descent on the sum of squared levels, from :func:`local_split` in whole rows: one after the
+    other, each expert with a holder that has too many rows splits its rows anew, while all other rows stay where they
+    are (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
     overload nobody keep their rows where they are. All numbers are whole, so ``kernels/balance_rows`` finds the same.
 
     Args:

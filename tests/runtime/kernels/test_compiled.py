@@ -29,7 +29,7 @@ BLOCKS = [
     (128, 128, torch.bfloat16), (64, 64, torch.float32), (64, 256, torch.bfloat16), (128, 64, torch.bfloat16),
     (32, 128, torch.float32), (16, 256, torch.float32),
 ]  # fmt: skip
-INDICES = ("expand_segments", "split_rows")
+INDICES = ("expand_segments", "split_rows", "balance_rows", "ticket_segments", "device_dispatch")
 # Attention has no configurations to try; see below.
 NAMES = [name for name in KERNELS if not name.startswith("s2_")]
 # What a program may have for itself on capability 9.0, the most on any GPU; others have at least 99 KiB.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hecate.runtime.kernels import (
+    balance_rows,
     clear_rows,
     combine_rows,
     expand_segments,
@@ -17,12 +18,13 @@ from hecate.runtime.kernels import (
     scatter_rows,
     split_rows,
     sum_replicas,
+    ticket_segments,
     weight_grads,
 )
 
 MODULES = (
-    clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows, split_rows,
-    sum_replicas, weight_grads,
+    balance_rows, clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows,
+    split_rows, sum_replicas, ticket_segments, weight_grads,
 )  # fmt: skip
 
 
