@@ -95,9 +95,16 @@ def ticket_segments(
     # Nobody writes zeros where there are no experts or no slots.
     make = sends.new_empty if experts > 0 and held > 0 else sends.new_zeros
     splits, used, missing = make(2 * ranks + 4).split([2 * ranks, 2, 2])
-    indices = (sends.new_empty(count * ranks) for count in (experts, experts, held, held))
-    offsets = sends.new_empty(held, dtype=torch.int32)
-    found = TicketSegments(*indices, offsets, splits.view(2, ranks), used, missing)
+    found = TicketSegments(
+        send_starts=sends.new_empty(experts * ranks),
+        send_ends=sends.new_empty(experts * ranks),
+        receive_starts=sends.new_empty(held * ranks),
+        receive_ends=sends.new_empty(held * ranks),
+        slot_offsets=sends.new_empty(held, dtype=torch.int32),
+        splits=splits.view(2, ranks),
+        used=used,
+        missing=missing,
+    )
     if experts > 0:
         launch(
             _leaving,
