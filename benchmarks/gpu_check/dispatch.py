@@ -24,7 +24,7 @@ EQUAL = {torch.int64: 0.0}
 
 
 class _Layer:
-    """Nodes of eight ranks, and replicas that even out a load which is not quite the one that comes."""
+    """Nodes of eight ranks, all slots full, and replicas that even out a load which is not quite the one that comes."""
 
     def __init__(self, make: Maker) -> None:
         ranks, experts = make.sizes.ranks, 8 * make.sizes.owned
@@ -32,7 +32,11 @@ class _Layer:
         weights = rng.permutation(1.0 / np.arange(1, experts + 1))
         owners, replicas = Owners.contiguous(experts, ranks), [set[int]() for _ in range(experts)]
         expected = rng.multinomial(ranks * make.rows, weights / weights.sum())
-        shed_excess(expected.tolist(), owners, replicas, [make.sizes.replicas] * ranks)
+        free = [make.sizes.replicas] * ranks
+        shed_excess(expected.tolist(), owners, replicas, free)
+        for rank, left in enumerate(free):
+            for expert in rng.choice(experts, left, replace=False, p=weights / weights.sum()):
+                replicas[expert].add(rank)
         weights *= rng.uniform(0.7, 1.4, experts)
         self.rank = ranks - 1
         self.counts: Ints = rng.multinomial(make.rows, weights / weights.sum(), size=ranks).astype(np.int64)
