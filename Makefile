@@ -1,6 +1,6 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
-# make quick   style, types, and the tests that need one process and no compiler, under a minute
+# make quick   lint, and the tests of passes and runtime that need one process and no compiler, under a minute
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 30 to 40 minutes (make bench-full: six shapes and links,
 #              three and a half hours; either goes on after an interruption with BENCH=--continue)

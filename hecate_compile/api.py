@@ -201,7 +201,7 @@ def explain(model: nn.Module) -> Explanation:
     """
     state = compiled_model_of(model, "explain")
     nodes, rates = state.placer.topology.num_nodes, state.placer.rates
-    named = state.config.policy if state.config.policy in ("gather", "replicate") else None
+    named = state.policy_without_placement
     policy = f"policy {named}" if named else f"{state.placer.policy!r} on {nodes} node(s)"
     if state.world.size > 1:
         policy += f", {rates_text(rates)}, {state.placer.rates_from}"

@@ -43,6 +43,12 @@ class CompiledModel:
     forward: CompiledForward
     loops: tuple[str, ...]
 
+    @property
+    def policy_without_placement(self) -> str | None:
+        """``"gather"`` or ``"replicate"``, with which nobody decides who holds what; None with a policy that does."""
+        name = self.config.policy
+        return name if isinstance(name, str) and name in ("gather", "replicate") else None
+
     def attach(self, model: nn.Module) -> None:
         """Let ``model`` hold this."""
         # Not by setattr, which a model's own class may have replaced. A shallow copy takes the entry along, but is

@@ -46,12 +46,10 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 
 JOINT_PASSES: tuple[Pass, ...] = (
-    drop_causal_masks,    # a mask that is causal -> is_causal=True
     rematerialize,        # gather parameters again in the backward instead of keeping them
 )  # fmt: skip
 
 FINAL_PASSES: tuple[Pass, ...] = (
-    drop_causal_masks,    # a mask that is causal -> is_causal=True
     split_collectives,    # a collective -> its start and its wait
     schedule,             # start early, wait late, compute in between
     order_collectives,    # one order of starts, as data flow

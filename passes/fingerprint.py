@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.torch_values import value_of
-from hecate.passes.fx import arg, operands
+from hecate.passes.fx import BODY_OF, arg, operands
 
 
 def fingerprint(gm: GraphModule) -> list[str]:
@@ -32,7 +32,7 @@ def _describe(node: Node) -> str:
         if "_assert" in target or isinstance(value_of(node), _NUMBERS):
             return ""
         # Between the cuts, a number from the model's code meets rows of other ranks.
-        numbers = [a for a in operands(node) if isinstance(a, (int, float))] if "hecate_layer" in node.meta else []
+        numbers = [a for a in operands(node) if isinstance(a, (int, float))] if BODY_OF in node.meta else []
         return f"{node.op} {target} {numbers}" if numbers else f"{node.op} {target}"
     if target.startswith("hecate.s2_"):
         return f"{target} {[list(a) for a in operands(node) if _integers(a)]}"

@@ -5,9 +5,9 @@ Nodes compare by their place in the graph: ``a < b`` if ``a`` comes first. That 
 
 from __future__ import annotations
 
+import importlib
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,9 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.base import Refused, Skip
+
+# In the meta of a copy of a layer's body: the layer's number.
+BODY_OF = "hecate_layer"
 
 
 def arg(node: Any, index: int) -> Any:
@@ -126,8 +129,13 @@ class CodeLine:
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+)(?:, in (?P<function>\S+))?\s*$')
-# Passes are part of the package that reads parameters and wraps loops, none of which is a model's code.
-_NOT_A_MODEL = (f"{Path(torch.__file__).parent}/", f"{Path(str(sys.modules['hecate'].__file__)).parent}/")
+# What reads parameters, wraps loops or runs operators is no model's code. The three may be in three places.
+_OUR_FOLDERS = [
+    folder
+    for package in ("hecate", "hecate.passes", "hecate.runtime")
+    for folder in importlib.import_module(package).__path__
+]
+_NOT_A_MODEL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, *_OUR_FOLDERS))
 
 
 def line_of(node: Node) -> CodeLine | None:

@@ -36,12 +36,11 @@ def without_device(source: str) -> Iterator[str]:
 
 
 # A copy from memory that is not pinned waits for all that was launched on its stream. These run seldom: at the start,
-# in measured steps, and where no kernel takes the place of dense attention.
+# and in measured steps.
 SELDOM = {
     Path("runtime/comm/start.py"),
     Path("runtime/comm/measure_rates.py"),
     Path("runtime/state/overlap_window.py"),
-    Path("runtime/ops/s2_masks.py"),
 }
 OFTEN = [path for path in FILES if path.parts[0] == "runtime" and path not in SELDOM]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -126,18 +127,12 @@ def test_tutorial(tmp_path: Path) -> None:
     assert _script(str(script)) == f"{script}:build"
 
 
-KERNELS = (
-    "balance_rows", "combine_rows", "expand_segments", "gather_rows", "grouped_mm", "pack_experts", "scatter_rows",
-    "split_rows", "sum_replicas", "ticket_segments", "weight_grads",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "module",
     [
         "hecate.runtime.placement.planner",
         "hecate.runtime.placement.planner.balance",
-        *(f"hecate.runtime.kernels.{name}" for name in KERNELS),
+        *(module.__name__ for module in kernel_modules()),
     ],
 )
 def test_examples_in_docstrings(module: str) -> None:

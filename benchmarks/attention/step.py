@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hecate
-from benchmarks.attention.timing import Call, measure, pattern_of, ratios, said
+from benchmarks.attention.timing import Call, measure, pattern_of, ratios, said, seconds
 
 
 def run(length: int, rounds: int) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def run(length: int, rounds: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> list[str]:
     samples, share = found["samples"], found["share"]
-    part = statistics.median([a / b for a, b in zip(samples["attention of dense"], samples["dense"], strict=True)])
-    times = {name: statistics.median(values) for name, values in samples.items()}
+    part = statistics.median(ratios(samples, "dense", "attention of dense"))
+    times = {name: seconds(samples, name) for name in samples}
     return [
         "", f"A training step of 2 layers, {found['length']:,} tokens, 16 heads of 64: dense {times['dense']:.1f} s, "
         f"S2 {times['s2']:.1f} s, {said(ratios(samples, 's2', 'dense'))} times as fast. Attention is {part:.0%} of "

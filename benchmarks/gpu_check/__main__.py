@@ -5,8 +5,9 @@
 In a checkout nothing need be installed: ``typings/hecate`` is a link to the package. ``--no-tests`` measures only,
 ``--only grouped_mm`` is one kernel in this process, and ``--budget 300`` ends in so many seconds.
 
-First the tests that need a GPU, then for each kernel in bfloat16, float32 and float16: does it equal its reference,
-and how long do it, the reference and what torch itself has for this take. What decides most comes first. Each kernel
+First the tests that need a GPU, then for each kernel in the dtypes that it has: does it equal its reference, and how
+long do it, the reference and what torch itself has for this take (with the copies and zeros that torch's needs; of
+``expand_segments`` what the host would do). What decides most comes first. Each kernel
 has a process of its own, so one that reads where it must not does not spoil the others.
 
 Candidates alternate; a sample is the mean of a few calls between two CUDA events. A ratio is that of medians, and
@@ -26,6 +27,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,11 +44,9 @@ from hecate.runtime.kernels import launch
 
 # Seconds: a command may take ten minutes on some machines, and of these the tests and one kernel at most so many.
 BUDGET, FOR_TESTS, FOR_A_KERNEL = 540.0, 200.0, 150.0
-
-
+# What a process ends with whose results say what is wrong. Python ends with 1 when something else is.
+UNEQUAL = 3
 TESTS = ("tests/runtime/kernels", "tests/hecate_compile/test_parity.py", "tests/hecate_compile/test_one_gpu.py")
-
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only:
         found = measure_kernel(given.only, given.to)
         print(table(found))
-        return 0 if all(one.get("equal") and "error" not in one for one in found) else 1
+        return 0 if all_right(found) else UNEQUAL
     return check_all(given.budget, tests=not given.no_tests)
 
 
@@ -91,8 +91,12 @@ def check_all(budget: float, *, tests: bool) -> int:
         save()
         print(f"{name} done", file=sys.stderr, flush=True)
     print(save())
-    right = all(one.get("equal") and "error" not in one for one in report["kernels"])
+    right = all_right(report["kernels"])
     return 0 if right and (report["tests"] is None or report["tests"]["code"] == 0) else 1
+
+
+def all_right(found: Sequence[dict[str, Any]]) -> bool:
+    return all(one.get("equal") and "error" not in one for one in found)
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
@@ -108,8 +112,7 @@ def in_a_process(name: str, folder: Path, seconds: float) -> list[dict[str, Any]
     path = folder / f"gpu_check.{name}.json"
     path.unlink(missing_ok=True)
     code, output = run([sys.executable, "-m", "benchmarks.gpu_check", "--only", name, "--to", str(path)], seconds)
-    # 1 says that something is not equal, which its results say too.
-    problem = "" if code in (0, 1) and path.exists() else output[-2000:] or str(code)
+    problem = "" if code in (0, UNEQUAL) and path.exists() else output[-2000:] or str(code)
     if code is None:
         problem = f"no end after {seconds:.0f} s"
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -119,21 +122,25 @@ def in_a_process(name: str, folder: Path, seconds: float) -> list[dict[str, Any]
 
 def run(command: Sequence[str], seconds: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
     """The exit code of a command, None after so many seconds, and what it printed."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-        env=os.environ | (environment or {}),
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        # Tests end the processes that they started, if they are asked to.
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
+    code: int | None = None
+    # A file, not a pipe: a process that outlives the command would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            env=os.environ | (environment or {}),
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # Tests end the processes that they started, if they are asked to.
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
+        output.seek(0)
+        return code, output.read()
 
 
 def why_not() -> str | None:

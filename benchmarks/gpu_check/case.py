@@ -14,8 +14,6 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 # What a kernel and its reference may differ by, relative to the largest value. Rows that only move must be equal.
 EQUAL: dict[torch.dtype, float] = dict.fromkeys(DTYPES, 0.0)
-
-
 SUMS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -54,7 +52,8 @@ class Case:
         timed: what is timed of kernel and reference, if that is less than computing the result anew.
         bytes: what any such kernel must read and write.
         flops: two for each multiply-add.
-        bound: what the GPU can do at best in the same time, if not a copy of so many bytes.
+        bound: what the GPU can do at best in the same time, if not a copy of so many bytes. Of attention torch's own
+            computes another number of scores, so there is none.
         most_ms: what it may take, if there is such a promise.
     """
 

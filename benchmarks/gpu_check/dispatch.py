@@ -24,7 +24,7 @@ EQUAL = {torch.int64: 0.0}
 
 
 class _Layer:
-    """Nodes of eight ranks, all slots full, and replicas that even out a load which is not quite the one that comes."""
+    """Nodes of eight ranks, all slots full, and replicas for a load that is not quite the one that comes."""
 
     def __init__(self, make: Maker) -> None:
         ranks, experts = make.sizes.ranks, 8 * make.sizes.owned
@@ -35,7 +35,7 @@ class _Layer:
         free = [make.sizes.replicas] * ranks
         shed_excess(expected.tolist(), owners, replicas, free)
         for rank, left in enumerate(free):
-            for expert in rng.choice(experts, left, replace=False, p=weights / weights.sum()):
+            for expert in rng.choice(experts, min(left, experts), replace=False, p=weights / weights.sum()):
                 replicas[expert].add(rank)
         weights *= rng.uniform(0.7, 1.4, experts)
         self.rank = ranks - 1

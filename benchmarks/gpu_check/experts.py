@@ -16,8 +16,8 @@ def pack(make: Maker, dtype: torch.dtype) -> Case:
     index = make.order(make.sizes.owned + make.sizes.replicas)
     return Case(
         dtype,
-        lambda: pack_experts.pack_experts(tensors, index, behind=behind),
-        lambda: pack_experts.pack_experts_reference(tensors, index, behind, dtype),
+        lambda: pack_experts.pack_experts(tensors, index, behind=behind, in_first=make.sizes.owned),
+        lambda: pack_experts.pack_experts_reference(tensors, index, behind, dtype, make.sizes.owned),
         None,
         EQUAL,
         bytes=2 * bytes_of(*tensors, *behind),

@@ -17,18 +17,25 @@ from benchmarks.gpu_check.report import write
 
 WARM_UP, ROUNDS, CALLS = 5, 30, 5
 
-
 # Numbers that are compared in float64 at once.
 _PIECE = 2**25
 
 
 def measure_kernel(name: str, to: Path | None = None) -> list[dict[str, Any]]:
     """All cases of one kernel on the GPU; ``to`` has what is measured already, should a later case never end."""
-    found = []
-    for case in cases_of(name, Sizes(), torch.device("cuda")):
-        found.append({"kernel": name, **measure(case)})
+    found: list[dict[str, Any]] = []
+
+    def add(one: dict[str, Any]) -> None:
+        found.append({"kernel": name, **one})
         if to is not None:
             write(to, json.dumps(found))
+
+    try:
+        for case in cases_of(name, Sizes(), torch.device("cuda")):
+            add(measure(case))
+    except Exception:
+        # Operands could not be made, so there are no more cases.
+        add({"error": traceback.format_exc()[-3000:]})
     return found
 
 
@@ -42,8 +49,11 @@ def measure(case: Case) -> dict[str, Any]:
         found["difference"], found["limit"] = difference(case), case.limits[case.dtype]
         found["equal"] = found["difference"] <= found["limit"]
         kernel, reference = case.timed or (case.ours, case.reference)
-        candidates = {"kernel": kernel, "reference": reference, "bound": _bound_of(case, torch.device("cuda"))}
-        found["samples"] = times(candidates | ({"torch": case.torch} if case.torch is not None else {}))
+        candidates = {
+            "kernel": kernel, "reference": reference, "bound": _bound_of(case, torch.device("cuda")),
+            "torch": case.torch,
+        }  # fmt: skip
+        found["samples"] = times({name: call for name, call in candidates.items() if call is not None})
     except Exception:
         found["error"] = traceback.format_exc()[-3000:]
     return found
@@ -92,9 +102,9 @@ def times(candidates: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dic
     return samples
 
 
-def _bound_of(case: Case, device: torch.device) -> Callable[[], Any]:
-    """What the GPU can do at best in the same time."""
-    if case.bound is not None:
+def _bound_of(case: Case, device: torch.device) -> Callable[[], Any] | None:
+    """What the GPU can do at best in the same time, if that is known."""
+    if case.bound is not None or not case.bytes:
         return case.bound
     source, target = (torch.empty(case.bytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(source)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.case import SUMS, Case, Maker
-from hecate.runtime.kernels import grouped_mm
+from hecate.runtime.kernels import clear_rows, grouped_mm
 from hecate.runtime.kernels import weight_grads as weight_grads_kernel
 
 
@@ -18,7 +18,7 @@ def products(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         make.numbers(count, 2 * make.sizes.inner, make.sizes.hidden, dtype=dtype).transpose(1, 2)
         for count in (make.sizes.owned, make.sizes.replicas)
     )
-    # Joined here, since only one who has two operands must join them.
+    # In the layout of both, as one has them who keeps them together.
     joined = torch.cat([own.transpose(1, 2), more.transpose(1, 2)]).transpose(1, 2)
     offs, x = make.offsets(), make.numbers(make.rows, make.sizes.hidden, dtype=dtype)
     yield _product("own, replicas", x, (own, more), joined, offs)
@@ -27,11 +27,18 @@ def products(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
 def _product(note: str, x: Tensor, operands: tuple[Tensor, Tensor], joined: Tensor, offs: Tensor) -> Case:
     used = int(offs[-1])
+
+    def by_torch() -> Tensor:
+        """With what its product needs: two operands are joined, and rows that it leaves as they were are cleared."""
+        out = torch._grouped_mm(x, torch.cat(operands) if len(operands[1]) else joined, offs=offs)
+        clear_rows.clear_rows_behind(out, offs)
+        return out
+
     return Case(
         x.dtype,
         lambda: grouped_mm.grouped_mm(x, *operands, offs),
         lambda: grouped_mm.grouped_mm_reference(x, [joined], offs),
-        (lambda: torch._grouped_mm(x, joined, offs=offs)) if _has_grouped_mm(x) else None,
+        by_torch if _has_grouped_mm(x) else None,
         SUMS,
         note=note,
         flops=2 * used * joined[0].numel(),
@@ -61,11 +68,16 @@ def weight_grads(make: Maker, dtype: torch.dtype) -> Case:
         weight_grads_kernel.weight_grads_reference(left, right, offs, found)
         return found
 
+    def by_torch() -> Tensor:
+        out = torch._grouped_mm(left.t(), right, offs=offs)
+        clear_rows.clear_empty_slots(out, offs)
+        return out
+
     return Case(
         dtype,
         by_kernel,
         by_loop,
-        (lambda: torch._grouped_mm(left.t(), right, offs=offs)) if _has_grouped_mm(left) else None,
+        by_torch if _has_grouped_mm(left) else None,
         SUMS,
         flops=2 * used * hidden * 2 * inner,
         # As many multiply-adds as the rows of all slots take.

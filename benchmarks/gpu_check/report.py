@@ -61,11 +61,8 @@ def _rate(one: dict[str, Any], milliseconds: float) -> str:
 
 
 def _share(one: dict[str, Any], medians: dict[str, float]) -> str:
-    """Of attention torch's computes another number of scores, so there is no part of its rate to tell.
-
-    Where a time was promised, whether it was kept.
-    """
-    if "bound" not in medians or one["kernel"].startswith("s2_"):
+    """Which part of the GPU's own rate that is; where a time was promised, whether it was kept."""
+    if "bound" not in medians:
         return ""
     if most := one.get("most_ms"):
         return f"{'OVER' if medians['kernel'] > most else 'under'} {most} ms"

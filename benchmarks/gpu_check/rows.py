@@ -67,28 +67,33 @@ def clear(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
     offs, inner = make.offsets(), make.sizes.inner
     rows = make.numbers(make.rows, inner, dtype=dtype)
     matrices = make.numbers(len(offs), inner, make.sizes.hidden, dtype=dtype)
-    behind = torch.arange(make.rows, device=make.device) >= offs[-1]
-    empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    yield _clear("rows", rows, offs, clear_rows.clear_rows_behind, behind[:, None])
-    yield _clear("slots", matrices, offs, clear_rows.clear_empty_slots, empty[:, None, None])
+    behind, empty = make.rows - int(offs[-1]), int((torch.diff(offs, prepend=offs.new_zeros(1)) == 0).sum())
+    of_rows = clear_rows.clear_rows_behind, clear_rows.clear_rows_behind_reference
+    of_slots = clear_rows.clear_empty_slots, clear_rows.clear_empty_slots_reference
+    yield _clear("rows", rows, offs, of_rows, behind)
+    yield _clear("slots", matrices, offs, of_slots, empty)
 
 
-def _clear(note: str, given: Tensor, offs: Tensor, kernel: Callable[[Tensor, Tensor], None], mask: Tensor) -> Case:
+def _clear(
+    note: str, given: Tensor, offs: Tensor, ways: tuple[Callable[[Tensor, Tensor], None], ...], cleared: int
+) -> Case:
+    """``cleared`` of the lines of ``given`` are written, and nothing is read."""
     timed = given.clone()
 
-    def call(to: Tensor) -> Tensor:
-        kernel(to, offs)
+    def call(way: Callable[[Tensor, Tensor], None], to: Tensor) -> Tensor:
+        way(to, offs)
         return to
 
+    ours, reference = ways
     return Case(
         given.dtype,
-        lambda: call(given.clone()),
-        lambda: given.masked_fill(mask, 0),
+        lambda: call(ours, given.clone()),
+        lambda: call(reference, given.clone()),
         None,
         EQUAL,
         note=note,
-        timed=(lambda: call(timed), lambda: timed.masked_fill_(mask, 0)),
-        bytes=2 * int(mask.sum()) * given[0].numel() * given.dtype.itemsize,
+        timed=(lambda: call(ours, timed), lambda: call(reference, timed)),
+        bytes=cleared * given[0].numel() * given.dtype.itemsize,
     )
 
 

@@ -63,7 +63,6 @@ def forward(make: Maker, dtype: torch.dtype) -> Case:
         given.whole,
         SUMS,
         flops=s2_attention._flops(given.q.shape, given.k.shape, given.v.shape, None, given.pattern.numbers),
-        bound=given.whole,
     )
 
 
@@ -88,5 +87,4 @@ def backward(make: Maker, dtype: torch.dtype) -> Case:
         flops=s2_attention._backward_flops(
             given.grad.shape, given.q.shape, given.k.shape, given.v.shape, None, None, given.pattern.numbers
         ),
-        bound=by_torch,
     )

@@ -121,7 +121,7 @@ class SafeFiles:
     def _add(self, file: str) -> None:
         try:
             opened = safe_open(self._confined(file), framework="pt")
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
                 if name in self._where:
                     raise CorruptError(f"{name} is in {self._where[name]}, and in {file} again")
                 self._where[name] = file

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
 from hecate.commands.bisect_worker import Trial
+from hecate.commands.console import console
 from hecate.commands.launch import run_ranks
 from hecate.commands.script_facts import TOLERANCE, ScriptFacts
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, summary_of
@@ -58,11 +59,10 @@ def bisect(
     Example: hecate bisect mymodel.py:build --ranks 2
     """
     name = _script(script)
-    console = Console(width=120, markup=False, emoji=False, highlight=False)
     with tempfile.TemporaryDirectory(prefix="hecate-bisect-") as folder:
         trials = _Trials(
             script=name, folder=Path(folder), ranks=ranks, steps=steps, own_batches=own_batches, timeout=timeout,
-            console=console,
+            console=console(),
         )  # fmt: skip
         code = _search(trials, tolerance, one_by_one=one_by_one)
     raise typer.Exit(code)
@@ -278,19 +278,22 @@ def _script(given: str) -> str:
         tree = ast.parse(path.read_text(), str(path))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         raise typer.BadParameter(f"{file} is not a Python file: {error}") from None
-    if function not in {name for node in tree.body for name in _defined(node)}:
+    # Of a star nobody knows what it brings.
+    if not {function, "*"} & set(_defined(tree)):
         raise typer.BadParameter(
             f"{file} has no {function}(): a function that returns a model and a batch. Another name: {file}:NAME"
         )
     return f"{path.resolve()}:{function}"
 
 
-def _defined(node: ast.stmt) -> list[str]:
-    """Names that a statement binds."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name for alias in node.names]
-    return []
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Names that a module binds, in blocks too, and not those inside functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in child.names)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        else:
+            yield from _defined(child)

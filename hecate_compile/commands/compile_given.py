@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -11,13 +10,13 @@ import typer
 from rich.console import Console
 
 from hecate.api import explain
+from hecate.commands.compiling import compiling
 from hecate.commands.given_model import HELP, LENGTH, ROWS, given_model
+from hecate.compiled_model import compiled_model_of
 from hecate.config import Config, PolicyName
 from hecate.reports.explanation import Explanation
 from hecate.simulator.cluster import ClusterError, ClusterSpec
-from hecate.simulator.fake_ranks import CaptureError, compile_as_rank_0
-from hecate.wrap.find_experts import NoExpertsError
-from hecate.wrap.parameter_reads import UntracedReadError
+from hecate.simulator.fake_ranks import compile_as_rank_0
 
 Model = Annotated[str, typer.Argument(help=HELP)]
 Ranks = Annotated[int, typer.Option(min=1, help="ranks to compile for")]
@@ -33,8 +32,6 @@ PolicyOption = Annotated[
 ]
 Disabled = Annotated[list[str], typer.Option("--disable-pass", help="a pass to leave out; several times")]
 
-CONSOLE: dict[str, Any] = {"width": 120, "markup": False, "emoji": False, "highlight": False}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledGiven:
@@ -42,10 +39,16 @@ class CompiledGiven:
 
     Attributes:
         notes: what the user should know beside it.
+        dumped_all: nothing is missing in the dump, if one was wanted.
     """
 
     explanation: Explanation
     notes: list[str]
+    dumped_all: bool = True
+
+    def print_notes(self, console: Console) -> None:
+        for note in self.notes:
+            console.print(f"note: {note}", soft_wrap=True)
 
 
 def compile_given(
@@ -72,24 +75,16 @@ def compile_given(
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(get_args(PolicyName))}")
     given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
     config = _with_options(given.config or Config(), policy, disabled, dump)
-    warnings.filterwarnings("ignore", message="hecate.compile: nothing initialized")
-    # Of transformers' code, and nothing that a user could do about.
-    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
-    try:
+    with compiling():
         made = compile_as_rank_0(given.model, given.inputs, spec, config)
-        explanation = explain(made.model)
-    except (CaptureError, NoExpertsError, UntracedReadError, RuntimeError, TypeError, ValueError) as error:
-        # A pass that is unknown, and the like, are the user's words; all else is about the model.
-        if isinstance(error, ValueError) and str(error).startswith("hecate.Config"):
-            raise typer.BadParameter(str(error)) from None
-        Console(stderr=True, **CONSOLE).print(f"hecate cannot compile this model: {error}", soft_wrap=True)
-        raise typer.Exit(1) from None
+    explanation = explain(made.model)
     notes = [given.note] if given.note else []
     if cluster is None and explanation.world.size > 1:
         notes.append("predicted with speeds that are made up; --cluster FILE has those of a machine")
     if made.breaks:
         notes.append(f"{len(made.breaks)} graph breaks, so only the first graph is shown; TORCH_LOGS=graph_breaks")
-    return CompiledGiven(explanation=explanation, notes=notes)
+    backend = compiled_model_of(made.model, "explain").backend
+    return CompiledGiven(explanation=explanation, notes=notes, dumped_all=backend.dumped_all)
 
 
 def _with_options(config: Config, policy: str | None, disabled: list[str], dump: Path | None) -> Config:

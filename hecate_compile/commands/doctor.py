@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from hecate.commands.console import console
 from hecate.commands.machine_checks import Check, State, all_checks, self_test
 
 _SIGNS: dict[State, tuple[str, str]] = {"good": ("ok", "green"), "look": ("look", "yellow"), "bad": ("NO", "red")}
@@ -34,15 +34,15 @@ def doctor(
 
 
 def _print(checks: list[Check]) -> None:
-    # What is printed holds paths and ranges of versions, in which brackets are brackets.
-    console = Console(markup=False, emoji=False, highlight=False, width=120)
+    screen = console()
     table = Table("", "", "found", show_edge=False, box=None)
     for check in checks:
-        sign, _ = _SIGNS[check.state]
-        table.add_row(sign, check.name, check.found, style=_SIGNS[check.state][1] if check.state != "good" else None)
-    console.print(table)
+        sign, colour = _SIGNS[check.state]
+        table.add_row(sign, check.name, check.found, style=colour if check.state != "good" else None)
+    screen.print(table)
     for state in ("bad", "look"):
+        sign, colour = _SIGNS[state]
         for check in (one for one in checks if one.state == state):
-            console.print(f"{_SIGNS[check.state][0]} {check.name}: {check.advice}", style=_SIGNS[check.state][1])
+            screen.print(f"{sign} {check.name}: {check.advice}", style=colour)
     missing = sum(check.state == "bad" for check in checks)
-    console.print(f"{missing} needed and missing" if missing else "everything that is needed is there")
+    screen.print(f"{missing} needed and missing" if missing else "everything that is needed is there")

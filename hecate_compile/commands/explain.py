@@ -5,33 +5,21 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from hecate.commands.compile_given import (
-    CONSOLE,
-    Cluster,
-    Disabled,
-    Layers,
-    Length,
-    Model,
-    Nodes,
-    PolicyOption,
-    Ranks,
-    Rows,
-    compile_given,
-)
+from hecate.commands import compile_given as given
+from hecate.commands.console import console
 
 
 def explain(
-    model: Model,
-    ranks: Ranks = 8,
-    nodes: Nodes = 1,
-    cluster: Cluster = None,
-    layers: Layers = None,
-    rows: Rows = None,
-    length: Length = None,
-    policy: PolicyOption = None,
-    disable_pass: Disabled = [],  # noqa: B006  typer copies it
+    model: given.Model,
+    ranks: given.Ranks = 8,
+    nodes: given.Nodes = 1,
+    cluster: given.Cluster = None,
+    layers: given.Layers = None,
+    rows: given.Rows = None,
+    length: given.Length = None,
+    policy: given.PolicyOption = None,
+    disable_pass: given.Disabled = [],  # noqa: B006  typer copies it
     strict: Annotated[
         bool, typer.Option("--strict", help="end with code 3 if experts are gathered somewhere")
     ] = False,
@@ -43,14 +31,13 @@ def explain(
 
     Example: hecate explain qwen3_moe --ranks 16 --nodes 2
     """
-    made = compile_given(
+    made = given.compile_given(
         model, ranks=ranks, nodes=nodes, cluster=cluster, layers=layers, rows=rows, length=length, policy=policy,
         disabled=disable_pass,
     )  # fmt: skip
-    console = Console(**CONSOLE)
+    screen = console()
     # Its tables have a width of their own.
-    console.print(str(made.explanation), soft_wrap=True)
-    for note in made.notes:
-        console.print(f"note: {note}", soft_wrap=True)
-    if strict and any(skip.fallback for skip in made.explanation.skipped):
+    screen.print(str(made.explanation), soft_wrap=True)
+    made.print_notes(screen)
+    if strict and any(not region.rewritten for region in made.explanation.regions):
         raise typer.Exit(3)

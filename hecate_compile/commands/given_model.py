@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import typer
 from torch import nn
 
 from hecate.commands.built import Batch, build
+from hecate.commands.free_memory import free_memory
 from hecate.config import Config
-from hecate.wrap.find_experts import NoExpertsError, find_experts
+from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
 
 HELP = "file.py:function that returns a model and a batch, or a config of transformers: folder, hub name or type"
 ROWS, LENGTH = 1, 128
@@ -93,16 +95,17 @@ def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple
     kept = min(total, int(getattr(_text_of(config), "first_k_dense_replace", 0) or 0) + 2)
     while True:
         model = _on_meta(name, _with_layers(config, kept, total))
-        if kept == total or _has_experts(model):
+        if kept == total or _experts_of(model):
             return model, kept
         kept += 1
 
 
-def _has_experts(model: nn.Module) -> bool:
+def _experts_of(model: nn.Module) -> list[ExpertsModule]:
+    """Those that would be shared among ranks. On the meta device these are no lists of modules."""
     try:
-        return bool(find_experts(model)[0])
+        return find_experts(model)[0]
     except NoExpertsError:
-        return False
+        return []
 
 
 def _on_meta(name: str, config: Any) -> nn.Module:
@@ -164,11 +167,11 @@ def _leave_as_it_is(module: nn.Module) -> None:
 
 def _check_memory(model: nn.Module, ranks: int) -> None:
     """Rank 0 holds its experts, all else, and one module at a time whole."""
-    own = [sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in model.modules()]
-    # Experts are fused, [E, ...]; all else has at most two dimensions.
-    experts = sum(p.numel() * p.element_size() for p in model.parameters() if p.ndim == 3)
-    needed = sum(own) - experts + experts / ranks + 2 * max(own)
-    free = _free_memory()
+    largest = max(_bytes_of(module.parameters(recurse=False)) for module in model.modules())
+    experts = _bytes_of(e.module._parameters[key] for e in _experts_of(model) for key in e.parameters)
+    needed = _bytes_of(model.parameters()) - experts + experts / ranks + 2 * largest
+    # It is made where it would train.
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()
     if free is not None and needed > free:
         raise typer.BadParameter(
             f"this needs about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: more --ranks or "
@@ -176,9 +179,6 @@ def _check_memory(model: nn.Module, ranks: int) -> None:
         )
 
 
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
+def _bytes_of(parameters: Iterable[nn.Parameter | None]) -> int:
+    """What is shared counts once."""
+    return sum(p.numel() * p.element_size() for p in {id(p): p for p in parameters if p is not None}.values())

@@ -73,7 +73,9 @@ def _place(error: BaseException, file: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-    theirs = [frame for frame in frames if file is not None and Path(frame.filename) == Path(file)]
+    # Python names files from the root on, the user perhaps from here on.
+    own = Path(file).resolve() if file is not None else None
+    theirs = [frame for frame in frames if Path(frame.filename).resolve() == own]
     if not (theirs or frames):
         return ""
     last = (theirs or frames)[-1]

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from hecate.commands.free_memory import free_memory
 from hecate.commands.launch import run_ranks
 
 State = Literal["good", "look", "bad"]
@@ -77,9 +78,8 @@ def _versions() -> Iterator[Check]:
         advice="" if good else "Use Python 3.11 or newer.",
     )
     for name, wanted in _requirements().items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _version_of(name)
+        if version is None:
             yield Check(name=name, state="bad", found="not installed", advice=f"pip install '{name}{wanted}'")
             continue
         fits = version_fits(version, wanted)
@@ -108,13 +108,13 @@ def version_fits(version: str, wanted: str) -> bool:
     """Whether a version is in a range such as ``>=2.11,<2.14``; only numbers are compared."""
     have = _numbers(version)
     for part in filter(None, (one.strip() for one in wanted.split(","))):
-        match = re.match(r"(>=|<=|==|>|<|!=|~=)\s*([\w.]+)", part)
+        match = re.match(r"(>=|<=|==|>|<|!=)\s*([\w.]+)", part)
         if match is None:
             continue
         limit = _numbers(match[2])
         length = max(len(have), len(limit))
         a, b = have + (0,) * (length - len(have)), limit + (0,) * (length - len(limit))
-        holds = {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b, "!=": a != b, "~=": a >= b}
+        holds = {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b, "!=": a != b}
         if not holds[match[1]]:
             return False
     return True
@@ -138,7 +138,15 @@ def _optional() -> Iterator[Check]:
         if importlib.util.find_spec(name) is None:
             yield Check(name=name, state="look", found="not installed", advice=f"For {what}: {how}")
         else:
-            yield Check(name=name, state="good", found=importlib.metadata.version(name))
+            yield Check(name=name, state="good", found=_version_of(name) or "there, version not known")
+
+
+def _version_of(name: str) -> str | None:
+    """Of a module's package; None where that has another name, as tb-nightly brings tensorboard."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _backends() -> Iterator[Check]:
@@ -221,10 +229,8 @@ def _cores() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
+    free = free_memory()
+    if free is None:
         return
     good = free > 2e9
     yield Check(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -23,7 +24,7 @@ def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
         return batch
     rows = Counter(value.shape[0] for value in tensors.values()).most_common(1)[0][0]
     if rows == 1:
-        return dict(batch) | {key: _shuffled(key, value, rank) for key, value in tensors.items()}
+        return dict(batch) | _shuffled(tensors, rank)
     parts = torch.arange(rows, device="cpu").tensor_split(min(rows, ranks))
     part = parts[rank % len(parts)]
     chosen = part.repeat(-(-rows // len(part)))[:rows]
@@ -32,13 +33,22 @@ def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
     }
 
 
-def _shuffled(key: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+def _shuffled(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Tokens of one sequence in an order that is this rank's; labels and masks of as many follow them."""
     # Positions say where, not what.
-    if rank == 0 or value.ndim < 2 or value.is_floating_point() or "position" in key:
-        return value
-    order = torch.randperm(value.shape[1], generator=torch.Generator().manual_seed(rank), device="cpu")
-    return value[:, order.to(value.device)]
+    found = {
+        key: value
+        for key, value in tensors.items()
+        if value.ndim > 1 and not value.is_floating_point() and "position" not in key
+    }
+    if rank == 0 or not found:
+        return {}
+    # What is as long is about tokens; sizes of images, for instance, are not.
+    known = found.get("input_ids")
+    counted = Counter(value.shape[1] for value in found.values())
+    length = known.shape[1] if known is not None else counted.most_common(1)[0][0]
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(rank), device="cpu")
+    return {key: value[:, order.to(value.device)] for key, value in found.items() if value.shape[1] == length}
 
 
 def fingerprint_of(batch: Batch) -> str:

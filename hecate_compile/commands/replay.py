@@ -7,9 +7,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from hecate.commands.console import console
 from hecate.commands.policies import MOST_REPLICAS, PolicyNames, policy_named, replicas_of
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.replay import load_recorded
@@ -37,14 +37,13 @@ def replay(
         if nodes is not None and ranks % nodes:
             raise typer.BadParameter(f"--nodes {nodes} does not divide the {ranks} ranks of {trace}")
         topology = Topology.even(ranks, ranks // nodes) if nodes is not None else recorded.topology
-        results = {
-            name: replay_trace(
-                counts, owners, policy_named(name, most), topology, rates=recorded.rates, sizes=recorded.sizes
-            )
-            for name in policy
-        }
+        policies = {name: policy_named(name, most) for name in policy}
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+    results = {
+        name: replay_trace(counts, owners, one, topology, rates=recorded.rates, sizes=recorded.sizes)
+        for name, one in policies.items()
+    }
     table = Table(
         "policy", "max/mean rows", "99th percentile", "replicas per layer", "rows leaving a node", "owners changed",
         "ms of a layer", "times as fast",
@@ -59,4 +58,4 @@ def replay(
             f"{result.replicas.mean():.1f}", f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
             str(result.moved), f"{result.seconds.mean() * 1e3:.3f}", f"{first / result.seconds.mean():.2f}",
         )  # fmt: skip
-    Console(width=150, markup=False, emoji=False).print(table)
+    console(150).print(table)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from hecate.commands.console import console
 from hecate.reports.run_alerts import find_alerts
 from hecate.reports.run_data import load_run
 from hecate.reports.run_files import RunError
@@ -40,11 +40,11 @@ def report(
         target.write_text(page, encoding="utf-8")
     except (RunError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    console = Console(width=120, markup=False, emoji=False, highlight=False)
-    console.print(f"{data.steps} steps of {data.head.world_size} rank(s): {target}", soft_wrap=True)
+    screen = console()
+    screen.print(f"{data.steps} steps of {data.head.world_size} rank(s): {target}", soft_wrap=True)
     for note in data.notes:
-        console.print(f"note: {note}")
+        screen.print(f"note: {note}")
     for alert in alerts:
-        console.print(f"alert: {alert.text}. {alert.advice}")
+        screen.print(f"alert: {alert.text}. {alert.advice}")
     if alerts and strict:
         raise typer.Exit(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,15 +12,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from hecate.commands.built import Batch, Built, build
+from hecate.commands.compiling import compiling
+from hecate.commands.console import console
 from hecate.commands.policies import MOST_REPLICAS, PolicyNames, policy_named, replicas_of
 from hecate.config import Config
 from hecate.simulator import Capture, ClusterError, ClusterSpec
-from hecate.simulator.fake_ranks import CaptureError
 from hecate.simulator.study import STEPS, Options, Result, study
 from hecate.simulator.workloads import WORKLOADS, Counts, fit, load_trace, make
 
@@ -50,14 +49,12 @@ def simulate(
     Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
     If the function returns a hecate.Config behind the batch, the model is compiled with it, but for its policy.
 
-    Ends with code 0; 2 if MODEL, a cluster or an option cannot be used.
+    Ends with code 0; 1 if the model cannot be compiled, 2 if MODEL, a cluster or an option cannot be used.
 
     Example: hecate simulate model.py:build --cluster h100-64.toml --policy static --policy hecate
     """
     if out is not None:
         _check_writable(out)
-    # Of transformers' code, and nothing that a user could do about.
-    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     given = None if replicas is None else replicas_of(replicas)
     try:
         clusters = [ClusterSpec.load(path) for path in cluster]
@@ -75,13 +72,15 @@ def simulate(
         )  # fmt: skip
         makers = {name: policy_named(name, config.replicas) for name in policy}
         options = Options(config=config, steps=steps, optimizer_bytes=optimizer_bytes)
-        results, builder = [], _builder(model, made)
-        for spec in clusters:
+    except (ClusterError, ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    results: list[Result] = []
+    builder = _builder(model, made)
+    for spec in clusters:
+        with compiling():
             # A policy remembers steps, so each cluster gets its own.
             results += study(builder, spec, copy.deepcopy(makers), partial(routing, spec), options)
-    except (ClusterError, CaptureError, ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from None
-    Console(width=160, markup=False, emoji=False).print(_table(results))
+    console(160).print(_table(results))
     if out is not None:
         try:
             out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
@@ -121,8 +120,11 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Cluste
             shape = {"layers": layers, "ranks": spec.ranks, "experts": experts, "rows": made.rows}
             return make(workload, steps=STEPS, skew=skew, **shape)
         if recorded.shape[3] != experts:
-            raise ValueError(f"{trace} has {recorded.shape[3]} experts, the model has {experts}")
-        return fit(recorded, layers=layers, ranks=spec.ranks, rows=made.rows)
+            raise typer.BadParameter(f"{trace} has {recorded.shape[3]} experts, the model has {experts}")
+        try:
+            return fit(recorded, layers=layers, ranks=spec.ranks, rows=made.rows)
+        except ValueError as error:
+            raise typer.BadParameter(f"{trace}: {error}") from None
 
     return routing
 

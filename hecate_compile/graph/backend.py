@@ -104,12 +104,12 @@ class Backend:
         return hecate
 
     def check_sparse(self) -> None:
-        """Raise if sparse attention is asked for, and nothing was compiled: then all of it is dense.
+        """Raise if nothing was compiled, where sparse attention is asked for: then all of it is dense.
 
         Raises:
             UnsupportedAttentionError: torch.compile is switched off.
         """
-        if self.config.attention is not None and not self.graphs:
+        if not self.graphs:
             raise UnsupportedAttentionError(
                 "hecate: Config(attention=...) has made no layer sparse, because torch.compile compiled nothing. Is "
                 "it switched off, by TORCHDYNAMO_DISABLE or torch.compiler.set_stance?"
@@ -128,7 +128,13 @@ class Backend:
                 "torch.nn.functional.scaled_dot_product_attention where torch.compile sees it. "
                 "S2Attention(dense_layers=...) names layers that are to stay dense"
             )
-        self.sparse_layers = wanted if self.sparse_layers is not None else sparse
+        if self.sparse_layers is None:
+            self.sparse_layers = sparse
+
+    @property
+    def dumped_all(self) -> bool:
+        """Whether everything that should be dumped so far could be written."""
+        return self._dumps is None or self._dumps.whole
 
     @property
     def disabled(self) -> tuple[str, ...]:

@@ -43,14 +43,13 @@ class S2Layer(CacheLayerMixin):
             raise UnsupportedAttentionError(
                 "hecate.S2Cache: a layer caches other heads than the model's config says. Use the default cache"
             )
+        _refuse_eager()
         if not self.is_initialized:
-            _refuse_eager()
             self.lazy_initialization(key_states, value_states)
             self.keys = store(None, key_states, 0, self.numbers)
             self.values = store(None, value_states, 0, self.numbers)
             self.cumulative_length = key_states.shape[-2]
             return key_states, value_states
-        _refuse_eager()
         self.keys = store(self.keys, key_states, self.cumulative_length, self.numbers)
         self.values = store(self.values, value_states, self.cumulative_length, self.numbers)
         self.cumulative_length = self.cumulative_length + 1

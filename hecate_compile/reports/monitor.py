@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any
@@ -20,15 +20,22 @@ from torch.distributed.tensor import DTensor
 
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.reports.folder_lock import FolderLock
-from hecate.reports.run_files import Array, RunHead, append_chunk, next_step, rank_path, start_folder
+from hecate.reports.run_files import (
+    CHUNK_SECONDS,
+    CHUNK_STEPS,
+    Array,
+    RunHead,
+    append_chunk,
+    next_step,
+    rank_path,
+    start_folder,
+    start_numbers,
+)
 from hecate.reports.tensorboard_log import TensorBoardLog
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
-
-# A chunk is written after so many steps or seconds, whichever comes first: what a killed run loses.
-CHUNK_STEPS, CHUNK_SECONDS = 20, 10.0
 
 Number = float | int | torch.Tensor
 
@@ -76,24 +83,18 @@ def monitor(
         raise ValueError(
             f"hecate.monitor: timeline_every={timeline_every}, first_step={first_step}; expected at least 1 and 0"
         )
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("hecate.monitor: tensorboard=True needs TensorBoard: pip install tensorboard")
     layers = tuple(dict.fromkeys(state.layers))
     head = RunHead(
         model=type(model).__name__,
-        policy=state.config.policy if state.config.policy in ("gather", "replicate") else repr(state.placer.policy),
+        policy=state.policy_without_placement or repr(state.placer.policy),
         device=state.world.device.type,
         layers=tuple(layer.name for layer in layers),
         experts=tuple(layer.num_experts for layer in layers),
         nodes=tuple(state.placer.topology.node_of),
-        first_step=-1 if first_step is None else first_step,
         started=time.time(),
     )  # fmt: skip
-    place = _open(Path(path), head, state.world)
-    log = None
-    if tensorboard and state.world.rank == 0:
-        log = TensorBoardLog(place.folder / "tensorboard", state.world.size)
-    return Monitor(state, place, timeline_every=timeline_every, tensorboard=log)
+    place = _open(Path(path), head, first_step, state.world, tensorboard=tensorboard)
+    return Monitor(state, place, timeline_every=timeline_every)
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,14 @@ class _Place:
         folder, file: of this start, and of this rank in it.
         first_step: number of its first step.
         lock: keeps other runs out; rank 0 has it.
+        tensorboard: rank 0 may have it.
     """
 
     folder: Path
     file: IO[bytes]
     first_step: int
     lock: FolderLock | None
+    tensorboard: TensorBoardLog | None
 
 
 @dataclass
@@ -144,14 +147,7 @@ class Monitor:
         folder: where this start of the run is written.
     """
 
-    def __init__(
-        self,
-        state: CompiledModel,
-        place: _Place,
-        *,
-        timeline_every: int,
-        tensorboard: TensorBoardLog | None,
-    ) -> None:
+    def __init__(self, state: CompiledModel, place: _Place, *, timeline_every: int) -> None:
         self.folder = place.folder
         self._state, self._file, self._lock = state, place.file, place.lock
         self._timeline_every = timeline_every
@@ -165,7 +161,7 @@ class Monitor:
         self._known_owners: tuple[Any, ...] = ()
         self._logged: list[dict[str, Number]] = []
         self._flushed = time.monotonic()
-        self._tensorboard = tensorboard
+        self._tensorboard = place.tensorboard
         self._failed = False
         state.forward.before = self._before_forward
 
@@ -229,9 +225,12 @@ class Monitor:
         except Exception as error:
             self._failed, self._step = True, None
             self._let_go()
+            rank = self._state.world.rank
+            disk = isinstance(error, OSError)
+            what = f"cannot write to {self.folder} any more" if disk else "the monitor failed"
             warnings.warn(
-                f"hecate.monitor: rank {self._state.world.rank} cannot write to {self.folder} any more, and logs "
-                f"nothing from here on: {type(error).__name__}: {error}",
+                f"hecate.monitor: rank {rank}: {what}, and logs nothing from here on. {type(error).__name__}: "
+                f"{error}",
                 stacklevel=2,
             )
 
@@ -257,7 +256,6 @@ class Monitor:
             step=step.number, began=step.began, seconds=time.perf_counter() - step.clock,
             rows=[-1 if alone else layer.rows for layer in layers],
             row_bytes=[layer.bytes_sent for layer in layers],
-            node_bytes=[layer.node_bytes_sent for layer in layers],
             expert_bytes=[layer.expert_bytes_sent for layer in layers],
             memory=_memory(self._state.world.device),
         )  # fmt: skip
@@ -322,7 +320,7 @@ class Monitor:
             return
         layers = len(self._layers)
         arrays: dict[str, Array] = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in _PLAIN.items()}
-        for name in ("rows", "row_bytes", "node_bytes", "expert_bytes"):
+        for name in ("rows", "row_bytes", "expert_bytes"):
             arrays[name] = np.asarray(columns[name], dtype=np.int64).reshape(steps, layers)
         for name in ("travel", "exposed"):
             arrays[name] = np.stack(columns[name])
@@ -383,52 +381,68 @@ def _check_number(name: str, value: object) -> None:
         raise TypeError(f"hecate.monitor: {name} is a {type(value).__name__}, expected a number or a tensor with one")
 
 
-_CANNOT_WRITE, _TAKEN = 1, 2
+_CANNOT_WRITE, _TAKEN, _NO_TENSORBOARD = 1, 2, 3
 
 
-def _open(root: Path, head: RunHead, world: World) -> _Place:
-    """The folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise."""
-    problem, failed, number, first, lock = "", 0, 0, head.first_step, None
+def _open(root: Path, head: RunHead, first_step: int | None, world: World, *, tensorboard: bool) -> _Place:
+    """The folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise.
+
+    Whatever goes wrong on one rank, it goes on to the collectives: the others wait there.
+    """
+    why: Exception | None = None
+    failed, number, first, lock = 0, 0, first_step or 0, None
+    # Step 1: rank 0 takes the folder, and tells the others which start this is.
     if world.rank == 0:
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(root)
-            taken = [int(path.name[5:]) for path in root.glob("start*") if path.name[5:].isdecimal()]
-            number = max(taken, default=-1) + 1
-            if first < 0:
-                first = next_step(root, head)
-            start_folder(root, number).mkdir()
+            if tensorboard and importlib.util.find_spec("tensorboard") is None:
+                failed = _NO_TENSORBOARD
+            else:
+                root.mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(root)
+                number = max(start_numbers(root), default=-1) + 1
+                if first_step is None:
+                    first = next_step(root, head)
+                start_folder(root, number).mkdir()
         except BlockingIOError:
             failed = _TAKEN
-        except OSError as error:
-            failed, problem = _CANNOT_WRITE, str(error)
+        except Exception as error:
+            failed, why = _CANNOT_WRITE, error
     told = torch.tensor([failed, number, first], dtype=torch.int64, device=world.control_device)
     with doing("hecate.monitor"):
         collectives.broadcast(told, world)
     failed, number, first = told.tolist()
+    if failed == _NO_TENSORBOARD:
+        raise ImportError("hecate.monitor: tensorboard=True needs TensorBoard: pip install tensorboard")
     if failed == _TAKEN:
         raise OSError(f"hecate.monitor: another monitor writes into {root}; close it, or take another folder")
     if failed:
         _release(lock)
-        raise OSError(f"hecate.monitor: rank 0 cannot write into {root}. {problem}".rstrip())
-    folder, file = start_folder(root, number), None
+        raise OSError(f"hecate.monitor: rank 0 cannot write into {root}. {why or ''}".rstrip()) from why
+    # Step 2: every rank opens its own file.
+    folder = start_folder(root, number)
+    file: IO[bytes] | None = None
+    log: TensorBoardLog | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The first rank of each machine, of which every one may have a disk of its own.
         if int(os.environ.get("LOCAL_RANK", world.rank)) == 0:
-            replace(head, first_step=first).write(folder)
+            head.write(folder, world.rank)
         file = rank_path(folder, world.rank).open("ab")
-    except OSError as error:
-        problem = str(error)
-    failures = torch.tensor([bool(problem)], dtype=torch.int64, device=world.control_device)
+        if tensorboard and world.rank == 0:
+            log = TensorBoardLog(folder / "tensorboard", world.size)
+    except Exception as error:
+        why = error
+    failures = torch.tensor([why is not None], dtype=torch.int64, device=world.control_device)
     with doing("hecate.monitor"):
         collectives.all_reduce(failures, world)
     if int(failures) or file is None:
         if file is not None:
             file.close()
+        if log is not None:
+            log.close()
         _release(lock)
-        raise OSError(f"hecate.monitor: {problem or 'another rank'} cannot write into {folder}")
-    return _Place(folder, file, first, lock)
+        raise OSError(f"hecate.monitor: {why or 'another rank'} cannot write into {folder}") from why
+    return _Place(folder, file, first, lock, log)
 
 
 def _release(lock: FolderLock | None) -> None:

@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hecate.reports.run_data import Floats, RunData
+from hecate.reports.ratios import Floats
+from hecate.reports.run_data import RunData
 
 # The newest part of a run is what alerts are about, and no fewer steps than this.
 _PART, _FEWEST = 4, 10
+# An expert may have no rows in fewer steps than this.
+_FEWEST_OF_DEAD = 3
 # A router whose load is as if this part of the experts had all rows evenly has collapsed.
 COLLAPSED = 0.25
 # Ranks are balanced if the busiest has at most so many times the mean.
@@ -55,8 +58,26 @@ def effective_experts(load: Any) -> Floats:
     return found
 
 
+def gone_since(values: Floats) -> int | None:
+    """From which index on values are no finite numbers; None if they still are, or it is too early to tell.
+
+    NaN stands for "not logged" too, so it counts only where most values before were logged, and for as long as the
+    newest part of the run.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    first = int(finite[-1]) + 1 if finite.size else 0
+    gone = len(values) - first
+    # What was logged and never finite was NaN from the start.
+    logged = finite.size / first if first else 1.0
+    return first if gone and gone >= _newest_length(len(values)) and logged > 0.5 else None
+
+
+def _newest_length(steps: int) -> int:
+    return min(steps, max(_FEWEST, steps // _PART))
+
+
 def _newest(run: RunData) -> slice:
-    return slice(-min(run.steps, max(_FEWEST, run.steps // _PART)), None)
+    return slice(-_newest_length(run.steps), None)
 
 
 def _names(numbers: list[int]) -> str:
@@ -64,17 +85,15 @@ def _names(numbers: list[int]) -> str:
 
 
 def _not_numbers(run: RunData) -> Iterator[Alert]:
-    newest = _newest(run)
     for name, values in run.logged.items():
-        before, now = values[: newest.start], values[newest]
-        # NaN stands for "not logged" too, so it counts only where numbers were logged in most steps before.
-        gone = len(before) > 0 and np.isfinite(before).mean() > 0.5 and np.isnan(now).all()
-        wrong = np.isinf(values) | (np.isnan(values) & (np.arange(len(values)) >= len(before)) & gone)
-        if wrong.any():
-            step = int(run.step[np.argmax(wrong)])
+        since = gone_since(values)
+        alone = run.step[:since][np.isinf(values[:since])].tolist()
+        when = [f"at step {_names(alone)}"] if alone else []
+        when += [f"from step {int(run.step[since])} on"] if since is not None else []
+        if when:
             yield Alert(
                 kind="nan",
-                text=f"{name} is not a finite number from step {step} on",
+                text=f"{name} is not a finite number {' and '.join(when)}",
                 advice="Go back to a checkpoint before it; a lower learning rate or gradient clipping may help. "
                 "hecate bisect finds out whether a graph pass is the cause.",
             )
@@ -98,7 +117,7 @@ def _collapse(run: RunData) -> Iterator[Alert]:
 
 def _dead(run: RunData) -> Iterator[Alert]:
     part = run.load[_newest(run)]
-    if len(part) < min(_FEWEST, 3):
+    if len(part) < _FEWEST_OF_DEAD:
         return
     for index, (name, experts) in enumerate(zip(run.head.layers, run.head.experts, strict=True)):
         load = part[:, index, :experts].sum(0)

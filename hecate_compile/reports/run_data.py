@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hecate.reports.run_files import Array, RankFile, RunError, RunHead, rank_path, read_rank, starts_in
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
+from hecate.reports.ratios import Floats, hidden_part, max_over_mean
+from hecate.reports.run_files import (
+    CHUNK_SECONDS,
+    CHUNK_STEPS,
+    Array,
+    RankFile,
+    RunError,
+    RunHead,
+    rank_path,
+    read_rank,
+    starts_in,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +45,7 @@ class RunData:
     What a rank did not write is NaN.
 
     Attributes:
-        head: of the last start.
+        head: of the last start that has steps.
         notes: what is missing, in words.
         step: numbers, ``[n]``.
         seconds: of a step, of the slowest rank, ``[n]``.
@@ -89,29 +98,18 @@ class RunData:
     @property
     def hidden(self) -> Floats:
         """The part of the collectives' time in which the compute went on, of all ranks: ``[n]``."""
-        return _hidden(np.nansum(self.travel, 1), np.nansum(self.exposed, 1))
+        return hidden_part(np.nansum(self.travel, 1), np.nansum(self.exposed, 1))
 
     @property
     def layer_hidden(self) -> Floats:
         """The same for each layer, ``[n, L]``."""
-        return _hidden(self.layer_travel, self.layer_exposed)
+        return hidden_part(self.layer_travel, self.layer_exposed)
 
     @property
     def replicas(self) -> Array:
         """Copies of experts on ranks that do not own them, ``[n, L]``."""
         here = self.owners >= 0
         return np.where(here, self.holders.astype(np.int64) - 1, 0).sum(2)
-
-
-def max_over_mean(rows: Floats) -> Floats:
-    """Of the last dimension; 1 where there are no rows, NaN where a rank is missing."""
-    mean = rows.mean(-1)
-    return np.where(mean == 0, 1.0, rows.max(-1) / np.where(mean == 0, 1, mean))
-
-
-def _hidden(travel: Floats, exposed: Floats) -> Floats:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(travel > 0, np.clip(1 - exposed / travel, 0, 1), np.nan)
 
 
 def load_run(root: Path) -> RunData:
@@ -131,35 +129,41 @@ def load_run(root: Path) -> RunData:
             problems.append(error)
             notes.append(f"{folder.name} is left out: {error}")
             continue
+        part = _read_start(folder, head, notes, problems)
+        if part is None:
+            continue
         if last is None:
             last = head
         elif (head.layers, head.experts, head.world_size) != (last.layers, last.experts, last.world_size):
             notes.append(f"{folder.name} and earlier starts are of another model or number of ranks, and left out")
             break
-        part = _read_start(folder, head, notes, problems)
-        if part is not None:
-            parts.append(part)
+        parts.append(part)
     if last is None or not parts:
         if problems:
             raise problems[0]
-        raise RunError(f"{root} has no steps yet: a chunk is written every {_WRITTEN}")
+        raise RunError(
+            f"{root} has no steps yet: a chunk is written every {CHUNK_STEPS} steps or {CHUNK_SECONDS:g} seconds, "
+            "and at the end"
+        )
     return _assemble(last, list(reversed(parts)), notes)
-
-
-_WRITTEN = "20 steps or 10 seconds, and at the end"
 
 
 @dataclass(frozen=True)
 class _Start:
-    """One start: the steps that rank 0 and all others that wrote have in common."""
+    """One start: the steps of rank 0, with what other ranks wrote about them."""
 
     name: str
     ranks: dict[int, RankFile]
-    steps: int
 
     @property
     def first(self) -> Mapping[str, Array]:
         return self.ranks[0].arrays
+
+    def lines(self, read: RankFile, name: str) -> Array:
+        """A series of a rank, as long as that of rank 0: NaN in steps that the rank did not write."""
+        values = read.arrays[name][: self.ranks[0].steps]
+        missing = self.ranks[0].steps - len(values)
+        return np.concatenate([values, np.full((missing, *values.shape[1:]), np.nan)]) if missing else values
 
 
 def _read_start(folder: Path, head: RunHead, notes: list[str], problems: list[RunError]) -> _Start | None:
@@ -183,13 +187,19 @@ def _read_start(folder: Path, head: RunHead, notes: list[str], problems: list[Ru
     missing = [rank for rank in range(head.world_size) if rank not in ranks]
     if missing:
         notes.append(f"{folder.name}: nothing of ranks {missing}; what only they know is missing")
-    return _Start(folder.name, ranks, min(read.steps for read in ranks.values()))
+    steps = ranks[0].steps
+    notes += [
+        f"{folder.name}: rank {rank} wrote {read.steps} of {steps} steps; what only it knows is missing in the others"
+        for rank, read in ranks.items()
+        if read.steps < steps
+    ]
+    return _Start(folder.name, ranks)
 
 
 def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
     kept = []
     for index, start in enumerate(starts):
-        steps = start.first["step"][: start.steps]
+        steps = start.first["step"]
         # What ran again after a restart counts as it ran the last time.
         later = min((other.first["step"][0] for other in starts[index + 1 :]), default=np.inf)
         kept.append(np.flatnonzero(steps < later))
@@ -207,7 +217,7 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         for start, keep in zip(starts, kept, strict=True):
             part = np.full((len(keep), *shape, size), np.nan)
             for rank, read in start.ranks.items():
-                part[..., rank] = read.arrays[name][keep]
+                part[..., rank] = start.lines(read, name)[keep]
             parts.append(part)
         return np.concatenate(parts)
 
@@ -227,7 +237,7 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         layer_travel=_nan(np.nanmean, travel[:, :-1], 2), layer_exposed=_nan(np.nanmean, exposed[:, :-1], 2),
         memory=of_ranks("memory", ()),
         logged={name[4:]: _logged(name, starts, kept) for name in names if name.startswith("log.")},
-        timelines=_timelines(starts[-1], starts[-1].first["step"][kept[-1]]),
+        timelines=_timelines(starts, kept),
     )  # fmt: skip
 
 
@@ -260,22 +270,25 @@ def _logged(name: str, starts: list[_Start], kept: list[Array]) -> Floats:
         values = np.full((len(keep), len(start.ranks)), np.nan)
         for column, read in enumerate(start.ranks.values()):
             if name in read.arrays:
-                values[:, column] = read.arrays[name][keep]
+                values[:, column] = start.lines(read, name)[keep]
         parts.append(_nan(np.nanmean, values, 1))
     return np.concatenate(parts)
 
 
-def _timelines(start: _Start, steps: Array) -> tuple[RankTimeline, ...]:
-    found = [(rank, read.arrays) for rank, read in start.ranks.items() if len(read.arrays.get("span_step", ()))]
-    known = sorted({int(step) for _, arrays in found for step in arrays["span_step"] if step in steps})
-    if not known:
-        return ()
-    last = known[-1]
-    lines = []
+def _timelines(starts: list[_Start], kept: list[Array]) -> tuple[RankTimeline, ...]:
+    for start, keep in zip(reversed(starts), reversed(kept), strict=True):
+        found = [(rank, read.arrays) for rank, read in start.ranks.items() if len(read.arrays.get("span_step", ()))]
+        steps = set(start.first["step"][keep].tolist())
+        known = steps.intersection(step for _, arrays in found for step in arrays["span_step"].tolist())
+        if known:
+            return tuple(_timelines_of(max(known), found))
+    return ()
+
+
+def _timelines_of(step: int, found: list[tuple[int, Mapping[str, Array]]]) -> Iterator[RankTimeline]:
     for rank, arrays in found:
-        here = arrays["span_step"] == last
+        here = arrays["span_step"] == step
         if here.any():
-            lines.append(
-                RankTimeline(rank=rank, step=last, names=arrays["span_names"][here], times=arrays["span_times"][here])
+            yield RankTimeline(
+                rank=rank, step=step, names=arrays["span_names"][here], times=arrays["span_times"][here]
             )
-    return tuple(lines)

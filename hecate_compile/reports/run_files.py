@@ -8,7 +8,7 @@ follows) and a compressed numpy archive of some steps, n. L are layers, E the mo
 ``step``                     int64 ``[n]``              number of the training forward
 ``began``, ``seconds``       float64 ``[n]``            Unix time; until the next forward began
 ``rows``                     int64 ``[n, L]``           rows that this rank computed
-``row_bytes``, ``node_bytes`` int64 ``[n, L]``          of rows that it sent; those of them to other nodes
+``row_bytes``                int64 ``[n, L]``           of rows that it sent
 ``expert_bytes``             int64 ``[n, L]``           of experts and their gradients that it sent
 ``travel``, ``exposed``      float32 ``[n, L + 1]``     seconds of collectives, and in which compute stood still for
                                                         them; last those of no layer. NaN where not measured
@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -44,6 +46,8 @@ Chunk = Mapping[str, Array]
 _HEAD = struct.Struct("<4sII")
 _MAGIC = b"hrun"
 _FORMAT = 1
+# A chunk is written after so many steps or seconds, whichever comes first: what a killed run loses.
+CHUNK_STEPS, CHUNK_SECONDS = 20, 10.0
 
 
 class RunError(ValueError):
@@ -60,7 +64,6 @@ class RunHead:
         device: kind of the ranks' device.
         layers, experts: name of each layer that has experts, and how many.
         nodes: node of each rank, length W.
-        first_step: number of the first step.
         started: Unix time.
     """
 
@@ -70,7 +73,6 @@ class RunHead:
     layers: tuple[str, ...]
     experts: tuple[int, ...]
     nodes: tuple[int, ...]
-    first_step: int
     started: float
     format: int = _FORMAT
 
@@ -78,8 +80,11 @@ class RunHead:
     def world_size(self) -> int:
         return len(self.nodes)
 
-    def write(self, folder: Path) -> None:
-        (folder / "run.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def write(self, folder: Path, rank: int = 0) -> None:
+        """Several ranks may write the same at the same time; who reads sees all of it or nothing."""
+        part = folder / f"run.json.part{rank}"
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        os.replace(part, folder / "run.json")
 
     @classmethod
     def read(cls, folder: Path) -> RunHead:
@@ -95,6 +100,8 @@ class RunHead:
             }
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(f"{path} is not what hecate.monitor writes: {error}") from None
+        # Nobody reads it, and it is not written any more.
+        given.pop("first_step", None)
         if given.get("format") != _FORMAT:
             found = given.get("format")
             raise RunError(f"{path}: format {found!r} is not known here; this version reads format {_FORMAT}")
@@ -109,7 +116,7 @@ class RunHead:
 
 # What stands in run.json; a list of something is a tuple of it here.
 _KINDS: dict[str, type | list[type]] = {
-    "model": str, "policy": str, "device": str, "layers": [str], "experts": [int], "nodes": [int], "first_step": int,
+    "model": str, "policy": str, "device": str, "layers": [str], "experts": [int], "nodes": [int],
     "started": float, "format": int,
 }  # fmt: skip
 
@@ -146,13 +153,19 @@ def rank_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.steps"
 
 
+def start_numbers(root: Path) -> list[int]:
+    """Of all starts that are there, in order."""
+    names = [path.name for path in root.glob("start*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"start([0-9]{3}|[1-9][0-9]{3,})", name))
+
+
 def starts_in(root: Path) -> list[Path]:
     """The folders of all starts, in order.
 
     Raises:
         RunError: there is none.
     """
-    found = sorted(path for path in root.glob("start[0-9]*") if path.is_dir())
+    found = [start_folder(root, number) for number in start_numbers(root)]
     if not found:
         raise RunError(
             f"{root} is no run: {'it has no start000' if root.is_dir() else 'there is no such folder'}. "
@@ -174,7 +187,8 @@ def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
 
 def next_step(root: Path, head: RunHead) -> int:
     """The number behind the last step of earlier starts of the same model; 0 if there are none that can be read."""
-    for folder in reversed(starts_in(root) if any(root.glob("start[0-9]*")) else []):
+    for number in reversed(start_numbers(root)):
+        folder = start_folder(root, number)
         with suppress(RunError):
             earlier = RunHead.read(folder)
             if (earlier.model, earlier.layers, earlier.experts) != (head.model, head.layers, head.experts):

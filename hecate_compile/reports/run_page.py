@@ -10,8 +10,9 @@ import numpy as np
 
 from hecate.passes.dumps.html_page import html_page
 from hecate.passes.dumps.palette import KINDS
-from hecate.reports.run_alerts import Alert, find_alerts
-from hecate.reports.run_data import Floats, RankTimeline, RunData
+from hecate.reports.ratios import Floats, max_over_mean
+from hecate.reports.run_alerts import Alert, find_alerts, gone_since
+from hecate.reports.run_data import RankTimeline, RunData
 from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, timeline
 from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
@@ -101,8 +102,7 @@ def _numbers(run: RunData) -> str:
     newest = slice(-min(run.steps, 100), None)
     shown = [("steps", f"{run.steps:,}"), ("a step", as_time(_median(run.seconds[newest])))]
     if "loss" in run.logged:
-        finite = run.logged["loss"][np.isfinite(run.logged["loss"])]
-        shown.append(("loss", f"{finite[-1]:.4g}" if finite.size else "none"))
+        shown.append(("loss", _newest(run.logged["loss"])))
     if run.head.layers and run.head.world_size > 1:
         shown.append(("max/mean, before", _number(_median(run.before[newest]))))
         shown.append(("max/mean, after", _number(_median(run.after[newest]))))
@@ -113,7 +113,14 @@ def _numbers(run: RunData) -> str:
     if np.isfinite(memory).any():
         shown.append(("memory, most", as_bytes(float(np.nanmax(memory)))))
     cells = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in shown)
-    return f'<div class="numbers">{cells}</div>\n<p class="quiet">Medians of the last {-newest.start} steps.</p>'
+    text = f"Times and max/mean: medians of the last {-newest.start} steps."
+    return f'<div class="numbers">{cells}</div>\n<p class="quiet">{text}</p>'
+
+
+def _newest(values: Floats) -> str:
+    """The last value that was logged; NaN is one where values were logged before, and for long."""
+    logged = values[~np.isnan(values)]
+    return f"{logged[-1]:.4g}" if gone_since(values) is None and logged.size else "nan"
 
 
 def _alerts(run: RunData, alerts: Sequence[Alert]) -> str:
@@ -131,7 +138,7 @@ def _balance(run: RunData) -> list[str]:
     if many:
         series = {"before": _mean(run.before), "after": _mean(run.after)}
         plots.append(line_plot(series, run.step, title="Busiest rank over the mean", floor=1.0))
-    used = [_evenness(run, index) for index in range(len(run.head.layers))]
+    used = [max_over_mean(run.load[:, index, :experts]) for index, experts in enumerate(run.head.experts)]
     experts = {"busiest layer": np.max(used, 0), "mean of layers": np.mean(used, 0)}
     plots.append(line_plot(experts, run.step, title="Busiest expert over the mean", floor=1.0))
     if many:
@@ -163,19 +170,18 @@ def _times(run: RunData) -> list[str]:
 
 def _timelines(run: RunData) -> list[str]:
     shown = run.timelines[:_MOST_TIMELINES]
-    begin = min(float(one.times[:, 0].min()) for one in shown)
     end = max(float(one.times[:, 4].max()) for one in shown)
     bars, lines = [], []
     for one in shown:
         lines += [f"rank {one.rank}", ""]
-        bars += list(_bars(one, len(lines) - 2, begin))
+        bars += list(_bars(one, len(lines) - 2))
     title = f"Step {shown[0].step}" + ("" if len(shown) == len(run.timelines) else f", the first {len(shown)} ranks")
-    return [timeline(bars, lines, _COLOURS, title=title, end=(end - begin) * 1e3)]
+    return [timeline(bars, lines, _COLOURS, title=title, end=end * 1e3)]
 
 
-def _bars(one: RankTimeline, line: int, begin: float) -> Iterable[Bar]:
+def _bars(one: RankTimeline, line: int) -> Iterable[Bar]:
     for (part, operator, subject), times in zip(one.names.tolist(), one.times.tolist(), strict=True):
-        _, begun, ended, waited, ready = ((moment - begin) * 1e3 for moment in times)
+        _, begun, ended, waited, ready = (moment * 1e3 for moment in times)
         text = f"{part} {operator} of {subject}: {ended - begun:.2f} ms, compute stood still {ready - waited:.2f} ms"
         yield Bar(line=line, begin=begun, end=ended, kind=_kind(operator), text=text)
         yield Bar(line=line + 1, begin=waited, end=ready, kind="stands still", text=text)
@@ -247,13 +253,6 @@ def _relative(rows: Floats) -> Floats:
     """Rows over the mean of all lines, mean over layers: ``[n, L, r] -> [n, r]``."""
     mean = rows.mean(-1, keepdims=True)
     found: Floats = (rows / np.where(mean == 0, 1, mean)).mean(1)
-    return found
-
-
-def _evenness(run: RunData, layer: int) -> Floats:
-    load = run.load[:, layer, : run.head.experts[layer]].astype(np.float64)
-    mean = load.mean(1)
-    found: Floats = np.where(mean == 0, 1.0, load.max(1) / np.where(mean == 0, 1, mean))
     return found
 
 

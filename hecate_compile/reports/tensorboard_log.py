@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hecate.reports.ratios import hidden_part, max_over_mean
 from hecate.reports.run_files import Array
 
 
@@ -51,7 +52,7 @@ class TensorBoardLog:
         found |= {
             "hecate/step_seconds": float(arrays["seconds"][index]),
             "hecate/memory_bytes": float(arrays["memory"][index]),
-            "hecate/hidden": float(1 - exposed / travel) if travel > 0 else float("nan"),
+            "hecate/hidden": float(hidden_part(travel, exposed)),
         }
         if "load" in arrays:
             loads, holders = arrays["load"][index], arrays["holders"][index]
@@ -61,9 +62,9 @@ class TensorBoardLog:
             for load, owner in zip(loads, self._owners[now], strict=True):
                 # A layer with fewer experts than another has -1 behind them.
                 here = owner >= 0
-                rows = np.bincount(owner[here], load[here], minlength=self._world_size)
-                before.append(rows.max() / rows.mean() if rows.any() else np.nan)
-            found["hecate/imbalance_of_owners"] = float(np.nanmean(before)) if np.isfinite(before).any() else np.nan
+                before.append(np.bincount(owner[here], load[here], minlength=self._world_size))
+            if before:
+                found["hecate/imbalance_of_owners"] = float(max_over_mean(np.stack(before)).mean())
         return found
 
     def close(self) -> None:

@@ -61,8 +61,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
     Args:
         model: not compiled yet; on the meta device it needs no memory for the experts of other ranks.
         inputs: a batch of one rank. Its tensors' values do not matter.
-        config: its topology and rates are replaced by the cluster's, and ``dispatch="auto"`` by ``"rows"``: counts do
-            not say which rows are of one token.
+        config: its topology is replaced by the cluster's, its rates if it has none, and ``dispatch="auto"`` by
+            ``"rows"``: counts do not say which rows are of one token.
 
     Raises:
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.

@@ -68,6 +68,9 @@ def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
         raise ValueError(f"{path} is not a trace that hecate.record wrote: {error}") from None
     if counts.ndim != 4 or len(counts) == 0:
         raise ValueError(f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]")
+    layers, ranks, experts = counts.shape[1:]
+    if owners.shape != (layers, experts) or not ((owners >= 0) & (owners < ranks)).all():
+        raise ValueError(f"{path}: owners are not one of {ranks} ranks for each of {experts} experts in each layer")
     return counts, owners
 
 

@@ -188,8 +188,6 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
             business.
     """
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
-    # torch 2.11 cannot sort this set for its record of the compilation, and says so each time.
-    logging.getLogger("torch._dynamo.metrics_context").addFilter(_not_about_sets)
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
@@ -207,6 +205,10 @@ def _not_about_sets(record: logging.LogRecord) -> bool:
     """Whether a line of torch's log is about something else than functions that cannot be sorted."""
     error = record.exc_info[1] if record.exc_info else None
     return "'<' not supported between instances of 'function'" not in f"{record.getMessage()} {error}"
+
+
+# torch 2.11 cannot sort ignore_logger_methods for its record of the compilation, and says so each time.
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_not_about_sets)
 
 
 @contextmanager

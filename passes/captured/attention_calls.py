@@ -17,7 +17,7 @@ from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import arg, calls
 
 # In the meta of a mask: the name of the layer that it is for.
-LAYER = "hecate_layer"
+ATTENTION_OF = "hecate_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 

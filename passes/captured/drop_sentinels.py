@@ -64,21 +64,26 @@ def _fills_nothing(node: Node, name: str) -> bool:
 def _clamps_nothing(node: Node, name: str) -> bool:
     if name not in _CLAMPS:
         return False
-    names = ("max",) if name.startswith("clamp_max") else ("min", "max")
-    given: dict[str, Any] = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
-    low, high = given.get("min"), given.get("max")
     bound = _bound(node.args[0])
+    return bound is not None and _keeps(node, bound - 1)
+
+
+def _keeps(clamp: Node, largest: int) -> bool:
+    """Whether a clamp leaves the numbers from 0 to ``largest`` as they are."""
+    names = ("max",) if _name(clamp).startswith("clamp_max") else ("min", "max")
+    given: dict[str, Any] = dict(zip(names, clamp.args[1:], strict=False)) | clamp.kwargs
+    low, high = given.get("min"), given.get("max")
     return (
-        bound is not None
-        and set(given) <= {"min", "max"}
+        set(given) <= {"min", "max"}
         and (low is None or (type(low) is int and low <= 0))
-        and (high is None or (type(high) is int and high >= bound - 1))
+        and (high is None or (type(high) is int and high >= largest))
     )
 
 
 def _is_never(mask: Any) -> bool:
     """Whether a mask is false everywhere: numbers at least as large as all that there can be."""
-    while isinstance(mask, Node) and _name(mask) in _SAME_NUMBERS and mask.args:
+    # Each of them, for a copy has memory of its own.
+    while isinstance(mask, Node) and _name(mask) in _SAME_NUMBERS and mask.args and not _is_changed(mask):
         mask = mask.args[0]
     if not isinstance(mask, Node) or _name(mask) != "ge" or len(mask.args) != 2 or mask.kwargs:
         return False
@@ -127,8 +132,11 @@ def _choices(chosen: Node, position: int) -> int | None:
 
 
 def _is_changed(node: Node) -> bool:
-    """Whether something else than a clamp, which makes no number larger, is written to its memory."""
-    return any(_name(other) not in _CLAMPS for other in _changes(node))
+    """Whether something is written to its memory that may make a number larger, or negative.
+
+    A clamp does not, if its least number is not positive and its largest not negative.
+    """
+    return any(_name(other) not in _CLAMPS or not _keeps(other, 0) for other in _changes(node))
 
 
 def _changes(node: Node) -> list[Node]:

@@ -36,7 +36,7 @@ from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_region
 from hecate.passes.captured.node_rows import NodeRows
 from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
-from hecate.passes.fx import Builder, arg, calls, computed_from, forget_value, skip_of
+from hecate.passes.fx import BODY_OF, Builder, arg, calls, computed_from, forget_value, skip_of
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -349,7 +349,7 @@ def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> N
     for copy in copies:
         if not keep_values:
             forget_value(copy)
-        copy.meta["hecate_layer"] = region.layer
+        copy.meta[BODY_OF] = region.layer
 
 
 def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node]) -> list[Node]:

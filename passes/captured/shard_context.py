@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Remark
 from hecate.passes.captured.attention_calls import (
-    LAYER,
+    ATTENTION_OF,
     attends,
     change_operands,
     copy_place,
@@ -127,7 +127,7 @@ class _Work:
                 torch.ops.hecate.s2_mask.default, given["query"], given["key"], checked, pattern.numbers
             )
         copy_place(node, mask)
-        mask.meta[LAYER] = name
+        mask.meta[ATTENTION_OF] = name
         change_operands(node, {"attn_mask": mask, "is_causal": False})
         return pattern, size_hint(key.shape[2])
 

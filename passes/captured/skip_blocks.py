@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.attention_calls import (
-    LAYER,
+    ATTENTION_OF,
     attends,
     copy_place,
     name_of_layer,
@@ -48,7 +48,7 @@ def skip_blocks(gm: GraphModule, context: PassContext) -> Outcome:
             rewritten += 1
         except Refused as refused:
             reason = f"its mask is computed, which is right and slower than dense attention: {refused}"
-            where = mask.meta.get(LAYER) or name_of_layer(node)
+            where = mask.meta.get(ATTENTION_OF) or name_of_layer(node)
             skipped.append(Skip(where=where, reason=reason, fallback=False, fix=refused.fix))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
@@ -70,6 +70,10 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     if value_of(value).shape[1] != value_of(key).shape[1]:
         key, value = given["key"], given["value"]
     *_, checked, numbers = mask.args
+    heads, patterns = value_of(key).shape[1], Pattern(*numbers).patterns
+    if single and heads % patterns:
+        raise Refused(f"{heads} heads of keys have {patterns} patterns")
+    # Nothing is written before this line: who refuses leaves the graph as it was.
     builder = Builder(gm.graph, before=node)
     query, key, value = (_cast(builder, x, dtype) for x in (query, key, value))
     if not single:
@@ -77,9 +81,6 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
         copy_place(node, both)
         out = builder.call(operator.getitem, both, 0)
     else:
-        heads = value_of(key).shape[1]
-        if heads % Pattern(*numbers).patterns:
-            raise Refused(f"{heads} heads of keys have {Pattern(*numbers).patterns} patterns")
         if calls(mask, torch.ops.hecate.s2_mask):
             tokens = builder.call(torch.ops.aten.sym_size.int, key, 2)
             tokens.meta["example_value"] = value_of(key).shape[2]

@@ -40,10 +40,11 @@ class DumpFolder:
 
     Attributes:
         failed: something could not be written.
+        whole: nothing is missing, for this reason or another.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
-        self.folder, self.most_bytes, self.failed = folder, most_bytes, False
+        self.folder, self.most_bytes, self.failed, self.whole = folder, most_bytes, False, True
         self._page: dict[tuple[int, str], PartOfPage] = {}
         self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
@@ -68,7 +69,7 @@ class DumpFolder:
             path.write_text(text if whole else cut(text, self.most_bytes), encoding="utf-8")
         except OSError as error:
             # Of all ranks perhaps this one alone, and the others wait for it.
-            self.failed = True
+            self.failed, self.whole = True, False
             warnings.warn(
                 f"hecate: the dump in {self.folder} ends here, the training goes on: {path.name}: {error}",
                 stacklevel=2,
@@ -146,6 +147,10 @@ class GraphDump:
             if picture is not None:
                 self._owner.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg(), whole=True)
         self._owner.show(self._dumped)
+
+    def break_off(self) -> None:
+        """Remember that the rest of this part is missing."""
+        self._owner.whole = False
 
     def schedule(self, lines: Sequence[str]) -> None:
         """Add this part's lines to ``schedule.txt``, and to the page."""

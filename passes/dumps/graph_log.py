@@ -29,6 +29,9 @@ class Reader(Protocol):
     def end(self) -> None:
         """All passes have run, or one has failed."""
 
+    def break_off(self) -> None:
+        """Something failed in the log itself; nothing more is told."""
+
 
 class GraphLog:
     """Tells readers what passes do to one part of a graph. What fails in it ends the log, and not the compile.
@@ -96,6 +99,8 @@ class GraphLog:
 
     def _try(self, tell: Callable[[], None]) -> None:
         def stop() -> None:
+            for reader in self._readers:
+                reader.break_off()
             self._readers = ()
 
         if self._readers:
@@ -136,6 +141,9 @@ class _Trace:
         _send_text(f"{self._title}_schedule", lambda: "\n".join(lines))
 
     def end(self) -> None:
+        pass
+
+    def break_off(self) -> None:
         pass
 
 

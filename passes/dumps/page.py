@@ -113,7 +113,7 @@ def _table(part: DumpedPart, *, graphs: bool) -> str:
         kind = "" if step.lines else "same" if record.enabled else "off"
         where = f"#{_step_anchor(part, step)}" if graphs else part.file(step)
         name = f'<a href="{escape(where)}">{step.name}</a>' if step.lines else step.name
-        changed = f"+{plus} −{minus}" if step.lines else "nothing" if record.enabled else "off"  # noqa: RUF001
+        changed = f"+{plus} −{minus}" if step.lines else "nothing" if record.enabled else "off"  # noqa: RUF001  a minus as wide as +
         why = "; ".join(f"{skip.where}: {skip.reason}" for skip in record.skipped)
         rows.append(
             f'<tr class="{kind}"><td class="number">{step.index}</td><td>{name}</td><td>{escape(step.summary)}</td>'

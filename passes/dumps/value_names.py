@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.dumps.sources import source_of
-from hecate.passes.fx import closure_forward, is_getitem, note
+from hecate.passes.fx import BODY_OF, closure_forward, is_getitem, note
 from hecate.runtime.comm.collective import collective_of, start_of
 from hecate.runtime.ops.dense import DENSE_SHARDS
 from hecate.runtime.ops.gradients import REPLICATED
@@ -118,7 +118,7 @@ def layer_of(node: Node) -> int | None:
 
 
 def _noted(node: Node) -> int | None:
-    found = node.meta.get("custom", {}).get("hecate_in", node.meta.get("hecate_layer"))
+    found = node.meta.get("custom", {}).get("hecate_in", node.meta.get(BODY_OF))
     return found if isinstance(found, int) else None
 
 

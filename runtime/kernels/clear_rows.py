@@ -34,7 +34,7 @@ def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
         raise ValueError(f"clear_rows_behind: expected contiguous [R, N] and slots, got {list(rows.shape)}")
     check_offsets("clear_rows_behind", offs, offs.shape[0], rows.device)
     if not (runs_on(rows.device) and rows.dtype in FLOATS):
-        rows.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= offs[-1]).unsqueeze(1), 0)
+        clear_rows_behind_reference(rows, offs)
         return
     count, width = rows.shape
     if rows.numel() > 0:
@@ -44,6 +44,11 @@ def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
             rows.device,
             rows, offs[-1:], count, width,
         )  # fmt: skip
+
+
+def clear_rows_behind_reference(rows: Tensor, offs: Tensor) -> None:
+    """:func:`clear_rows_behind` in plain torch."""
+    rows.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= offs[-1]).unsqueeze(1), 0)
 
 
 def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
@@ -66,8 +71,7 @@ def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
         raise ValueError(f"clear_empty_slots: expected contiguous [S, A, B], got {list(matrices.shape)}")
     check_offsets("clear_empty_slots", offs, matrices.shape[0], matrices.device)
     if not (runs_on(matrices.device) and matrices.dtype in FLOATS):
-        empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-        matrices.masked_fill_(empty[:, None, None], 0)
+        clear_empty_slots_reference(matrices, offs)
         return
     if matrices.numel() > 0:
         slots, width = matrices.shape[0], matrices.shape[1:].numel()
@@ -75,6 +79,12 @@ def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
             _clear_empty_slots, lambda meta: slots * _SHARE, matrices.device,
             matrices, offs.contiguous(), width, SHARE=_SHARE,
         )  # fmt: skip
+
+
+def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
+    """:func:`clear_empty_slots` in plain torch."""
+    empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
+    matrices.masked_fill_(empty[:, None, None], 0)
 
 
 @tuned(CONFIGS, key=[], varying=["count"])

@@ -75,7 +75,7 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         # Every slot may have one tile that is not full, and so may the rows beyond the last.
         lambda meta: (-(-rows // meta["BLOCK_M"]) + slots + 1) * -(-columns // meta["BLOCK_N"]),
         x.device,
-        x, own, replicas, offs, out, rows, slots, own.shape[0], columns,
+        x, own, replicas, offs.contiguous(), out, rows, slots, own.shape[0], columns,
         x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2),
         K=inner, SLOTS=SLOTS, PRECISION=precision(), WIDEN=widens(x.dtype),
     )  # fmt: skip

@@ -20,7 +20,10 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:
+except ModuleNotFoundError as missing:
+    # One that is there and broken would otherwise look like a slow GPU.
+    if missing.name != "triton":
+        raise
     triton = None
     # Kernels name the type of their constants when they are defined, which they are without Triton, too.
     tl = SimpleNamespace(constexpr=int)

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels.launch import launch
-from hecate.runtime.kernels.s2_forward import numbers_of, options_of, prepared, width_of
+from hecate.runtime.kernels.s2_forward import numbers_of, options_of, prepared, residue_of, width_of
+
+
+@triton.jit
+def _rows_of(a_ptr, b_ptr, block, length, B: tl.constexpr, D: tl.constexpr):
+    """Of a block: its tokens, which of them are there, where their rows lie, and the rows of both operands."""
+    tokens = block * B + tl.arange(0, B)
+    there = tokens < length
+    at = tokens.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    a = tl.load(a_ptr + at, mask=there[:, None], other=0.0)
+    b = tl.load(b_ptr + at, mask=there[:, None], other=0.0)
+    return tokens, there, at, a, b
 
 
 @triton.jit
@@ -23,12 +34,7 @@ def _of_keys(
     D: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of queries says of a block of keys."""
-    rows = i * B + tl.arange(0, B)
-    d = tl.arange(0, D)
-    there = rows < length
-    at = rows.to(tl.int64)[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
-    grad = tl.load(grad_ptr + at, mask=there[:, None], other=0.0)
+    rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
     # Of a row that is none, every weight is exp(-inf) = 0.
     lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
@@ -51,18 +57,13 @@ def s2_backward_keys(
     row = tl.program_id(0) // blocks
     key_heads = heads // shared
     of_keys = row.to(tl.int64) * length * D
-    keys = j * B + tl.arange(0, B)
-    d = tl.arange(0, D)
-    there = keys < length
-    at = of_keys + keys.to(tl.int64)[:, None] * D + d[None, :]
-    k = tl.load(K + at, mask=there[:, None], other=0.0)
-    v = tl.load(V + at, mask=there[:, None], other=0.0)
+    keys, there, at, k, v = _rows_of(K + of_keys, V + of_keys, j, length, B, D)
     dk = tl.zeros([B, D], tl.float32)
     dv = tl.zeros([B, D], tl.float32)
     for number in range(0, shared):
         head = (row % key_heads) * shared + number
         base = ((row // key_heads) * heads + head).to(tl.int64) * length
-        residue = (stride - ((head // same) * step + offset) % stride) % stride
+        residue = residue_of(head, same, stride, step, offset)
         # A block of the residue is seen by all later ones, any other by those to which it is local.
         end = tl.where(j % stride == residue, blocks, tl.minimum(j + local, blocks))
         dk, dv = _of_keys(
@@ -73,8 +74,8 @@ def s2_backward_keys(
                 Q + base * D, Grad + base * D, Lse + base, Delta + base, i, k, v, dk, dv, keys, length, scale, False,
                 B, D,
             )  # fmt: skip
-    tl.store(DK + at, dk.to(DK.dtype.element_ty), mask=there[:, None])
-    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=there[:, None])
+    tl.store(DK + of_keys + at, dk.to(DK.dtype.element_ty), mask=there[:, None])
+    tl.store(DV + of_keys + at, dv.to(DV.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
@@ -82,12 +83,7 @@ def _of_queries(
     k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
     """Add what one block of keys says of a block of queries."""
-    keys = j * B + tl.arange(0, B)
-    d = tl.arange(0, D)
-    there = keys < length
-    at = keys.to(tl.int64)[:, None] * D + d[None, :]
-    k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
-    v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
+    keys, there, _, k, v = _rows_of(k_ptr, v_ptr, j, length, B, D)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale - lse[:, None])
     if OWN:
         weights = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
@@ -109,22 +105,17 @@ def s2_backward_queries(
     base = row.to(tl.int64) * length
     K += of_keys.to(tl.int64) * length * D
     V += of_keys.to(tl.int64) * length * D
-    rows = i * B + tl.arange(0, B)
-    d = tl.arange(0, D)
-    there = rows < length
-    at = base * D + rows.to(tl.int64)[:, None] * D + d[None, :]
-    q = tl.load(Q + at, mask=there[:, None], other=0.0)
-    grad = tl.load(Grad + at, mask=there[:, None], other=0.0)
+    rows, there, at, q, grad = _rows_of(Q + base * D, Grad + base * D, i, length, B, D)
     lse = tl.load(Lse + base + rows, mask=there, other=float("inf"))
     delta = tl.load(Delta + base + rows, mask=there, other=0.0)
     dq = tl.zeros([B, D], tl.float32)
-    residue = (stride - ((head // same) * step + offset) % stride) % stride
+    residue = residue_of(head, same, stride, step, offset)
     for j in range(residue, i - local + 1, stride):
         dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
     for j in range(tl.maximum(i - local + 1, 0), i):
         dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
     dq = _of_queries(K, V, i, q, grad, lse, delta, dq, rows, length, scale, True, B, D)
-    tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=there[:, None])
+    tl.store(DQ + base * D + at, dq.to(DQ.dtype.element_ty), mask=there[:, None])
 
 
 def backward(

@@ -21,6 +21,12 @@ from hecate.runtime.kernels.launch import launch
 
 
 @triton.jit
+def residue_of(head, same, stride, step, offset):
+    """Of the blocks behind the local ones a head sees every ``stride``-th, from this one on."""
+    return (stride - ((head // same) * step + offset) % stride) % stride
+
+
+@triton.jit
 def _look(
     q, k_ptr, v_ptr, j, out, most, total, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
@@ -70,7 +76,7 @@ def s2_forward(
     most = tl.full([B], float("-inf"), tl.float32)
     total = tl.zeros([B], tl.float32)
     out = tl.zeros([B, D], tl.float32)
-    residue = (stride - ((head // same) * step + offset) % stride) % stride
+    residue = residue_of(head, same, stride, step, offset)
     for j in range(residue, i - local + 1, stride):
         out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
     for j in range(tl.maximum(i - local + 1, 0), i):

@@ -48,7 +48,7 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         _weight_grads,
         lambda meta: slots * -(-a // meta["BLOCK_A"]) * -(-b // meta["BLOCK_B"]),
         left.device,
-        left, right, offs, own, replicas, own.shape[0], a, b,
+        left, right, offs.contiguous(), own, replicas, own.shape[0], a, b,
         left.stride(0), right.stride(0),
         PRECISION=precision(), WIDEN=widens(left.dtype),
     )  # fmt: skip

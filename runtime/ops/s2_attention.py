@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels.launch import runs_on
+from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.ops import s2_blocks
 from hecate.runtime.ops.registration import define, differentiate
 from hecate.runtime.ops.s2_masks import visible
@@ -35,14 +37,35 @@ _WIDEST = 256
 
 
 def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    return q.is_cuda and not _why_dense(q, v, pattern)
+
+
+def _why_dense(q: Tensor, v: Tensor, pattern: Pattern) -> str:
+    """Why the kernels do not take what is on a GPU, and what they would take; empty if they do."""
+    if not runs_on(q.device):
+        return "Triton is missing, or HECATE_KERNELS=0"
+    if q.dtype not in FLOATS:
+        return f"there are no kernels for {q.dtype}"
     # As the kernels make it: a power of two.
     width = 1 << (max(q.shape[3], v.shape[3]) - 1).bit_length()
+    if width > _WIDEST:
+        return f"heads wider than {_WIDEST} do not fit into them"
     # A square of 128 numbers of two bytes, or of 64 of four: larger blocks have no room on a GPU of capability 8.0.
     side = 256 // q.dtype.itemsize
-    return (
-        q.is_cuda and runs_on(q.device) and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and width <= _WIDEST and pattern.block <= side and pattern.block * width <= side**2
-    )  # fmt: skip
+    fitting = min(side, side**2 // width)
+    if pattern.block > fitting:
+        return f"with {width} numbers of {q.dtype} a token at most S2Attention(block={fitting}) fits into them"
+    return ""
+
+
+def _warn_of_dense(q: Tensor, v: Tensor, pattern: Pattern) -> None:
+    if q.is_cuda:
+        reason = _why_dense(q, v, pattern)
+        warnings.warn(
+            f"hecate: sparse attention runs without its GPU kernels, as dense attention with a mask: {reason}. The "
+            "numbers are right, and nothing is saved",
+            stacklevel=2,
+        )
 
 
 def _attention(
@@ -58,6 +81,7 @@ def _attention(
 
         found, lse = forward(q, k, v, pattern, scale)
     else:
+        _warn_of_dense(q, v, pattern)
         found, lse = _dense(q, k, v, pattern, scale)
     return _without_gaps(found.to(q.dtype).transpose(1, 2)).transpose(1, 2), _without_gaps(lse)
 

@@ -14,10 +14,10 @@ from benchmarks.attention.plot import plot
 from tests.support.extent import ALL
 
 
-def test_all_parts_run_and_are_shown(tmp_path: Path) -> None:
+def test_what_is_quick_runs_and_is_shown(tmp_path: Path) -> None:
     results = {
-        "alone": alone.run([256], 1, with_flex=False, heads=2, width=8),
-        "decode": decode.run([256], 1, width=8),
+        "alone": timing.joined([alone.run([256], 1, with_flex=False, heads=2, width=8)]),
+        "decode": timing.joined([decode.run([256], 1, width=8)] * 2),
     }
     text = "\n".join([*alone.table(results["alone"]), *decode.table(results["decode"])])
     assert "| 256 |" in text and "25.3" in text
@@ -25,11 +25,24 @@ def test_all_parts_run_and_are_shown(tmp_path: Path) -> None:
     assert (tmp_path / "attention.png").stat().st_size > 0
 
 
-def test_ratios_are_of_rounds() -> None:
-    samples = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0]}
-    assert timing.ratios(samples, "s2", "dense") == [3.0, 2.0, 5.0]
-    assert timing.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)"
-    found = {"length": 8192, "share": 0.125, "samples": samples | {"attention of dense": [2.4, 3.2, 4.0]}}
+def test_flex_attention_gets_the_same_blocks() -> None:
+    p = timing.pattern_of(1000, 4)
+    mask = alone.block_mask(1000, p, torch.device("cpu"))
+    n = p.blocks_of(1000)
+    seen = [[[p.attends(h, i, j) for j in range(n)] for i in range(n)] for h in range(4)]
+    assert mask.to_dense()[0].bool().tolist() == seen
+    full, rows = mask.full_kv_num_blocks, torch.arange(n)
+    assert full is not None and (mask.kv_num_blocks == 1).all() and (full[0] <= rows).all()
+
+
+def test_ratios_are_of_rounds_and_spread_is_over_launches() -> None:
+    first = {"s2": [1.0, 2.0, 1.0], "dense": [3.0, 4.0, 5.0], "attention of dense": [2.4, 3.2, 4.0]}
+    second = {"s2": [1.0], "dense": [2.0], "attention of dense": [1.6]}
+    found = timing.joined([{"length": 8192, "share": 0.125, "samples": one} for one in (first, second)])
+    assert timing.ratios(found["samples"], "s2", "dense") == [3.0, 2.0]
+    assert timing.seconds(found["samples"], "dense") == 3.0
+    assert timing.said([3.0, 2.0, 5.0]) == "3.00 (2.00 - 5.00)" and timing.said([2.0]) == "2.00"
+    assert "2.50 (2.00 - 3.00) times as fast" in step.table(found)[-1]
     assert "Attention is 80% of the dense step" in step.table(found)[-1]
     assert "the bound is 3.3" in step.table(found)[-1]
 
@@ -47,7 +60,7 @@ def test_one_step_of_each_kind_of_recall(name: str, monkeypatch: pytest.MonkeyPa
     kinds = {name: retrieval.recall_kinds()[name]}
     monkeypatch.setattr(retrieval, "recall_kinds", lambda: kinds)
     found = retrieval.run(1, 1)
-    assert 0 <= found[name][0] <= 1
+    assert set(found) == {name} and len(found[name]) == 1
     assert name in retrieval.table(found)[-1]
 
 
@@ -63,6 +76,7 @@ def test_quality_stands_beside_its_bars() -> None:
     assert retrieval.beside_the_bar("S2", [1.0, 0.96], [1.0, 1.0]) == "0.960, at least 0.98"
     assert retrieval.beside_the_bar("local blocks alone", [0.1, 0.3], [0.5, 0.5]) == "0.600, below 0.7"
     assert set(retrieval._BARS) < set(retrieval.recall_kinds())
+    assert retrieval.beside_the_bar("dense", [1.0], [1.0]) == ""
     found = {"dense": {5: 2.5, 10: 2.0}, "S2, all layers": {5: 2.5, 10: 2.02}}
     assert language.table(found)[-1] == "| S2, all layers | 2.500 | 2.020 | +1.0% |"
 
@@ -70,10 +84,10 @@ def test_quality_stands_beside_its_bars() -> None:
 def test_a_file_of_samples_says_which_commit_made_each_part(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     path.write_text('{"torch": "2.0", "alone": [1]}')
-    command.write(path, "decode", [2])
-    command.write(path, "step", {"length": 3})
+    command.write(path, "decode", [[2]], "abc")
+    command.write(path, "step", [{"length": 3}], command.described())
     kept = json.loads(path.read_text())
-    assert set(kept) == {"decode", "step"} and kept["decode"]["result"] == [2]
+    assert set(kept) == {"decode", "step"} and kept["decode"]["launches"] == [[2]]
     assert kept["step"]["commit"] and kept["step"]["torch"] == torch.__version__
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def test_each_case_compares_two_equal_results(name: str) -> None:
         assert measure.difference(case) <= limit
         assert (case.flops > 0) != (case.bytes > 0)
         for call in (*(case.timed or ()), measure._bound_of(case, CPU)):
-            call()
+            if call is not None:
+                call()
         if case.torch is not None:
             found, expected = measure._tensors(case.torch()), measure._tensors(case.ours())
             assert [one.shape for one in found] == [one.shape for one in expected]
@@ -92,6 +94,22 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert [one["kernel"] for one in found] == [first, second, *others]
     assert all("no time was left" in one["error"] for one in found[2:])
     assert "NO END in time" in (tmp_path / "gpu_check.txt").read_text()
+
+
+def test_a_case_that_cannot_be_made_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def cases(name: str, sizes: Any, device: torch.device) -> Iterator[Case]:
+        yield Case(torch.float32, *(2 * [lambda: torch.ones(2)]), None, SUMS)
+        raise MemoryError("no room for float16")
+
+    monkeypatch.setattr(measure, "cases_of", cases)
+    monkeypatch.setattr(measure, "times", lambda candidates: {name: [1.0, 1.0] for name in candidates})
+    found = measure.measure_kernel("gather_rows", tmp_path / "found.json")
+    assert [one.get("equal") for one in found] == [True, None] and "no room for float16" in found[1]["error"]
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    assert not command.all_right(found)
+    # A process that dies of something else says so, whatever it had written.
+    monkeypatch.setattr(command, "run", lambda *given: (1, "Traceback"))
+    assert command.in_a_process("gather_rows", tmp_path, 5) == [{"kernel": "gather_rows", "error": "Traceback"}]
 
 
 def test_a_command_ends_in_time() -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import hecate
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.passes.captured.shard_context import shard_context
 from tests.hecate_compile.wrap.test_stack_experts import DictMoE, ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, build
@@ -20,11 +22,7 @@ _BLOCKS = (
     "Loop", "HitLoop", "ListOfExperts", "Masks", "RepeatedTokens", "ChoiceLoop", "Split", "Grouped", "AllTokens",
     "Capacity",
 )  # fmt: skip
-_PASSES = (
-    "drop_causal_masks", "skip_blocks", "share_gathers", "bucket_gathers", "accumulate_rows", "group_expert_loops",
-    "flatten_batches", "normalize_matmuls", "functionalize_rows", "exchange_rows", "bucket_gradients",
-    "rematerialize", "split_collectives", "schedule", "order_collectives",
-)  # fmt: skip
+_PASSES = tuple(one.__name__ for one in (*PASSES, *JOINT_PASSES, *FINAL_PASSES) if one is not shard_context)
 
 
 @dataclass(frozen=True)

@@ -119,17 +119,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # What the number of ranks changes nothing in, and what it does; of the rest the one that takes less time.
 ALONE, TOGETHER = ("qwen3_moe", "masked"), ("checkpointed",)
 if ALL:
-    CASES |= {f"{family}, plain": (family, OPTIONS, {}) for family in FAMILIES}
+    CASES |= {f"{family}, plain": (family, OPTIONS, {}) for family in FAMILIES if family != "llama"}
     CASES |= {f"{family}, sharded": (family, OPTIONS, {"dense": "shard"}) for family in FAMILIES}
     CASES |= {f"{family}, checkpointed": (family, OPTIONS, {"checkpointed": True}) for family in FAMILIES}
-    CASES |= {f"{family}, masked": (family, OPTIONS, {"disable_passes": ["skip_blocks"]}) for family in FAMILIES}
+    CASES |= {
+        f"{family}, masked": (family, OPTIONS, {"disable_passes": ["skip_blocks"]})
+        for family in FAMILIES if family != "llama"
+    }  # fmt: skip
     CASES |= {
         "per query head": ("mixtral", OPTIONS | {"per": "q", "stride": 4}, {}),
         "every layer": ("mixtral", OPTIONS | {"dense_layers": ()}, {}),
         "offset": ("mixtral", OPTIONS | {"offset": 1}, {}),
-        "inductor": ("qwen3_moe", OPTIONS, {"backend": "inductor"}),
         "with a cache": ("mixtral", OPTIONS, {"changes": {"use_cache": True}}),
     }
+    CASES |= {f"{family}, inductor": (family, OPTIONS, {"backend": "inductor"}) for family in FAMILIES}
     ALONE = TOGETHER = tuple(CASES)
 
 
@@ -162,13 +165,13 @@ def measure_all() -> dict[str, Any]:
 def results() -> list[dict[str, Any]] | RanksFailed:
     """A failure is remembered too, so that it is waited for once."""
     try:
-        return run_ranks(f"{_HERE}:measure_all", 2, timeout=900)
+        return run_ranks(f"{_HERE}:measure_all", 2, timeout=3000 if ALL else 900)
     except RanksFailed as failure:
         return failure
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(3100 if ALL else 1000)
 @pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(case: str) -> None:
     found = results()
@@ -178,33 +181,25 @@ def test_two_ranks(case: str) -> None:
         check(rank[case], case)
 
 
-@pytest.mark.skipif(not ALL, reason="a minute of Inductor for each: with HECATE_TESTS=all")
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_inductor(family: str) -> None:
-    found = measure(family, OPTIONS, backend="inductor")
-    assert found["loss"] < 1e-5 and found["gradient"] < 1e-5, found["worst"]
-    assert (found["graphs"], found["breaks"]) == (2, 0)
-
-
-def different_lengths() -> str:
-    """Ranks may have sequences of different lengths, as without the option."""
+def different_lengths() -> tuple[float, str]:
+    """Ranks may have sequences of different lengths, as without the option. How far the rank's own loss is off."""
     rank, _ = rank_and_size()
-    model = hecate.compile(
-        model_of("qwen3_moe"),
-        hecate.Config(backend="aot_eager", attention=hecate.S2Attention(**OPTIONS)),
-    )
-    ids = batch(0, rows=2, length=50 + 20 * rank)
-    model(input_ids=ids, labels=ids)["loss"].backward()
+    attention = hecate.S2Attention(**OPTIONS)
+    reference = model_of("qwen3_moe")
+    give_masks(reference, attention)
+    model = hecate.compile(model_of("qwen3_moe"), hecate.Config(backend="aot_eager", attention=attention))
+    ids = batch(rank, rows=2, length=50 + 20 * rank)
+    loss, expected = (one(input_ids=ids, labels=ids)["loss"] for one in (model, reference))
+    loss.backward()
     dist.barrier()
-    return str(hecate.explain(model))
+    return abs(float(loss - expected)) / float(expected), str(hecate.explain(model))
 
 
 @pytest.mark.distributed
 def test_ranks_may_have_other_lengths() -> None:
-    for text in run_ranks(f"{_HERE}:different_lengths", 2):
-        assert "shard_context" in text
+    for off, text in run_ranks(f"{_HERE}:different_lengths", 2):
+        assert off < 1e-5
+        assert "model.layers.1.self_attn: sparse," in text
 
 
 # --- what is refused ---

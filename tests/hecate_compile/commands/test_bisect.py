@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 from hecate.cli import app
-from hecate.commands.bisect import NAMES, _notes, _reason, _search, _Trials
+from hecate.commands.bisect import NAMES, _notes, _reason, _script, _search, _Trials
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
 from hecate.commands.bisect_worker import Trial, config_of
 from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
@@ -237,6 +237,33 @@ def test_the_reason_of_a_failure() -> None:
     assert _reason("\nKilled\n") == "Killed" and "without a word" in _reason("")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def build(): ...", "class build: ...", "build = print", "from a import build", "import a as build",
+        "try:\n    from a import build\nexcept ImportError:\n    pass", "if True:\n    def build(): ...",
+        "build: object = print", "async def build(): ...", "from a import *", "one, build = print, print",
+        "with open('x') as build:\n    pass", "if (build := print):\n    pass",
+    ],
+)  # fmt: skip
+def test_names_that_a_script_has(text: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(text + "\n")
+    assert _script(f"{tmp_path}/script.py") == f"{(tmp_path / 'script.py').resolve()}:build"
+
+
+def test_of_one_sequence_only_tokens_are_shuffled() -> None:
+    ids, grid = torch.arange(16, device="cpu")[None], torch.tensor([[1, 2, 3]], device="cpu")
+    for name in ("input_ids", "tokens"):
+        given = {"image_grid_thw": grid, name: ids, "labels": ids + 1000}
+        for rank in range(1, 4):
+            made = batch_of_rank(given, rank, 4)
+            assert torch.equal(made["image_grid_thw"], grid) and not torch.equal(made[name], ids)
+            assert torch.equal(made["labels"], made[name] + 1000)
+    # Of two lengths with as many tensors the ids have the say.
+    made = batch_of_rank({"sizes": grid, "input_ids": ids}, 1, 2)
+    assert torch.equal(made["sizes"], grid) and not torch.equal(made["input_ids"], ids)
+
+
 # --- bad input ---
 
 
@@ -246,12 +273,14 @@ def test_the_reason_of_a_failure() -> None:
         ("{}/none.py", "there is no file"),
         ("{}/script.py", "has no build()"),
         ("{}/script.py:other", "has no other()"),
+        ("{}/inside.py", "has no build()"),
         ("{}/broken.py", "is not a Python file"),
         ("{}/binary.py", "is not a Python file"),
     ],
 )
 def test_bad_input_is_explained(script: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("def make():\n    pass\n")
+    (tmp_path / "inside.py").write_text("class A:\n    def build(self):\n        pass\n")
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00\x00")
     ran = CliRunner().invoke(app, ["bisect", script.format(tmp_path)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -43,6 +45,16 @@ def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     found = {check.name: check for check in machine_checks._versions()}
     assert found["no-such-package"].state == "bad" and "pip install" in found["no-such-package"].advice
     assert found["numpy"].state == "look" and "numpy>=999" in found["numpy"].advice
+
+
+def test_a_module_whose_package_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    found = {check.name: check for check in machine_checks._optional()}
+    assert (found["tensorboard"].state, found["tensorboard"].found) == ("good", "there, version not known")
 
 
 @pytest.mark.parametrize(

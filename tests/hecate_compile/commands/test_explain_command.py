@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import typer
+from torch import nn
+from torch._dynamo.exc import Unsupported
 from typer.testing import CliRunner
 
 import hecate
 from hecate.cli import app
+from hecate.commands import built, compile_given
+from hecate.commands import given_model as given_model_module
+from hecate.commands.compiling import compiling
 from hecate.commands.given_model import given_model
+from hecate.passes.invariants import InvalidGraphError
+from hecate.wrap.find_experts import NoExpertsError
 from tests.support.models import transformers_config
 
 ROOT = Path(__file__).parents[3]
@@ -114,10 +124,81 @@ def test_a_model_without_experts_ends_with_1(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_function_may_bring_its_own_config(folder: Path) -> None:
-    done = run("explain", f"{folder}/model.py:gathered", "--ranks", "2", "--layers", "3")
-    assert done.returncode == 0, done.stderr
+    done = run("explain", f"{folder}/model.py:gathered", "--ranks", "2", "--layers", "3", "--strict")
+    assert done.returncode == 3, "gathered because the user wants it so, which is gathered too"
     assert "exchange_rows is switched off" in done.stdout
     assert "--layers not used" in done.stdout
+
+
+def test_the_users_own_line_is_named_for_a_relative_name_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "deeper.py").write_text("import json\n\ndef make():\n    return json.loads('{')\n")
+    monkeypatch.chdir(folder)
+    for name in ("deeper.py:make", f"{folder}/deeper.py:make", "./deeper.py:make"):
+        with pytest.raises(typer.BadParameter, match=r"deeper\.py:4: JSONDecodeError"):
+            built.build(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (NoExpertsError("no experts"), typer.Exit), (RuntimeError("hecate.compile: compiled already"), typer.Exit),
+        (Unsupported("a branch on data", gb_type="x", skip_frame=False), typer.Exit),
+        (ValueError("hecate.Config: no such pass"), typer.BadParameter),
+        (InvalidGraphError("hecate: rows never come back"), InvalidGraphError), (TypeError("bad operand"), TypeError),
+        (ValueError("of the model's own code"), ValueError), (typer.Exit(7), typer.Exit),
+    ],
+)  # fmt: skip
+def test_faults_keep_their_traceback(
+    error: Exception, ends: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ends) as raised, compiling():
+        raise error
+    said = ends is typer.Exit and not isinstance(error, typer.Exit)
+    assert (raised.value is error) == (
+        ends is type(error) and not said and not str(error).startswith("hecate.Config")
+    )
+    assert ("cannot compile this model" in capsys.readouterr().err) == said
+    if isinstance(raised.value, typer.Exit):
+        assert raised.value.exit_code == (1 if said else 7)
+
+
+def test_a_dump_that_broke_off_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(name: str, *, dump: Path, whole: bool, **options: Any) -> compile_given.CompiledGiven:
+        (dump / "rank0").mkdir(parents=True)
+        (dump / "rank0" / "index.html").write_text("")
+        explanation: Any = None
+        return compile_given.CompiledGiven(explanation=explanation, notes=["a note"], dumped_all=whole)
+
+    for whole in (True, False):
+        monkeypatch.setattr(compile_given, "compile_given", partial(compiled, whole=whole))
+        done = CliRunner().invoke(app, ["dump", "x", "--out", f"{folder}/{whole}"])
+        assert done.exit_code == int(not whole) and "1 files" in done.output and "note: a note" in done.output
+        assert ("the dump is not whole" in done.output) != whole
+
+
+def test_only_experts_are_shared_when_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts = 4
+            self.up = nn.Parameter(torch.empty(4, 100, 100, device="meta"))
+
+    # 160,000 bytes of experts, and twice as much that is three-dimensional too.
+    model = nn.ModuleDict({"experts": Experts(), "conv": nn.Conv1d(100, 200, 4, bias=False, device="meta")})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    needed = 320_000 + 160_000 / 4 + 2 * 320_000
+    for free in (needed + 1, needed - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10**12))
+        if free < needed:
+            with pytest.raises(typer.BadParameter, match="more --ranks or fewer --layers"):
+                given_model_module._check_memory(model, 4)
+        else:
+            given_model_module._check_memory(model, 4)
+    # Without a GPU the machine's own memory counts.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(given_model_module, "free_memory", lambda: 1000)
+    with pytest.raises(typer.BadParameter, match="more --ranks"):
+        given_model_module._check_memory(model, 4)
 
 
 @pytest.mark.parametrize(

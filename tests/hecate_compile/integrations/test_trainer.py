@@ -81,6 +81,7 @@ def train(folder: str) -> dict[str, Any]:
 
 def resume_alone(folder: str) -> float:
     """What two ranks saved, on one: as large a batch, and the same weights."""
+    # It brings the Trainer's own classes, which the checkpoint names, before the model is compiled.
     import transformers.trainer  # noqa: F401
 
     model = hecate.compile(build("qwen3_moe", layers=1, seed=1), config())

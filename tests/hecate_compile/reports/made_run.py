@@ -29,6 +29,7 @@ def make_run(
     seconds_of: Callable[[Array], Array] | None = None,
     memory_of: Callable[[Array], Array] | None = None,
     missing: tuple[int, ...] = (),
+    spans: bool = True,
 ) -> Path:
     """Write a start of a run; returns its folder.
 
@@ -36,12 +37,13 @@ def make_run(
         load_of: rows of experts ``[n, L, E]`` for step numbers ``[n]``; by default even.
         exposed_of: the part of the collectives' time that is not hidden, ``[n]``.
         missing: ranks that write nothing.
+        spans: of the first step.
     """
     folder = start_folder(root, start)
     folder.mkdir(parents=True)
     RunHead(
         model="Made", policy="Hecate()", device="cpu", layers=LAYERS, experts=(experts,) * 2,
-        nodes=tuple(rank // 2 for rank in range(ranks)), first_step=first_step, started=1.7e9,
+        nodes=tuple(rank // 2 for rank in range(ranks)), started=1.7e9,
     ).write(folder)  # fmt: skip
     owners = np.sort(np.arange(experts) % ranks)
     for rank in range(ranks):
@@ -68,11 +70,11 @@ def _chunk(number: Array, rank: int, owners: Array, first: bool, given: dict[str
     arrays = {
         "step": number, "began": 1.7e9 + number.astype(np.float64),
         "seconds": call("seconds_of", np.full(count, 0.1)), "rows": rows, "row_bytes": rows * 64,
-        "node_bytes": rows * 0, "expert_bytes": np.full((count, layers), 4096), "travel": travel,
+        "expert_bytes": np.full((count, layers), 4096), "travel": travel,
         "exposed": (travel * part).astype(np.float32), "memory": call("memory_of", np.full(count, 10**9)),
         "log.loss": call("loss_of", 3.0 / (1 + number)),
     }  # fmt: skip
-    if first:
+    if first and given["spans"]:
         arrays["span_step"] = np.full(3, number[0])
         arrays["span_names"] = np.asarray(
             [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from hecate.reports import monitor as monitor_module
 from hecate.reports.run_data import load_run
 from hecate.reports.run_files import rank_path, read_rank
 from hecate.reports.run_page import page_of
+from hecate.reports.tensorboard_log import TensorBoardLog
+from tests.hecate_compile.reports.made_run import make_run
 from tests.support.models import batch, build
 from tests.support.parity import run_step
 from tests.support.ranks import message_of, run_ranks
@@ -228,6 +232,56 @@ def test_refusals(tmp_path: Path) -> None:
             monitor.log(loss=torch.zeros(3))
 
 
+def test_other_files_beside_the_starts(tmp_path: Path) -> None:
+    (tmp_path / "start000.tar.gz").write_text("")
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path) as monitor:
+        assert monitor.folder == tmp_path / "start000"
+
+
+def test_whatever_fails_while_it_opens_is_told_to_all_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise KeyError("a bug")
+
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    told = []
+    for name in ("broadcast", "all_reduce"):
+        monkeypatch.setattr(monitor_module.collectives, name, lambda tensor, world: told.append(tensor.tolist()))
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor_module, "next_step", fail)
+        with pytest.raises(OSError, match=r"rank 0 cannot write.*a bug"):
+            hecate.monitor(model, tmp_path)
+    assert told == [[1, 0, 0]], "before it raises"
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: name)
+        patch.setattr(monitor_module, "TensorBoardLog", fail)
+        with pytest.raises(OSError, match=r"a bug.*cannot write"):
+            hecate.monitor(model, tmp_path, tensorboard=True)
+    assert told == [[0, 0, 0], [1]]
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="pip install tensorboard"):
+            hecate.monitor(model, tmp_path, tensorboard=True)
+    assert len(told) == 1, "ranks without it hear of it too"
+    with hecate.monitor(model, tmp_path):
+        pass
+
+
+def test_a_bug_of_the_monitor_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise KeyError("a bug")
+
+    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    monkeypatch.setattr(monitor_module, "append_chunk", fail)
+    said = pytest.warns(UserWarning, match="rank 0: the monitor failed.*KeyError: 'a bug'")
+    with said, hecate.monitor(model, tmp_path):
+        run_step(model, batch(0))
+
+
 def refuse(path: str, blocked: str) -> str:
     """On one rank: rank 1 finds a folder where its file belongs, or rank 0 a file where the run's folder belongs."""
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
@@ -252,6 +306,34 @@ def test_a_rank_that_cannot_write_stops_all(tmp_path: Path) -> None:
     assert "another rank cannot write" in first and "no room for rank1.steps" in second
     for text in run_ranks(where, 2, path=str(tmp_path / "file"), blocked=""):
         assert text.startswith(("FileExistsError", "NotADirectoryError", "OSError")) and "rank 0" in text
+
+
+def test_scalars_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, list[float]] = {}
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            pass
+
+        def add_scalar(self, tag: str, value: float, step: int, walltime: float) -> None:
+            written.setdefault(tag, []).append(value)
+
+        def flush(self) -> None:
+            pass
+
+    tensorboard = ModuleType("torch.utils.tensorboard")
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Writer, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+
+    def uneven(number: Any) -> Any:
+        return np.arange(1, 9) * 100 + np.zeros((len(number), 2, 1))
+
+    # Clocks are not exact, so more than all of the time may have been waited for.
+    folder = make_run(tmp_path, steps=4, load_of=uneven, exposed_of=lambda number: 0.5 + 0.25 * number)
+    TensorBoardLog(tmp_path, 2).write(read_rank(rank_path(folder, 0)).arrays)
+    run = load_run(tmp_path)
+    assert written["hecate/hidden"] == pytest.approx([0.5, 0.25, 0, 0]) == run.hidden.tolist()
+    assert written["hecate/imbalance_of_owners"] == pytest.approx(run.before.mean(1)) and run.before[0, 0] > 1.3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")

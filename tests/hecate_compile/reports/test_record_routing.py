@@ -64,6 +64,19 @@ def test_traces_that_cannot_be_replayed(tmp_path: Path) -> None:
         assert ran.exit_code == 2 and said in re.sub(r"\s*│\n│\s*", " ", ran.output), ran.output
 
 
+def test_a_bug_in_a_replay_is_no_bad_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ValueError("a bug in a policy")
+
+    np.savez(
+        tmp_path / "x.npz", counts=np.ones((1, 1, 2, 4)), owners=np.zeros((1, 4), np.int64), sizes=np.ones((1, 4)),
+        rates=np.ones(5), nodes=np.zeros(2, np.int64),
+    )  # fmt: skip
+    monkeypatch.setattr("hecate.commands.replay.replay_trace", fail)
+    ran = CliRunner().invoke(app, ["replay", str(tmp_path / "x.npz")])
+    assert isinstance(ran.exception, ValueError) and "a bug in a policy" in str(ran.exception)
+
+
 def test_refusals_and_a_block_that_raises(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))

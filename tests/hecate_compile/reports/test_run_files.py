@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hecate.reports import run_files
 from hecate.reports.run_data import load_run
 from hecate.reports.run_files import (
     RunError,
@@ -18,6 +19,8 @@ from hecate.reports.run_files import (
     rank_path,
     read_rank,
     start_folder,
+    start_numbers,
+    starts_in,
 )
 from tests.hecate_compile.reports.made_run import make_run
 
@@ -97,7 +100,7 @@ def test_a_head_of_something_else_is_an_error(tmp_path: Path) -> None:
     make_run(tmp_path / "x", steps=1)
     good = json.loads((tmp_path / "x/start000/run.json").read_text())
     wrong = [
-        {"first_step": "0"}, {"layers": 3}, {"layers": [1, 2]}, {"nodes": []}, {"experts": [8, True]},
+        {"model": 0}, {"layers": 3}, {"layers": [1, 2]}, {"nodes": []}, {"experts": [8, True]},
         {"started": None}, {"format": 99}, {"more": 1}, {"experts": [8]},
     ]  # fmt: skip
     texts = ["", "[]", "{}", '{"model": 1}', "{", *(json.dumps(good | one) for one in wrong)]
@@ -107,6 +110,33 @@ def test_a_head_of_something_else_is_an_error(tmp_path: Path) -> None:
             RunHead.read(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(good | {"started": 1}))
     assert RunHead.read(tmp_path).layers == tuple(good["layers"])
+    (tmp_path / "run.json").write_text(json.dumps(good | {"first_step": 0}))
+    assert RunHead.read(tmp_path).layers == tuple(good["layers"]), "as it was written before"
+
+
+def test_a_head_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = RunHead.read(make_run(tmp_path / "x", steps=1))
+
+    def stop(part: Path, whole: Path) -> None:
+        raise OSError("killed here")
+
+    monkeypatch.setattr(run_files.os, "replace", stop)
+    with pytest.raises(OSError, match="killed here"):
+        head.write(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["run.json.part3"]
+
+
+def test_starts_are_folders_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("start000", "start999", "start1000", "start5", "started", "start002.old"):
+        (tmp_path / name).mkdir()
+    for name in ("start000.tar.gz", "start003"):
+        (tmp_path / name).write_text("")
+    assert start_numbers(tmp_path) == [0, 999, 1000]
+    assert [path.name for path in starts_in(tmp_path)] == ["start000", "start999", "start1000"]
+    make_run(tmp_path, steps=1, start=2000)
+    head = RunHead.read(start_folder(tmp_path, 2000))
+    make_run(tmp_path, steps=3, start=10_000)
+    assert next_step(tmp_path, head) == 3
 
 
 def test_a_run_put_together(tmp_path: Path) -> None:
@@ -153,16 +183,38 @@ def test_another_number_of_ranks_is_left_out_and_said(tmp_path: Path) -> None:
     assert run.steps == 5 and "start000" in run.notes[0]
 
 
+def test_a_start_without_steps_says_nothing_about_the_run(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=5, ranks=2)
+    make_run(tmp_path, steps=5, ranks=4, start=1, missing=(0, 1, 2, 3))
+    run = load_run(tmp_path)
+    assert run.steps == 5 and run.head.world_size == 2
+    assert run.notes == ("start001: rank 0 wrote no step, so it is left out",)
+
+
+def test_the_timeline_is_of_the_last_start_that_has_one(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=5)
+    make_run(tmp_path, steps=5, start=1, first_step=5)
+    make_run(tmp_path, steps=5, start=2, first_step=10, spans=False)
+    assert [line.step for line in load_run(tmp_path).timelines] == [5, 5]
+
+
 def test_ranks_that_wrote_less(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=40, ranks=3, missing=(2,))
     path = rank_path(folder, 1)
     path.write_bytes(path.read_bytes()[:-7])
     run = load_run(tmp_path)
-    assert run.steps == 20, "what all that wrote have in common"
+    assert run.steps == 40, "those of rank 0"
     assert any("rank 1" in note and "cut off" in note for note in run.notes)
+    assert any("rank 1 wrote 20 of 40 steps" in note for note in run.notes)
+    assert (run.rows[:20, :, 1] == 300).all() and np.isnan(run.rows[20:, :, 1]).all()
+    assert np.isfinite(run.logged["loss"]).all(), "rank 0 knows it"
     assert any("[2]" in note for note in run.notes)
     assert np.isnan(run.rows[..., 2]).all() and np.isnan(run.after).all()
     assert (run.before > 0).all(), "rank 0 knows the load of all"
+    make_run(tmp_path / "x", steps=40, ranks=2)
+    first = rank_path(tmp_path / "x/start000", 0)
+    first.write_bytes(first.read_bytes()[:-7])
+    assert load_run(tmp_path / "x").rows.shape == (20, 2, 2), "and what others wrote behind them is left out"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import struct
 import xml.etree.ElementTree as ElementTree
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,39 @@ def test_an_alert_for_what_goes_wrong(kind: str, given: dict[str, Any], tmp_path
     make_run(tmp_path, steps=80, **given)
     assert kind in kinds(tmp_path)
     assert f'data-kind="{kind}"' in page_of(load_run(tmp_path), name="x")
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "when"),
+    [
+        (lambda number: np.where(number >= 500, np.nan, 1.0), "from step 500 on"),
+        (lambda number: np.where(number >= 300, np.nan, 1.0), "from step 300 on"),
+        (lambda number: number * np.nan, "from step 0 on"),
+        (lambda number: np.where(number == 70, np.inf, 1.0), "at step 70"),
+        (lambda number: np.where(number == 70, np.inf, np.where(number >= 300, np.nan, 1.0)), "at step 70 and from "
+         "step 300 on"),
+    ],
+)  # fmt: skip
+def test_the_steps_without_a_finite_loss(loss_of: Callable[[Array], Array], when: str, tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1000, chunk=1000, ranks=1, loss_of=loss_of)
+    run = load_run(tmp_path)
+    assert [alert.text for alert in find_alerts(run)] == [f"loss is not a finite number {when}"]
+    gone = "on" in when.split()
+    assert ("<b>nan</b>loss" in page_of(run, name="x")) == gone
+
+
+def test_the_loss_is_the_last_that_was_logged(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=45, loss_of=lambda number: np.where(number % 10, np.nan, number))
+    assert "<b>40</b>loss" in page_of(load_run(tmp_path), name="x")
+
+
+def test_the_timeline_begins_with_the_step(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=5)
+    run = load_run(tmp_path)
+    late = [replace(line, times=line.times + 0.95) for line in run.timelines]
+    page = page_of(replace(run, timelines=tuple(late)), name="x")
+    places = [float(x) for x in re.findall(r'<rect x="([\d.]+)"[^>]*><title>forward', page)]
+    assert places and min(places) > 300, "of 400 units: the first collective began near the end"
 
 
 def test_values_that_were_not_logged_are_no_alert(tmp_path: Path) -> None:

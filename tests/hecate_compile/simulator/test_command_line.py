@@ -6,11 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from hecate.cli import app
+from hecate.commands.simulate import _routing
+from hecate.simulator import ClusterSpec
 
 ROOT = Path(__file__).parents[3]
 MODEL = """
@@ -34,6 +40,9 @@ CLUSTER = "nodes = 2\ngpus = 2\nflops = 1e9\nmemory_bytes = 1e9\nrank_bytes = 1e
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "two.toml").write_text(CLUSTER)
+    for name, experts, rows, owner in (("other", 3, 1, 0), ("empty", 8, 0, 0), ("owners", 8, 1, 4)):
+        counts = np.full((2, 1, 4, experts), rows)
+        np.savez(tmp_path / f"{name}.npz", counts=counts, owners=np.full((1, experts), owner))
     return tmp_path
 
 
@@ -72,7 +81,7 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "no_such:Mine"], "No module named"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--workload", "mild"], "no workload 'mild'"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/two.toml"], "not a trace"),
-        (["{}/model.py:dense", "--cluster", "{}/two.toml"], "no experts"),
+        (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/owners.npz"], "owners are not"),
         (["{}/two.toml:small", "--cluster", "{}/two.toml"], "is not a Python file"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}/none/out.json"], "there is no folder"),
         (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}"], "cannot be written"),
@@ -85,3 +94,26 @@ def test_bad_input_is_explained(arguments: list[str], said: str, folder: Path) -
     # The message comes in a box, which breaks its lines.
     text = "".join(done.stderr.replace("│", " ").split())
     assert said.replace(" ", "") in text, text
+
+
+def test_a_model_that_cannot_be_compiled_ends_with_1(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", f"{folder}/model.py:dense", "--cluster", f"{folder}/two.toml"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert "hecate cannot compile this model" in done.stderr and "no experts" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "said"), [("other", "3 experts, the model has 8"), ("empty", "without rows")])
+def test_a_trace_that_does_not_fit(name: str, said: str, folder: Path) -> None:
+    routing = _routing(folder / f"{name}.npz", "zipf", 1.5)
+    captured: Any = SimpleNamespace(layers=[SimpleNamespace(num_experts=8)], rows=4)
+    with pytest.raises(typer.BadParameter, match=said):
+        routing(ClusterSpec.load(folder / "two.toml"), captured)
+
+
+def test_a_bug_is_no_bad_option(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ValueError("a bug in the simulator")
+
+    monkeypatch.setattr("hecate.commands.simulate.study", fail)
+    done = CliRunner().invoke(app, ["simulate", f"{folder}/model.py:small", "--cluster", f"{folder}/two.toml"])
+    assert isinstance(done.exception, ValueError), "raised, with its traceback"

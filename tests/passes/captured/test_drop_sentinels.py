@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +109,33 @@ def test_a_larger_mask_makes_a_larger_result() -> None:
     wide = g.method("expand", g.method("unsqueeze", mask, -1), TOKENS, 3)
     gm = g.finish(g.method("masked_fill", g.input(torch.randn(1, 3)), wide, 0.0))
     assert apply(drop_sentinels, g, gm).rewritten == 0
+
+
+@pytest.mark.parametrize("way", ["clone", "contiguous", "reshape", "index_select"])
+def test_a_copy_of_a_mask_that_is_changed_masks_something(way: str) -> None:
+    g = GraphUnderTest()
+    mask = g.call(operator.ge, g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1), E)
+    arguments: tuple[Any, ...] = {"reshape": (-1,), "index_select": (0, g.input(torch.arange(TOKENS)))}.get(way, ())
+    copy = g.method(way, mask, *arguments)
+    g.call(operator.setitem, copy, g.input(torch.arange(2)), True)
+    # And a view behind it.
+    mask = g.method("unsqueeze", copy, -1)
+    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS, 3)), mask, 0.0))
+    assert apply(drop_sentinels, g, gm).rewritten == 0
+
+
+@pytest.mark.parametrize(
+    ("clamp", "limits", "dropped"),
+    [
+        ("clamp_", {"max": E - 2}, True), ("clamp_", {"min": 0, "max": E}, True), ("clamp_max_", {"max": 0}, True),
+        ("clamp_", {"min": E + 1}, False), ("clamp_", {"min": 1}, False), ("clamp_", {"max": -1}, False),
+    ],
+)  # fmt: skip
+def test_what_a_clamp_makes_of_numbers(clamp: str, limits: dict[str, int], dropped: bool) -> None:
+    g = GraphUnderTest()
+    numbers = g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1)
+    g.method(clamp, numbers, **limits)
+    mask = g.call(operator.ge, numbers, E)
+    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
+    apply(drop_sentinels, g, gm)
+    assert ("masked_fill" not in targets(gm)) == dropped

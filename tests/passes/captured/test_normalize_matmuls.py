@@ -8,6 +8,7 @@ from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
 
 
 def _with_transformers_operator() -> None:
+    # It defines the operator; transformers is not needed otherwise.
     pytest.importorskip("transformers.integrations.moe")
 
 

@@ -22,6 +22,7 @@ from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import S2Attention
 from hecate.runtime.ops import reference
 from tests.support.extent import ALL
+from tests.support.graphs import GraphUnderTest
 
 B, H, G, S, D = 2, 2, 2, 70, 8
 SMALL = S2Attention(block=16, local=1, dense_layers=())
@@ -421,3 +422,20 @@ def test_nothing_happens_without_the_option() -> None:
     found.context = PassContext(world_size=1)
     torch.compile(WAYS["is_causal"], backend=found)(*qkv())
     assert found.counts == [(0, 0)] and found.calls() == ["scaled_dot_product_attention"]
+
+
+def test_who_refuses_leaves_the_graph_as_it_was() -> None:
+    g = GraphUnderTest()
+    q, k, v = (g.input(torch.randn(1, heads, 1, D)) for heads in (6, 2, 2))
+    with g.graph.inserting_after(v):
+        mask = g.graph.call_function(torch.ops.hecate.s2_mask.default, (q, k, None, [16, 1, 3, 0, 3]))
+    mask.meta["example_value"] = torch.ones(6, 1, 1, dtype=torch.bool)
+    out = g.graph.call_function(F.scaled_dot_product_attention, (q, k, v, mask), {"enable_gqa": True})
+    # As under autocast, so that operands would be cast.
+    out.meta["example_value"] = torch.zeros(1, 6, 1, D, dtype=torch.bfloat16)
+    gm = g.finish(out)
+    before = [node.name for node in gm.graph.nodes]
+    with torch.no_grad():
+        outcome = skip_blocks(gm, PassContext(world_size=1))
+    assert outcome.rewritten == 0 and "2 heads of keys have 3 patterns" in outcome.skipped[0].reason
+    assert [node.name for node in gm.graph.nodes] == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 from types import ModuleType
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from hecate.runtime import kernels
+from hecate.runtime.kernels.launch import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_KERNELS = INTERPRETED or torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # On a GPU the cases are among what ``pytest -m gpu`` runs.

@@ -157,6 +157,13 @@ def test_larger_blocks_of_attention_do_not_go_to_its_kernels(monkeypatch: pytest
         pattern = Pattern(block=block, local=2, stride=2, offset=0, patterns=2)
         q = torch.zeros(1, 4, 8, width, dtype=torch.bfloat16)
         assert _fits(q, q, pattern, monkeypatch) == fits
+    # As the options are by default, in float32.
+    pattern = Pattern(block=64, local=2, stride=2, offset=0, patterns=2)
+    q = torch.zeros(1, 4, 8, 128)
+    assert "S2Attention(block=32)" in s2_attention._why_dense(q, q, pattern)
+    on_cuda: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), shape=q.shape, dtype=q.dtype)
+    with pytest.warns(UserWarning, match=r"at most S2Attention\(block=32\) fits"):
+        s2_attention._warn_of_dense(on_cuda, on_cuda, pattern)
         assert not _fits(q.float(), q.float(), pattern, monkeypatch)
 
 

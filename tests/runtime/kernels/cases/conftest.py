@@ -7,25 +7,7 @@ from typing import Any
 
 import pytest
 
-from hecate.runtime.kernels import (
-    balance_rows,
-    clear_rows,
-    combine_rows,
-    expand_segments,
-    gather_rows,
-    grouped_mm,
-    pack_experts,
-    scatter_rows,
-    split_rows,
-    sum_replicas,
-    ticket_segments,
-    weight_grads,
-)
-
-MODULES = (
-    balance_rows, clear_rows, combine_rows, expand_segments, gather_rows, grouped_mm, pack_experts, scatter_rows,
-    split_rows, sum_replicas, ticket_segments, weight_grads,
-)  # fmt: skip
+from tests.runtime.kernels.device import kernel_modules
 
 
 @pytest.fixture
@@ -40,6 +22,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return call
 
-    for module in MODULES:
+    for module in kernel_modules():
         monkeypatch.setattr(module, "launch", counted(module.__name__.rsplit(".", 1)[1], module.launch))
     yield found

@@ -1,0 +1,56 @@
+"""Around the compiling of MODEL: what is said to its user, and what is a fault and keeps its traceback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from torch._dynamo.exc import (
+    FailOnRecompileLimitHit,
+    TorchRuntimeError,
+    UncapturedHigherOrderOpError,
+    Unsupported,
+    UserError,
+)
+
+from hecate.commands.console import console
+from hecate.runtime.attention.options import UnsupportedAttentionError
+from hecate.simulator.fake_ranks import CaptureError
+from hecate.wrap.find_experts import NoExpertsError
+from hecate.wrap.parameter_reads import UntracedReadError
+
+# What Hecate says about a model, and what torch says about code that it cannot trace.
+_ABOUT_THE_MODEL = (
+    CaptureError, NoExpertsError, UntracedReadError, UnsupportedAttentionError,
+    Unsupported, UserError, TorchRuntimeError, UncapturedHigherOrderOpError, FailOnRecompileLimitHit,
+)  # fmt: skip
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around what compiles MODEL and does not run it.
+
+    An error that tells users about their model or options is said without a traceback. Any other is a fault, of
+    Hecate, of torch or of the model's own code, and is raised as it is.
+
+    Raises:
+        typer.BadParameter: an option of ``hecate.Config`` cannot be used.
+        typer.Exit: with code 1, after saying why: the model cannot be compiled.
+    """
+    with warnings.catch_warnings():
+        # Nothing is run, so no value is ever read.
+        warnings.filterwarnings("ignore", message="hecate.compile: nothing initialized")
+        # Of transformers' code, and nothing that a user could do about.
+        warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+        try:
+            yield
+        except Exception as error:
+            said = str(error)
+            if isinstance(error, (ValueError, TypeError)) and said.startswith("hecate.Config"):
+                raise typer.BadParameter(said) from None
+            if not isinstance(error, _ABOUT_THE_MODEL) and not said.startswith("hecate.compile:"):
+                raise
+            console(stderr=True).print(f"hecate cannot compile this model: {said}", soft_wrap=True)
+            raise typer.Exit(1) from None
