@@ -128,7 +128,12 @@ def test_tutorial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hecate.runtime.placement.planner", *(module.__name__ for module in kernel_modules())]
+    "module",
+    [
+        "hecate.runtime.placement.planner",
+        "hecate.runtime.placement.planner.balance",
+        *(module.__name__ for module in kernel_modules()),
+    ],
 )
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))

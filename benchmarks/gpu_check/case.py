@@ -54,6 +54,7 @@ class Case:
         flops: two for each multiply-add.
         bound: what the GPU can do at best in the same time, if not a copy of so many bytes. Of attention torch's own
             computes another number of scores, so there is none.
+        most_ms: what it may take, if there is such a promise.
     """
 
     dtype: torch.dtype
@@ -66,6 +67,7 @@ class Case:
     bytes: int = 0
     flops: int = 0
     bound: Callable[[], Any] | None = None
+    most_ms: float = 0.0
 
 
 class Maker:

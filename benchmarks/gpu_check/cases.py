@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.gpu_check import experts, links, products, rows, sparse_attention
+from benchmarks.gpu_check import dispatch, experts, links, products, rows, sparse_attention
 from benchmarks.gpu_check.case import DTYPES, Case, Maker, Sizes
 
 # What decides most comes first.
@@ -29,6 +29,9 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "take_rows": (links.take, DTYPES),
     "post_words": (links.post, (torch.int64,)),
     "wait_words": (links.wait, (torch.int64,)),
+    "balance_rows": (dispatch.balance, (torch.int64,)),
+    "ticket_segments": (dispatch.segments, (torch.int64,)),
+    "device_dispatch": (dispatch.all_of_it, (torch.int64,)),
 }
 
 

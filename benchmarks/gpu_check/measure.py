@@ -43,6 +43,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Parity and times of one case."""
     found: dict[str, Any] = {
         "dtype": str(case.dtype).removeprefix("torch."), "note": case.note, "bytes": case.bytes, "flops": case.flops,
+        "most_ms": case.most_ms,
     }  # fmt: skip
     try:
         found["difference"], found["limit"] = difference(case), case.limits[case.dtype]

@@ -61,8 +61,11 @@ def _rate(one: dict[str, Any], milliseconds: float) -> str:
 
 
 def _share(one: dict[str, Any], medians: dict[str, float]) -> str:
+    """Which part of the GPU's own rate that is; where a time was promised, whether it was kept."""
     if "bound" not in medians:
         return ""
+    if most := one.get("most_ms"):
+        return f"{'OVER' if medians['kernel'] > most else 'under'} {most} ms"
     return f"{medians['bound'] / medians['kernel']:.0%} of {'mm' if one.get('flops') else 'copy'}"
 
 

@@ -7,7 +7,9 @@
 | ``combine_rows`` | the weighted sum of each token's rows | ``[R,H], [T,K], [T,K] -> [T,H]`` |
 | ``pack_experts`` | experts picked into one buffer, and back, tensor by tensor | ``[E,...], [n] -> [n,width]`` |
 | ``sum_replicas`` | what came added to each slot, in order | ``[S,...], [m,width], [S+1], [m]``, in place |
+| ``balance_rows`` | how many rows of each expert each rank computes | ``[W,E] -> [E,W]`` |
 | ``split_rows`` | who sends how many rows to whom | ``[W,E], [E,W] -> [E,W], [W,E]`` |
+| ``ticket_segments`` | the segments of an exchange's indices | ``[E,W], [W,E] -> [W E], [S W]`` |
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |

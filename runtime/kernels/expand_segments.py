@@ -16,11 +16,15 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
     >>> expand_segments(torch.tensor([7, 0, 3]), torch.tensor([2, 2, 5]), 5).tolist()
     [7, 8, 3, 4, 5]
 
+    The host need not know how many numbers the ranges have: others behind them are 0, and too many are cut off.
+
+    >>> expand_segments(torch.tensor([7, 0, 3]), torch.tensor([2, 2, 5]), 7).tolist()
+    [7, 8, 3, 4, 5, 0, 0]
+
     Args:
         starts: int64 ``[G]``.
-        ends: int64 ``[G]``, on the same device, where each range ends in the result; the last is ``total``. It is not
-            checked.
-        total: how many numbers there are, since the host would wait for the device to read it.
+        ends: int64 ``[G]``, on the same device, ascending, where each range ends in the result. Not checked.
+        total: how many numbers to write, since the host would wait for the device to read it.
 
     Returns:
         int64 ``[total]``.
@@ -51,9 +55,13 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
 
 def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tensor:
     """:func:`expand_segments` in plain torch."""
-    lengths = ends.diff(prepend=ends.new_zeros(1))
-    shifts = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
-    return shifts + torch.arange(total, dtype=torch.int64, device=starts.device)
+    position = torch.arange(total, dtype=torch.int64, device=starts.device)
+    if total == 0:
+        return position
+    shifts = starts - ends + ends.diff(prepend=ends.new_zeros(1))
+    which = torch.searchsorted(ends, position, right=True)
+    found = shifts[which.clamp_max(len(ends) - 1)] + position
+    return torch.where(which < len(ends), found, 0)
 
 
 @tuned(CONFIGS, key=[], varying=["segments", "total", "steps"])
@@ -72,5 +80,5 @@ def _expand_segments(starts, ends, out, segments, total, steps, BLOCK: tl.conste
         low = tl.where(before, middle + 1, low)
         high = tl.where(behind, middle, high)
     first = tl.load(ends + low - 1, mask=mask & (low > 0), other=0)
-    start = tl.load(starts + low, mask=mask, other=0)
-    tl.store(out + position, start + position - first, mask=mask)
+    start = tl.load(starts + low, mask=mask & (low < segments), other=0)
+    tl.store(out + position, tl.where(low < segments, start + position - first, 0), mask=mask)

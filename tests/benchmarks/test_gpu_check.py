@@ -60,12 +60,15 @@ def test_the_table() -> None:
         {"kernel": "gather_rows", "bytes": 4_000_000, **one},
         {"kernel": "weight_grads", "note": "two", "flops": 6 * 10**9, **one},
         {"kernel": "grouped_mm", "error": "Traceback\nRuntimeError: out of memory\n"},
+        {"kernel": "balance_rows", "bytes": 1, "most_ms": 2.5, **one},
+        {"kernel": "balance_rows", "bytes": 1, "most_ms": 1.5, **one},
     ])  # fmt: skip
     lines = text.splitlines()
     assert lines[1].split()[:3] == ["gather_rows", "float32", "yes"] and lines[1].endswith("2.00")
     assert "2 GB/s" in lines[1] and "90% of copy" in lines[1]
     assert "3.0 TFLOP/s" in lines[2] and "90% of mm" in lines[2] and "two" in lines[2]
     assert lines[3].split() == ["grouped_mm", "FAILED", "RuntimeError:", "out", "of", "memory"]
+    assert "under 2.5 ms" in lines[4] and "OVER 1.5 ms" in lines[5]
 
 
 def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,18 +9,23 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
 
-# Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth.
+# Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth: a
+# numerator and a denominator each, since all of this is whole numbers, which a GPU computes alike.
 # Against the linear program that costs 0.1 % on average (tests/runtime/placement/planner/test_dispatch.py).
-_SWEEPS = 20
-_GOOD_ENOUGH = 1.005
-_STALLED = 0.999
+SWEEPS = 20
+GOOD_ENOUGH = 1003, 1000
+STALLED = 999, 1000
+
+# Before levels even out, rows of an expert are divided at 2**32nds, so fewer than 2**31 rows fit into int64.
+PARTS_BITS = 32
 
 
 def local_split(rows: list[int], placement: Placement, topology: Topology) -> list[list[float]]:
@@ -35,23 +40,57 @@ def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list
     """:func:`local_split` for one expert."""
     if len(ranks) == 1 or topology.num_nodes == 1:
         return [total / len(ranks)] * len(ranks)
+    weights = _local_weights(ranks, topology)
+    part = total / sum(weights)
+    return [part * weight for weight in weights]
+
+
+def _local_weights(ranks: tuple[int, ...], topology: Topology) -> list[int]:
+    """What the parts in :func:`local_split` are in proportion to, for an expert with holders ``ranks``."""
     held: dict[int, int] = {}
     for rank in ranks:
         node = topology.node_of[rank]
         held[node] = held.get(node, 0) + 1
     sizes = topology.members
-    away = (topology.world_size - sum(len(sizes[node]) for node in held)) / len(ranks)
-    per_rank = total / topology.world_size
-    return [per_rank * (len(sizes[node]) / held[node] + away) for node in (topology.node_of[rank] for rank in ranks)]
+    away = topology.world_size - sum(len(sizes[node]) for node in held)
+    most = math.lcm(len(ranks), *held.values())
+    return [
+        len(sizes[node]) * (most // held[node]) + away * (most // len(ranks))
+        for node in (topology.node_of[rank] for rank in ranks)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def local_ends(ranks: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
+    """Where each holder's part of an expert's rows ends in :func:`local_split`, if they have the length 2**32.
+
+    >>> [end / 2**PARTS_BITS for end in local_ends((0, 2, 3), Topology((0, 0, 1, 1)))]
+    [0.5, 0.75, 1.0]
+
+    Rounded up, so that parts of equal weight get the same rows where these divide.
+    """
+    weights = _local_weights(ranks, topology)
+    whole = sum(weights)
+    return tuple(-(-(end << PARTS_BITS) // whole) for end in accumulate(weights))
+
+
+def cut_at(total: int, ends: Sequence[int]) -> list[int]:
+    """``total`` rows in whole parts that end at ``ends``, of a length of 2**32.
+
+    >>> cut_at(7, [2**31, 3 * 2**30, 2**32])
+    [3, 2, 2]
+    """
+    cuts = [0, *((total * end) >> PARTS_BITS for end in ends)]
+    return [end - start for start, end in pairwise(cuts)]
 
 
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
     """How many rows of each expert each of its holders computes, so that the busiest rank has as few as possible.
 
-    Block coordinate descent on the sum of squared levels, from :func:`local_split`: one after the other, each expert
-    with a holder that has too many rows splits its rows anew, while all other rows stay where they are
-    (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
-    overload nobody keep their rows where they are.
+    Block coordinate descent on the sum of squared levels, from :func:`local_split` in whole rows: one after the
+    other, each expert with a holder that has too many rows splits its rows anew, while all other rows stay where they
+    are (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
+    overload nobody keep their rows where they are. All numbers are whole, so ``kernels/balance_rows`` finds the same.
 
     Args:
         rows: of each expert, length E.
@@ -66,13 +105,13 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
         if len(ranks) == 1:
             alone[ranks[0]] += rows[expert]
         else:
-            split[expert] = [0] * len(ranks)
-            quota = _split_local(rows[expert], ranks, topology)
-            blocks.append(_Block(rows[expert], expert, range(len(ranks)), ranks, quota))
-    highest = max(_even_out(split, alone, blocks))
+            # Changed in place while levels even out.
+            split[expert] = quota = cut_at(rows[expert], local_ends(ranks, topology))
+            blocks.append(Block(rows[expert], expert, ranks, quota))
+    highest = max(even_out(alone, blocks))
     # Owners alone have at least the mean, so often there is nothing to compare with.
     if highest * len(alone) > sum(rows) and highest > max(placement.owners.rows(rows)):
-        # Whole rows, or an early end of the sweeps. Replicas must never make a step slower.
+        # Sweeps may end early. Replicas must never make a step slower.
         return owners_only(rows, placement)
     return split
 
@@ -91,7 +130,7 @@ def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) 
     That is so if every rank has the same share of an expert's rows, as is assumed; as far as nodes route differently,
     rows travel. Those of nodes without a holder are shared by the nodes that have one.
     """
-    alone, blocks = [0] * placement.owners.world_size, []
+    alone, blocks, places = [0] * placement.owners.world_size, [], []
     split = [[count] for count in rows]
     for expert, ranks in enumerate(placement.holders):
         total = rows[expert]
@@ -108,9 +147,13 @@ def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) 
                 alone[ranks[indices[0]]] += count
                 split[expert][indices[0]] = count
             else:
-                here = tuple(ranks[index] for index in indices)
-                blocks.append(_Block(count, expert, indices, here, [count / len(here)] * len(here)))
-    _even_out(split, alone, blocks)
+                quota = _shares(count, [1] * len(indices))
+                blocks.append(Block(count, expert, tuple(ranks[index] for index in indices), quota))
+                places.append((expert, indices, quota))
+    even_out(alone, blocks)
+    for expert, indices, quota in places:
+        for index, count in zip(indices, quota, strict=True):
+            split[expert][index] = count
     return split
 
 
@@ -122,23 +165,22 @@ def _shares(total: int, weights: list[int]) -> list[int]:
     return [total * end // sum_of - total * start // sum_of for start, end in pairwise(ends)]
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Rows of one expert, and holders among which they may be shared in any way.
 
     Attributes:
-        indices: of the holders, in ``placement.holders[expert]``.
+        ranks: the holders, ascending.
         quota: rows of each holder, changed while levels even out.
     """
 
     rows: int
     expert: int
-    indices: Sequence[int]
     ranks: tuple[int, ...]
-    quota: list[float]
+    quota: list[int]
 
 
-def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
-    """Split the rows of each block over its holders so that the highest level is low; write whole rows to ``split``.
+def even_out(alone: list[int], blocks: list[Block]) -> list[int]:
+    """Split the rows of each block over its holders so that the highest level is low. Blocks are sorted for that.
 
     Args:
         alone: rows of each rank that nobody else can take.
@@ -146,77 +188,64 @@ def _even_out(split: list[list[int]], alone: list[int], blocks: list[_Block]) ->
     Returns:
         Rows of each rank.
     """
-    level: list[float] = [*alone]
+    level = alone.copy()
     blocks.sort(key=lambda block: (-block.rows, block.expert))
-    for _, _, _, ranks, quota in blocks:
+    for _, _, ranks, quota in blocks:
         for rank, count in zip(ranks, quota, strict=True):
             level[rank] += count
-    bound = max(max(alone), math.fsum(level) / len(level)) * _GOOD_ENOUGH
+    least = max(max(alone), -(-sum(level) // len(level)))
+    bound = least * GOOD_ENOUGH[0] // GOOD_ENOUGH[1]
     previous = max(level)
-    for _ in range(_SWEEPS):
+    for _ in range(SWEEPS):
         if previous <= bound:
             break
-        for count, _, _, ranks, quota in blocks:
+        for count, _, ranks, quota in blocks:
             for rank in ranks:
                 if level[rank] > bound:
                     _split_anew(count, ranks, quota, level)
                     break
         highest = max(level)
-        if highest > previous * _STALLED:
+        if highest * STALLED[1] > previous * STALLED[0]:
             break
         previous = highest
-    return _round(split, alone, blocks)
+    return level
 
 
-def _split_anew(rows: int, ranks: tuple[int, ...], quota: list[float], level: list[float]) -> None:
+def _split_anew(rows: int, ranks: tuple[int, ...], quota: list[int], level: list[int]) -> None:
     """Split one expert's rows over its holders ``ranks`` so that the highest of their levels is as low as it can be.
 
     Holders that get rows end at one common level, the surface. Those that are above it without these rows get none.
+    Rows that do not suffice to raise the surface by one go to the first of those that are not above it, one to each.
     """
     if len(ranks) == 2:
         first, second = ranks
         a, b = level[first] - quota[0], level[second] - quota[1]
-        share = min(max((rows + b - a) / 2, 0.0), float(rows))
+        share = (rows + b - a + 1) // 2
+        if share < 0:
+            share = 0
+        elif share > rows:
+            share = rows
         quota[0], quota[1] = share, rows - share
-        level[first], level[second] = a + share, b + quota[1]
+        level[first], level[second] = a + share, b + rows - share
         return
     below = [level[rank] - q for rank, q in zip(ranks, quota, strict=True)]
-    surface, total = 0.0, float(rows)
-    for count, height in enumerate(sorted(below), start=1):
-        if count > 1 and height >= surface:
+    surface, total, sharing = 0, rows, 0
+    for height in sorted(below):
+        if sharing and height > surface:
             break
         total += height
-        surface = total / count
+        sharing += 1
+        surface = total // sharing
+    over = total - surface * sharing
     for index, height in enumerate(below):
-        quota[index] = max(surface - height, 0.0)
-        level[ranks[index]] = height + quota[index]
-
-
-def _round(split: list[list[int]], alone: list[int], blocks: list[_Block]) -> list[int]:
-    """Write the quotas of ``blocks``, rounded down, to ``split``; rows that are over go to the ranks with fewest.
-
-    Returns:
-        Rows of each rank.
-    """
-    level = alone.copy()
-    over = []
-    for block in blocks:
-        missing, expert, indices, ranks, quota = block
-        line = split[expert]
-        for index, rank, count in zip(indices, ranks, quota, strict=True):
-            line[index] = whole = int(count + 1e-9)
-            level[rank] += whole
-            missing -= whole
-        if missing:
-            over.append((missing, block))
-    for missing, block in over:
-        ranks, line = block.ranks, split[block.expert]
-        order = sorted(range(len(ranks)), key=lambda i: (level[ranks[i]], i))
-        for turn in range(missing):
-            holder = order[turn % len(order)]
-            line[block.indices[holder]] += 1
-            level[ranks[holder]] += 1
-    return level
+        count = 0
+        if height <= surface:
+            count = surface - height
+            if over:
+                count += 1
+                over -= 1
+        quota[index] = count
+        level[ranks[index]] = height + count
 
 
 def shed_excess(

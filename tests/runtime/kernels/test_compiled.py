@@ -30,7 +30,9 @@ BLOCKS = [
     (32, 128, torch.float32), (16, 256, torch.float32),
 ]  # fmt: skip
 # Whole numbers, one for each row or for each rank.
-INDICES = ("expand_segments", "post_words", "split_rows", "wait_words")
+INDICES = (
+    "expand_segments", "post_words", "split_rows", "wait_words", "balance_rows", "ticket_segments", "device_dispatch",
+)  # fmt: skip
 # Attention has no configurations to try; see below.
 NAMES = [name for name in KERNELS if not name.startswith("s2_")]
 # What a program may have for itself on capability 9.0, the most on any GPU; others have at least 99 KiB.

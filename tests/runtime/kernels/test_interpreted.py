@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.kernels.ranks import MODELS
+from tests.support.extent import ALL
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -20,14 +21,19 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which is for Linux")
 
 
+# Thousands of cases with HECATE_TESTS=all.
+SECONDS = 2400 if ALL else 300
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)
 def test_kernels_equal_their_references() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # Options and the worker's name of this run are not for that one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [*command, "tests/runtime/kernels/cases"], cwd=ROOT, env=kept | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
     assert "skipped" not in done.stdout and " passed" in done.stdout, done.stdout[-500:]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hecate.runtime.kernels import launch
+from hecate.runtime.kernels.balance_rows import balance_rows
 from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
 from hecate.runtime.kernels.combine_rows import combine_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
@@ -30,6 +31,7 @@ from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.kernels.split_rows import split_rows
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
 from hecate.runtime.kernels.take_rows import take_rows
+from hecate.runtime.kernels.ticket_segments import ticket_segments
 from hecate.runtime.kernels.wait_words import wait_words
 from hecate.runtime.kernels.weight_grads import CONFIGS as weight_grads_configs
 from hecate.runtime.kernels.weight_grads import weight_grads
@@ -104,6 +106,26 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "too many ranks": (
         lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 3, 0), [LONG], INDEX, 0), ValueError,
         "at most 128",
+    ),
+    "counts of no ranks": (lambda: balance_rows(LONG[:0], INDEX, INDEX, LONG), ValueError, r"got \[0, 3\]"),
+    "counts that are floats": (
+        lambda: balance_rows(LONG.float(), torch.arange(3), INDEX, LONG), TypeError, "numbers of int64",
+    ),
+    "owners of other experts": (lambda: balance_rows(LONG, INDEX, INDEX, LONG), ValueError, "an index of 2"),
+    "parts of other ranks": (
+        lambda: balance_rows(LONG, torch.arange(3), INDEX, LONG[:, :2]), ValueError, r"expected parts \[2, 3\]",
+    ),
+    "what arrives": (
+        lambda: ticket_segments(LONG.t(), LONG.t(), torch.arange(3), INDEX, (1, 1)), ValueError, r"got \[3, 2\], ",
+    ),
+    "half of what arrives": (
+        lambda: ticket_segments(LONG.t(), LONG.half(), torch.arange(3), INDEX, (1, 1)), TypeError, "of int64",
+    ),
+    "what arrives elsewhere": (
+        lambda: ticket_segments(LONG.t(), LONG.to("meta"), torch.arange(3), INDEX, (1, 1)), ValueError, "on meta",
+    ),
+    "a chunk too many": (
+        lambda: ticket_segments(LONG.t(), LONG, torch.arange(3), INDEX, (1, 1), 2, 2), ValueError, "chunk 2 of 2",
     ),
     "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
     "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),

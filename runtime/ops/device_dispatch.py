@@ -1,0 +1,163 @@
+"""From counts on a device to the ticket of an exchange there: ``assign_tokens`` and ``make_ticket`` without the host.
+
+Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. No operator calls
+it yet: exchanges take their split sizes from the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.kernels.balance_rows import balance_rows
+from hecate.runtime.kernels.expand_segments import expand_segments
+from hecate.runtime.kernels.split_rows import split_rows
+from hecate.runtime.kernels.ticket_segments import ticket_segments
+from hecate.runtime.ops.ticket import slots_of
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner.balance import local_ends
+from hecate.runtime.placement.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceTables:
+    """A placement, as one rank's device reads it; made once for each placement.
+
+    Attributes:
+        owners: of each expert, int64 ``[E]``.
+        slots: the experts that the rank holds, in slot order, int64 ``[S]``.
+        replicated: experts with more than one holder, ascending, int64 ``[n]``.
+        parts: where each rank's part of each of them begins and ends before levels even out, int64 ``[n, W + 1]``.
+        order: the ranks, node by node, int64 ``[W]``.
+        nodes: the node of each of them, int64 ``[W]``.
+    """
+
+    rank: int
+    owners: torch.Tensor
+    slots: torch.Tensor
+    replicated: torch.Tensor
+    parts: torch.Tensor
+    order: torch.Tensor
+    nodes: torch.Tensor
+
+    @classmethod
+    def from_placement(
+        cls, placement: Placement, topology: Topology, rank: int, device: torch.device
+    ) -> DeviceTables:
+        """The tables on ``device``, without waiting for what it does meanwhile."""
+        order = np.argsort(topology.position)
+        replicated = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
+        return cls(
+            rank=rank,
+            owners=on_device(placement.owner_array, device),
+            slots=on_device(slots_of(placement, rank), device),
+            replicated=on_device(np.asarray(replicated, dtype=np.int64), device),
+            parts=on_device(_parts(placement, topology, replicated), device),
+            order=on_device(order, device),
+            nodes=on_device(topology.nodes[order], device),
+        )
+
+
+def _parts(placement: Placement, topology: Topology, replicated: list[int]) -> Ints:
+    """Running ends, so a rank that holds nothing has an empty part."""
+    ends = np.zeros((len(replicated), topology.world_size + 1), dtype=np.int64)
+    for line, expert in zip(ends, replicated, strict=True):
+        ranks = placement.holders[expert]
+        line[np.asarray(ranks) + 1] = local_ends(ranks, topology)
+    running: Ints = np.maximum.accumulate(ends, axis=1)
+    return running
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceTicket:
+    """As :class:`~hecate.runtime.ops.ticket.Ticket`, all of it on the device, with indices as long as capacities.
+
+    Attributes:
+        slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``.
+        splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
+        send_index: which row goes at each position of the send buffer, int64 ``[send capacity]``.
+        receive_index: which received row goes at each position of the slot order, int64 ``[receive capacity]``.
+            Behind what is used both have zeros: all of an index may be gathered by, and nobody may read what comes
+            there. To scatter by them is wrong.
+        used: how many positions of both are used, int64 ``[2]``.
+        missing: how many rows did not fit, int64 ``[2]``. Unless both are zero, indices are cut off, and the exchange
+            must not be made.
+    """
+
+    slot_offsets: torch.Tensor
+    splits: torch.Tensor
+    send_index: torch.Tensor
+    receive_index: torch.Tensor
+    used: torch.Tensor
+    missing: torch.Tensor
+
+
+def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one rank sends and receives: the fields of the planner's ``Quotas``, on the device.
+
+    Args:
+        counts: rows that each rank has for each expert, int64 ``[W, E]``; fewer than 2**31 together.
+
+    Returns:
+        Rows of each expert to each rank, int64 ``[E, W]``, and from each rank of each expert, int64 ``[W, E]``.
+    """
+    wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
+    return split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
+
+
+def device_ticket(
+    sends: torch.Tensor,
+    receives: torch.Tensor,
+    tables: DeviceTables,
+    *,
+    send_capacity: int,
+    receive_capacity: int,
+    chunk: int = 0,
+    chunks: int = 1,
+) -> DeviceTicket:
+    """What ``make_ticket`` makes of one rank's quotas.
+
+    Args:
+        sends, receives: as :func:`device_quotas` returns them.
+        send_capacity: most rows that may leave; the rank's own rows are always enough.
+        receive_capacity: most rows that may arrive.
+        chunk: which of ``chunks`` parts of these rows.
+    """
+    found = ticket_segments(
+        sends, receives, tables.owners, tables.slots, (send_capacity, receive_capacity), chunk, chunks
+    )
+    return DeviceTicket(
+        slot_offsets=found.slot_offsets,
+        splits=found.splits,
+        send_index=_index(found.send_starts, found.send_ends, send_capacity),
+        receive_index=_index(found.receive_starts, found.receive_ends, receive_capacity),
+        used=found.used,
+        missing=found.missing,
+    )
+
+
+def _index(starts: torch.Tensor, ends: torch.Tensor, capacity: int) -> torch.Tensor:
+    if len(starts) == 0:
+        return starts.new_zeros(capacity)
+    return expand_segments(starts, ends, capacity)
+
+
+def device_dispatch(
+    counts: torch.Tensor,
+    tables: DeviceTables,
+    *,
+    send_capacity: int,
+    receive_capacity: int,
+    chunk: int = 0,
+    chunks: int = 1,
+) -> DeviceTicket:
+    """:func:`device_ticket` of :func:`device_quotas`. Where kernels run, the host waits for nothing."""
+    sends, receives = device_quotas(counts, tables)
+    return device_ticket(
+        sends, receives, tables,
+        send_capacity=send_capacity, receive_capacity=receive_capacity, chunk=chunk, chunks=chunks,
+    )  # fmt: skip

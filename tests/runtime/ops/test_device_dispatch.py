@@ -1,0 +1,83 @@
+"""Dispatch on a device against the host's, as far as it is plain torch; its kernels are in ``kernels/cases``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hecate.runtime.kernels import balance_rows, expand_segments, split_rows, ticket_segments
+from hecate.runtime.ops.device_dispatch import DeviceTables, device_dispatch
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.topology import Topology
+from tests.runtime.ops.dispatch_cases import Dispatch, check_dispatch, check_quotas, random_dispatch
+
+CPU = torch.device("cpu")
+
+
+def test_a_thousand_random_cases_are_those_of_the_host() -> None:
+    for seed in range(1000):
+        given = random_dispatch(seed)
+        check_quotas(given, CPU)
+        check_dispatch(given, CPU)
+
+
+def test_random_cases_are_of_all_kinds() -> None:
+    """Replicas that change something, nodes out of order, rows that move, and the rule that owners may be better."""
+    given = [random_dispatch(seed) for seed in range(200)]
+    assert any(not one.counts.any() for one in given)
+    assert any(not one.topology.in_order and one.topology.num_nodes > 1 for one in given)
+    assert any(one.placement.num_replicas == 0 for one in given)
+    assert any((one.placement.matrix > 0).all() and one.topology.world_size > 4 for one in given)
+    assert {one.chunks for one in given} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("spare", [(-1, 0), (0, -1), (-5, -5), (-10_000, -10_000)])
+def test_what_does_not_fit_is_counted(spare: tuple[int, int]) -> None:
+    for seed in range(30):
+        check_dispatch(random_dispatch(seed), CPU, spare)
+
+
+def test_more_ranks_than_a_kernel_has_lanes() -> None:
+    rng = np.random.default_rng(0)
+    topology, owners = Topology.even(130, 8), Owners.contiguous(140, 130)
+    replicas = [set(rng.integers(0, 130, 3).tolist()) for _ in range(140)]
+    counts = rng.integers(0, 9, (130, 140)) ** 2
+    check_dispatch(Dispatch(counts, Placement.with_replicas(owners, replicas), topology, rank=129), CPU)
+
+
+MODULES = (balance_rows, split_rows, ticket_segments, expand_segments)
+
+
+def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no numbers, so whoever asks for one fails."""
+    launched: list[str] = []
+
+    def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+        assert grid({"BLOCK": 16}) > 0
+        launched.append(getattr(kernel, "__name__", None) or kernel.base_fn.__name__)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", take_notes)
+        monkeypatch.setattr(module, "runs_on", lambda _: True)
+    topology, owners = Topology((0, 1, 0)), Owners((0, 1, 2, 0), 3)
+    placement = Placement.with_replicas(owners, [{1, 2}, set(), {0}, set()])
+    tables = DeviceTables.from_placement(placement, topology, 1, CPU)
+    mode = FakeTensorMode()
+    tensors = {
+        field.name: mode.from_tensor(getattr(tables, field.name))
+        for field in dataclasses.fields(tables) if field.name != "rank"
+    }  # fmt: skip
+    with mode:
+        counts = torch.zeros(3, 4, dtype=torch.int64, device=CPU)
+        found = device_dispatch(counts, DeviceTables(rank=1, **tensors), send_capacity=7, receive_capacity=9)
+    assert [index.shape[0] for index in (found.send_index, found.receive_index)] == [7, 9]
+    assert found.slot_offsets.shape == (2,) and found.splits.shape == (2, 3)
+    assert launched == ["_start", "_even_out", "_split_rows", "_leaving", "_arriving", *["_expand_segments"] * 2]
+    with mode, pytest.raises(Exception, match="_local_scalar_dense"):
+        balance_rows.balance_rows_reference(counts, tensors["owners"], tensors["replicated"], tensors["parts"])
