@@ -44,7 +44,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
         digest = hashlib.sha256(text).digest() if lines is not None else _NO_DIGEST
         if len({*_gather(digest, 32, world)} - {_NO_DIGEST}) <= 1:
             return
-        everyone = [text.decode().split("\n") for text in _gather_texts(text, world)]
+        everyone = [text.decode().split("\n") for text in gather_texts(text, world)]
     raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
 
 
@@ -58,7 +58,7 @@ def compare_histories(world: World) -> None:
     text = json.dumps(as_plain(history_of(world.group).calls)).encode()
     world.queue.drain()
     with doing("the comparison of collectives"):
-        texts = _gather_texts(text, world)
+        texts = gather_texts(text, world)
     calls = {rank: from_plain(json.loads(found)) for rank, found in enumerate(texts)}
     raise DisagreementError(
         first_difference(calls)
@@ -66,7 +66,8 @@ def compare_histories(world: World) -> None:
     )
 
 
-def _gather_texts(text: bytes, world: World) -> list[bytes]:
+def gather_texts(text: bytes, world: World) -> list[bytes]:
+    """The text of every rank, in rank order. A collective."""
     lengths = [int.from_bytes(raw, "little") for raw in _gather(len(text).to_bytes(8, "little"), 8, world)]
     texts = _gather(text, max(lengths), world)
     return [raw[:length] for raw, length in zip(texts, lengths, strict=True)]

@@ -106,7 +106,7 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
     _met[name] += 1
     keys = {rank: f"hecate/meeting/{name}/{_met[name]}/{rank}" for rank in ranks}
     store.set(keys[own], what)
-    pause, end = 0.001, time.monotonic() + _timeout(group)
+    pause, end = 0.001, time.monotonic() + timeout_of(group)
     with watched(group, what) as wait:
         while not store.check(list(keys.values())):
             problem = _elsewhere(ranks, group)
@@ -147,8 +147,8 @@ def _alone(what: str, own: int, other: str) -> str:
     )
 
 
-def _timeout(group: dist.ProcessGroup) -> float:
-    """Seconds."""
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How many seconds ranks of ``group`` wait for each other."""
     options = group._get_backend(torch.device("cpu")).options if dist.get_backend(group) == "gloo" else None
     found = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     return float(found.total_seconds())

@@ -8,17 +8,28 @@ and words of a rank are that rank's, in every window. ``hecate.runtime.ops.one_s
 
 from __future__ import annotations
 
+import os
+import platform
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.world import World
+
 # Two: what is put next need not wait until everyone has taken what was put last.
 PLACES = 2
 # A segment has a multiple of so many bytes, which are 16 numbers of any dtype: kernels move vectors.
 ALIGNMENT = 128
+# Where Linux keeps files in memory, and processors that store in order and load in order.
+_SHARED = Path("/dev/shm")
+_IN_ORDER = ("x86_64", "amd64")
+_NO_PROBLEM = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,69 @@ def symmetric_windows(
     # Nobody puts before all words are zero.
     handle.barrier()
     return _view(rank, memories, segment, places, owner=(handle, mine))
+
+
+def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windows:
+    """Windows of processes of one machine, in memory that they share: on CPUs. A collective.
+
+    Each rank makes a file in memory, and all ranks map all files. A file has no name any more when this returns, so
+    it goes with the last process that maps it.
+
+    Words are posted by plain stores here. They are whole, since a word is 8 bytes at a multiple of 8; and on an x86,
+    stores are seen in the order in which they are made, and loads are made in order. So who sees a word sees what was
+    written before it. Other processors promise less and are refused.
+
+    Raises:
+        RuntimeError: on all ranks; another kind of processor, no room in /dev/shm, or ranks on several machines.
+    """
+    segment = _aligned(segment)
+    size = _bytes_of(world.size, segment, places)
+    path, problem = _make_file(size)
+    try:
+        _refuse_any(problem, world)
+        paths = [Path(text.decode()) for text in gather_texts(str(path).encode(), world)]
+        memories, problem = _map_files(paths, size)
+        # Behind this all ranks have mapped all files, and all words are zero.
+        _refuse_any(problem, world)
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    return _view(world.rank, memories, segment, places)
+
+
+def _make_file(size: int) -> tuple[Path | None, str]:
+    """A file of zeros in memory, and what is in the way of one."""
+    if platform.machine().lower() not in _IN_ORDER:
+        return None, f"{platform.machine()} processors do not keep the order of plain stores"
+    path = None
+    try:
+        number, name = tempfile.mkstemp(prefix="hecate-", dir=_SHARED)
+        path = Path(name)
+        try:
+            # All of it now: what has no room when it is written ends the process.
+            os.posix_fallocate(number, 0, size)
+        finally:
+            os.close(number)
+    except OSError as error:
+        return path, f"{size} bytes in {_SHARED}: {error.strerror}"
+    return path, ""
+
+
+def _map_files(paths: Sequence[Path], size: int) -> tuple[list[Tensor], str]:
+    """The memory of every rank, and what is in the way of it."""
+    if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+        return [], f"the memory of ranks {missing} is on another machine"
+    try:
+        return [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths], ""
+    except RuntimeError as error:
+        return [], str(error)
+
+
+def _refuse_any(problem: str, world: World) -> None:
+    """Raise on all ranks if one has a problem."""
+    for rank, text in enumerate(gather_texts((problem or _NO_PROBLEM).encode(), world)):
+        if text.decode() != _NO_PROBLEM:
+            raise RuntimeError(f"hecate: ranks cannot share memory. Rank {rank}: {text.decode()}")
 
 
 def _aligned(segment: int) -> int:
