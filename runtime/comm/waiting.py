@@ -149,7 +149,9 @@ def _alone(what: str, own: int, other: str) -> str:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """How many seconds ranks of ``group`` wait for each other."""
-    options = group._get_backend(torch.device("cpu")).options if dist.get_backend(group) == "gloo" else None
+    # Not get_backend, which repeats the text that a group was made with.
+    gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    options = group._get_backend(torch.device("cpu")).options if gloo else None
     found = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     return float(found.total_seconds())
 

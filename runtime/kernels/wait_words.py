@@ -10,8 +10,9 @@ from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links
 
 # One: a program waits for one word.
 CONFIGS = ({"num_warps": 1},)
-# The reference looks often, and lets others run meanwhile.
-_PAUSE = 20e-6
+# The reference looks often at first, then after a part of the time that it has waited, and lets others run meanwhile.
+# With a longest pause a number of polls is a time.
+_PAUSE, _PART, LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
 
 
 def wait_words(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool) -> None:
@@ -61,12 +62,13 @@ def _words(board: Tensor, chunk: Chunk) -> Tensor:
 
 def wait_words_reference(board: Tensor, chunk: Chunk, behind: int, polls: int, reads: bool) -> None:
     """:func:`wait_words` in plain torch, which waits on the host."""
-    links = chunk.links
+    links, begin = chunk.links, time.monotonic()
     for poll in range(polls):
         came = has_come(board, chunk, behind) | ~links
         if came.all():
             break
-        time.sleep(_PAUSE if poll else 0)
+        pause = min(max(_PAUSE, _PART * (time.monotonic() - begin)), LONGEST_PAUSE)
+        time.sleep(pause if poll else 0)
     chunk.late.masked_fill_(~came, 1)
     if reads:
         rows = _words(board, chunk) & ((1 << COUNT_BITS) - 1)

@@ -1,7 +1,7 @@
 """From counts on a device to the ticket of an exchange there: ``assign_tokens`` and ``make_ticket`` without the host.
 
-Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. No operator calls
-it yet: exchanges take their split sizes from the host.
+Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. The operators use
+it with ``Config(transport="symmetric")``; else exchanges take their split sizes from the host.
 """
 
 from __future__ import annotations
@@ -94,6 +94,55 @@ class DeviceTicket:
     receive_index: torch.Tensor
     used: torch.Tensor
     missing: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundedTicket:
+    """An exchange with a bound of the rows that come: it is made whole, or not at all.
+
+    Attributes:
+        slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``, none beyond the room.
+        splits: rows to (line 0) and from (line 1) each rank, and rows for which each rank has no room (line 2),
+            int64 ``[3, W]``. All ranks have the same line 2. Unless it is zero, lines 0 and 1 are: nothing travels.
+        send_index: which row goes at each position of the send buffer, int64 ``[rows]``.
+        receive_index: which received row goes at each position of the slot order, int64 ``[room]``. Behind those that
+            come it names none that travels, so rows may be scattered by it.
+    """
+
+    slot_offsets: torch.Tensor
+    splits: torch.Tensor
+    send_index: torch.Tensor
+    receive_index: torch.Tensor
+
+
+def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, percent: int) -> BoundedTicket:
+    """What :func:`device_dispatch` makes, if every rank has room.
+
+    A rank has room for so many percent of the rows that it has itself. All ranks know the counts of all, so all of
+    them see who has not, and none begins what another refuses.
+
+    Args:
+        counts: rows that each rank has for each expert, int64 ``[W, E]``.
+        rows: that this rank has, with those that stay.
+    """
+    wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
+    # What a rank has for experts is at most all its rows, so the bound is at most the room.
+    excess = (wanted.sum(0) - counts.sum(1) * percent // 100).clamp_min(0)
+    sends, receives = split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
+    room = room_for(rows, percent)
+    ticket = device_ticket(sends, receives, tables, send_capacity=rows, receive_capacity=room)
+    places = torch.arange(room, dtype=torch.int64, device=counts.device)
+    return BoundedTicket(
+        slot_offsets=ticket.slot_offsets.clamp_max(room),
+        splits=torch.cat([ticket.splits * (excess.amax() == 0), excess.unsqueeze(0)]),
+        send_index=ticket.send_index,
+        receive_index=torch.where(places < ticket.used[1], ticket.receive_index, room),
+    )
+
+
+def room_for(rows: int, percent: int) -> int:
+    """How many rows may come to a rank that has ``rows`` itself; of symbols, too."""
+    return rows * percent // 100
 
 
 def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor]:

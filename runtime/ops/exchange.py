@@ -5,9 +5,13 @@
 | ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
 | ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
 | ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']``, ends of the slots, and an exchange's ticket; n times | none |
+| ``route_fixed`` | ``[W,E], [E,W] -> [S], [3,W], [R], [C]``, a ticket on the device for room of C rows | none |
 | ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
 | ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
+
+With ``Config(transport="symmetric")`` counts stay on the device, tickets come from ``route_fixed``, R' is C, and rows
+travel one-sided (``symmetric``). The operators are the same, so passes need not tell them apart.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.scatter_rows import scatter_rows
+from hecate.runtime.ops import symmetric
+from hecate.runtime.ops.device_dispatch import room_for
 from hecate.runtime.ops.experts import as_tensors, placement_fake
 from hecate.runtime.ops.registration import define, define_collective, differentiate
 from hecate.runtime.ops.ticket import make_ticket
@@ -32,6 +38,8 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     world, placer = record.world, record.placer
     counts = torch.diff(offsets.to(torch.int64), prepend=offsets.new_zeros(1, dtype=torch.int64))
+    if record.symmetric is not None:
+        return symmetric.gather_counts(record, counts)
     plans = placer.model.signature
 
     def run() -> Tensor:
@@ -52,7 +60,8 @@ def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
 
 def _gather_counts_fake(offsets: Tensor, placement: Tensor, layer: int) -> Tensor:
     record = get_layer(layer)
-    return torch.empty((record.world.size, record.num_experts), dtype=torch.int64, device="cpu")
+    device = offsets.device if record.symmetric is not None else "cpu"
+    return torch.empty((record.world.size, record.num_experts), dtype=torch.int64, device=device)
 
 
 def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -97,6 +106,25 @@ def _route_fake(
     return found
 
 
+def _route_fixed(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, rows: int, percent: int, layer: int
+) -> list[Tensor]:
+    record = get_layer(layer)
+    ticket = symmetric.route(record, counts, record.placer.find(placement), rows, percent)
+    return [ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index]
+
+
+def _route_fixed_fake(
+    counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, rows: int, percent: int, layer: int
+) -> list[Tensor]:
+    return [
+        offsets.new_empty((slots,), dtype=torch.int32),
+        counts.new_empty((3, get_layer(layer).world.size)),
+        counts.new_empty((rows,)),
+        counts.new_empty((room_for(rows, percent),)),
+    ]
+
+
 def _count_rows(offsets: Tensor, layer: int) -> Tensor:
     # Stays on the device: one rank needs no counts on the host, and reading them would wait for the device.
     counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
@@ -110,6 +138,8 @@ def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
 
 def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
     record = get_layer(layer)
+    if record.symmetric is not None:
+        return symmetric.exchange(record, rows, splits, send_index, receive_index)
     send, receive = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
@@ -129,6 +159,8 @@ def _exchange_back(
     rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
 ) -> Job:
     record = get_layer(layer)
+    if record.symmetric is not None:
+        return symmetric.exchange_back(record, rows, splits, send_index, receive_index, num_rows)
     receive, send = splits.tolist()
     dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
@@ -170,6 +202,13 @@ define(
     "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, int chunks, int layer) -> Tensor[]",
     _route,
     _route_fake,
+    plans=True,
+)
+define(
+    "route_fixed(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, SymInt rows, int percent, int layer) "
+    "-> Tensor[]",
+    _route_fixed,
+    _route_fixed_fake,
     plans=True,
 )
 define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)

@@ -28,8 +28,9 @@ smaller ones, so of all that are left the smallest can run. If a rank does not c
 of polls: that rank is late, nothing is written to it or read from it from then on, and :meth:`Transport.check` names
 it.
 
-Ranks reach each other's memory over NVLink, or are on one GPU: words are posted by atomics. Not run on a GPU yet, and
-no operator calls it (docs/gpu.md).
+Ranks reach each other's memory over NVLink, or are on one GPU: words are posted by atomics. Not run on a GPU yet
+(docs/gpu.md). On CPUs they are processes of one machine. Operators use it with ``Config(transport="symmetric")``
+(``hecate.runtime.ops.symmetric``).
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ class Transport:
         self.windows, self._polls = windows, polls
         zeros = torch.zeros((4, windows.size), dtype=torch.int64, device=windows.device)
         self._sent, self._taken, self._late, self._exceeded = zeros.unbind()
+        # Of each rank, whether it came too late and how many rows were left behind, int64 [2, W]: all zero if it is
+        # well. Read by the host, or copied to it beside other numbers.
+        self.faults = zeros[2:]
         everything = (windows.data, windows.signals, windows.credits)
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
         self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
@@ -149,18 +153,23 @@ class Transport:
         board, behind = self._awaited(step)
         return torch.nonzero(chunk.links & ~has_come(board, chunk, behind)).flatten().tolist()
 
-    def check(self) -> None:
-        """Raise unless all rows of all exchanges so far have come. Waits for the device.
+    def check(self, faults: Tensor | None = None) -> None:
+        """Raise unless all rows of all exchanges so far have come.
+
+        Args:
+            faults: a copy of :attr:`faults` on the host; without it this waits for the device.
 
         Raises:
             ExchangeFailed: see there.
         """
-        late, exceeded = self._late.tolist(), int(self._exceeded.amax())
+        late, exceeded = (self.faults if faults is None else faults).tolist()
         if any(late):
             ranks = [rank for rank, is_late in enumerate(late) if is_late]
             raise ExchangeFailed(f"hecate: rank {self.windows.rank} waited in vain for ranks {ranks}")
-        if exceeded > 0:
-            raise ExchangeFailed(f"hecate: rank {self.windows.rank} had {exceeded} rows more than it was told of")
+        if max(exceeded) > 0:
+            raise ExchangeFailed(
+                f"hecate: rank {self.windows.rank} had {max(exceeded)} rows more than it was told of"
+            )
 
     def _awaited(self, step: str) -> tuple[Tensor, int]:
         """The board that a step looks at, and how far behind its chunk a word there may be."""

@@ -7,6 +7,7 @@ recompile. It holds the number, and the operators look the rest up here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,8 +30,11 @@ class Layer:
         placer: decides who holds what.
         dtype: what its experts compute in.
         wire_dtype: what wider rows travel in; None for their own.
+        symmetric: carries its rows one-sided (``hecate.runtime.ops.symmetric``); None where collectives do.
         counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
-            (at one rank it may still be on the device); None before the first step.
+            (at one rank, or one-sided, it may still be on the device); None before the first step.
+        unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.
+        arrived: rows from each rank in the last step, where only the device knows; see :meth:`read_rows`.
         rows: rows that this rank computed in the last step.
         replicas: expert copies that travelled in the last step, over all ranks.
         bytes_sent: rows that this rank sent to others in the last step, forward and backward.
@@ -44,7 +48,11 @@ class Layer:
     placer: LayerPlacer
     dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype | None = None
+    # Of a room above this one.
+    symmetric: Any = field(default=None, repr=False)
     counts: torch.Tensor | None = field(default=None, repr=False)
+    unread: list[tuple[int, torch.Tensor]] = field(default_factory=list, repr=False)
+    arrived: torch.Tensor | None = field(default=None, repr=False)
     rows: int = 0
     replicas: int = 0
     bytes_sent: int = 0
@@ -81,16 +89,35 @@ class Layer:
         Args:
             hops: how many of them to each rank, length W, each time that they are sent.
         """
+        row_bytes = self._bytes_of_row(rows)
+        for send in hops:
+            self._add_sent(row_bytes, send)
+
+    def count_rows_later(self, rows: torch.Tensor, send: torch.Tensor) -> None:
+        """The same, where only the device knows how many rows go to each rank, int64 ``[W]``."""
+        self.unread.append((self._bytes_of_row(rows), send))
+
+    def read_rows(self) -> None:
+        """Take in what only the device knew. Waits for it, if there is something."""
+        unread, self.unread = self.unread, []
+        for row_bytes, send in unread:
+            self._add_sent(row_bytes, send.tolist())
+        if self.arrived is not None:
+            self.rows, self.arrived = int(self.arrived.sum()), None
+
+    def _bytes_of_row(self, rows: torch.Tensor) -> int:
+        """As it travels. The size of a row is known from the first exchange on."""
         width = rows.shape[1:].numel()
         row_bytes = width * self.wire_of(rows).itemsize
-        # The size of a row is known from the first exchange on.
         if width > 1 and self.sizes.row_bytes != row_bytes:
             self.placer.sizes = replace(self.sizes, row_bytes=row_bytes)
+        return row_bytes
+
+    def _add_sent(self, row_bytes: int, send: list[int]) -> None:
         node_of, rank = self.placer.model.topology.node_of, self.world.rank
-        for send in hops:
-            self.bytes_sent += row_bytes * (sum(send) - send[rank])
-            here = sum(count for count, node in zip(send, node_of, strict=True) if node == node_of[rank])
-            self.node_bytes_sent += row_bytes * (sum(send) - here)
+        self.bytes_sent += row_bytes * (sum(send) - send[rank])
+        here = sum(count for count, node in zip(send, node_of, strict=True) if node == node_of[rank])
+        self.node_bytes_sent += row_bytes * (sum(send) - here)
 
 
 LAYERS: Registry[Layer] = Registry("MoE layer")

@@ -198,10 +198,14 @@ class LayerPlacer:
     def observe(self, counts: Ints) -> None:
         """Remember the rows ``[W, E]`` of a step."""
         if self.model.learning:
-            plan, load = self.plan, counts.sum(0)
-            plan.loads.append(load)
-            plan.total_load = plan.total_load + load
-            plan.steps_seen += 1
+            self.remember(counts)
+
+    def remember(self, counts: Ints) -> None:
+        """The same, where the forward is over and it is known that it tells about the next ones."""
+        plan, load = self.plan, counts.sum(0)
+        plan.loads.append(load)
+        plan.total_load = plan.total_load + load
+        plan.steps_seen += 1
 
     def find(self, matrix: torch.Tensor) -> Placement:
         """The placement behind a graph's ``[E, W]`` tensor."""

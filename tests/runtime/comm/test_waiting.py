@@ -69,7 +69,7 @@ def go_elsewhere() -> list[str]:
 
 def never_come() -> str:
     model = compiled()
-    with mock.patch.object(waiting, "_timeout", return_value=1.5):
+    with mock.patch.object(waiting, "timeout_of", return_value=1.5):
         found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     return found

@@ -46,7 +46,7 @@ def exchange(rounds: int) -> dict[str, Any]:
     # The last rank does not come to one more.
     last, alone = world.size - 1, "no error"
     if world.rank != last:
-        late = Transport(shared_windows(world, 256), polls=2000)
+        late = Transport(shared_windows(world, 256), polls=300)
         one = torch.ones(world.size, dtype=torch.int64)
         late.exchange(
             Rows(torch.ones(world.size, 4)), one, Rows(torch.ones(world.size, 4)), most=1, wire=torch.float32

@@ -418,6 +418,7 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
     "top_up": ([torch.randn(4, 2, 3)], [torch.randn(0, 2, 3)], OWNED, OWNED, NONE),
     "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 2),
+    "route_fixed": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 7, 150),
     "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
     "exchange": (
         torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6),
