@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hecate.checks import check_attention, check_no_optimizer, check_usable, describe_model, warn_float16
+from hecate.checks import (
+    check_attention,
+    check_no_optimizer,
+    check_transport,
+    check_usable,
+    describe_model,
+    warn_float16,
+)
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
@@ -27,6 +34,7 @@ from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import find_topology, find_world
 from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
@@ -108,6 +116,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
     topology = find_topology(config.topology, world)
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
+    check_transport(config, topology, world)
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
@@ -119,8 +128,10 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
+    one_sided = config.room_percent and layers and world.size > 1
+    symmetric = Symmetric.between(world, config.room_percent) if one_sided else None
     for layer in layers:
-        layer.wire_dtype = config.wire_dtype
+        layer.wire_dtype, layer.symmetric = config.wire_dtype, symmetric
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
     elif world.size > 1:
@@ -161,6 +172,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
+        settle=symmetric.settle if symmetric is not None else None,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -241,6 +253,7 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
+    state.forward.settle()
     if state.world.group is not None:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)

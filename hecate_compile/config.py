@@ -20,6 +20,7 @@ from hecate.runtime.placement.topology import Topology
 Backend = Literal["inductor", "aot_eager"]
 PolicyName = Literal["hecate", "static", "gather", "replicate"]
 Dense = Literal["replicate", "shard"]
+RowTransport = Literal["collectives", "symmetric"]
 DumpRanks = Literal["first", "all"]
 
 
@@ -58,6 +59,13 @@ class Config:
             to the holders; results are summed there, and cross once. A layer in which that cannot be proven right
             stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay
             and the policy makes no replicas, which keep rows in their node already.
+        transport: what carries rows, and counts of rows. ``"collectives"``: torch.distributed; the host waits for the
+            counts in each layer, and knows how many rows come. ``"symmetric"``: ranks of one machine write into each
+            other's memory, and sizes are fixed, so that the host need not know. Rows are then split evenly over the
+            holders of an expert, in one part; replicas still travel by collectives.
+        capacity: with ``"symmetric"``, for how many times the rows that it has itself a rank has room. A step with
+            more is refused with an error, and nothing of it is applied. With as many tokens on every rank, the number
+            of ranks is always enough. Memory and compute of rows grow with it.
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, half
             as much more traffic of experts and their gradients. The planner counts it.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
@@ -91,6 +99,8 @@ class Config:
     calibrate: bool = False
     chunks: Chunks = "auto"
     dispatch: RowDispatch = "auto"
+    transport: RowTransport = "collectives"
+    capacity: float = 2.0
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     topology: Topology | None = None
@@ -105,7 +115,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = {
             "dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective, "dispatch": RowDispatch,
-            "dump_ranks": DumpRanks,
+            "dump_ranks": DumpRanks, "transport": RowTransport,
         }  # fmt: skip
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -134,6 +144,13 @@ class Config:
                 f"hecate.Config: replica_memory={memory!r}, expected a number of at least 0. With 0.25 replicas "
                 "take a quarter of what a rank's own experts take with their gradients and moments"
             )
+        capacity = self.capacity
+        if not isinstance(capacity, (int, float)) or isinstance(capacity, bool) or not 1 <= capacity < math.inf:
+            raise ValueError(
+                f"hecate.Config: capacity={capacity!r}, expected a number of at least 1: for how many times its own "
+                "rows a rank has room"
+            )
+        self._check_transport()
         if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
@@ -164,6 +181,33 @@ class Config:
                 f"hecate.Config: mixed_precision is a {type(self.mixed_precision).__name__}, expected a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy"
             )
+
+    def _check_transport(self) -> None:
+        """What the symmetric transport cannot carry."""
+        if self.transport == "collectives":
+            return
+        policy = self.policy
+        known = isinstance(policy, Hecate) and policy.objective == "time"
+        problem = ""
+        if self.chunks not in ("auto", 1):
+            problem = f"chunks={self.chunks}: rows travel in one part"
+        elif self.dispatch == "nodes":
+            problem = 'dispatch="nodes": all ranks are on one node'
+        elif policy in ("gather", "replicate"):
+            problem = f"policy={policy!r}: no rows travel"
+        elif self.calibrate or (isinstance(policy, Policy) and policy.calibrates):
+            problem = "a policy that calibrates: the host does not know the rows of the step that runs"
+        elif (policy == "hecate" and self.objective == "paper") or (
+            isinstance(policy, Policy) and type(policy).assign is not (Hecate.assign if known else Policy.assign)
+        ):
+            problem = "a policy that splits rows over holders itself: that is done on the device, evenly"
+        if problem:
+            raise ValueError(f'hecate.Config: transport="symmetric" does not go with {problem}')
+
+    @property
+    def room_percent(self) -> int:
+        """For so many percent of its own rows a rank has room; 0 for any number."""
+        return round(100 * self.capacity) if self.transport == "symmetric" else 0
 
     def make_policy(self) -> Policy:
         """The policy object of one model."""

@@ -30,6 +30,8 @@ class PassContext:
         chunks: parts into which the rows of a layer are cut, or "auto": two where that is predicted to pay.
         dispatch: how rows travel between nodes: each by itself, once for each token and node, or as is predicted to
             pay.
+        room_percent: for so many percent of its own rows a rank has room; 0 for any number, which then comes in the
+            sizes of tensors. Rows travel each by itself and in one part.
         tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where nothing travels
             beside compute. For predictions that all ranks must make alike.
         rematerialize: gather experts again in the backward.
@@ -50,6 +52,7 @@ class PassContext:
     layer_names: Mapping[int, str] = field(default_factory=dict)
     chunks: Chunks = 1
     dispatch: RowDispatch = "rows"
+    room_percent: int = 0
     tokens: int = 0
     rematerialize: bool = False
     prefetch_bytes: int | None = None

@@ -72,6 +72,7 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
     if not is_compiled(model):
         return None
     compiled = compiled_model_of(model, "save")
+    compiled.forward.settle()
     layers = _layers(compiled)
     names = {layer.id: layer.name for layer in layers}
     return {

@@ -210,8 +210,9 @@ class Backend:
             # What calibrate adds are replicas.
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
-            chunks=self.config.chunks,
-            dispatch=self.config.dispatch,
+            chunks=config.chunks if not config.room_percent else 1,
+            dispatch=config.dispatch if not config.room_percent else "rows",
+            room_percent=config.room_percent if size > 1 else 0,
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,

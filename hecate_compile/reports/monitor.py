@@ -252,6 +252,8 @@ class Monitor:
         if step is None:
             return
         layers, alone = self._layers, self._state.world.size == 1
+        for layer in layers:
+            layer.read_rows()
         self._rows.add(
             step=step.number, began=step.began, seconds=time.perf_counter() - step.clock,
             rows=[-1 if alone else layer.rows for layer in layers],

@@ -74,6 +74,8 @@ class Stats:
 def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
     seen = [layer for layer in layers if layer.counts is not None]
+    for layer in seen:
+        layer.read_rows()
     mine = [[layer.rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent] for layer in seen]
     numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 4)
     everyone = collectives.all_gather_even(numbers, world).cpu()

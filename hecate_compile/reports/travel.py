@@ -88,6 +88,9 @@ def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) ->
             if one.subject == layer.name and collective_named(one.operator).carries == carries
         )
 
+    layers = list(dict.fromkeys(layers))
+    for layer in layers:
+        layer.read_rows()
     return tuple(
         LayerBytes(
             layer=layer.name,
@@ -96,5 +99,5 @@ def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) ->
             replica_bytes=layer.replicas * layer.sizes.expert_bytes / layer.world.size,
             most_replica_bytes=slots * layer.sizes.expert_bytes,
         )
-        for layer in dict.fromkeys(layers)
+        for layer in layers
     )  # fmt: skip

@@ -68,6 +68,8 @@ def compile_as_rank_0(
     Raises:
         CaptureError: torch.distributed is in use already. Also whatever :func:`hecate.compile` raises.
     """
+    if config.transport != "collectives":
+        raise CaptureError(f"hecate: transport={config.transport!r} needs ranks that run; it is not simulated")
     rates = config.rates or cluster.rates
     with fake_ranks(cluster.ranks):
         compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))

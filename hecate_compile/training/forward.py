@@ -39,6 +39,7 @@ class CompiledForward:
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
+        settle: lets the host learn what only the device knew of the last forward; raises if that was refused.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
@@ -63,11 +64,13 @@ class CompiledForward:
         outside_gradients: OutsideGradients,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
         self._check_compiled, self._one_graph = check_compiled, one_graph
+        self._settle = settle
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
@@ -77,8 +80,15 @@ class CompiledForward:
         with telling("in its forward"):
             return self._forward(args, kwargs)
 
+    def settle(self) -> None:
+        """Let the host learn all that is to be known of the last forward. All ranks together."""
+        if self._settle is not None:
+            self._settle()
+
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        # Step 1: whoever watches sees the last step whole, and then what this forward is for.
+        # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
+        # whole, and then what this forward is for.
+        self.settle()
         if self.before is not None:
             self.before()
         training = torch.is_grad_enabled()
@@ -97,6 +107,9 @@ class CompiledForward:
             self._check_compiled()
             self._check_compiled = None
         self._compiled_modes.add(training)
+        if not training:
+            # No optimizer will ask whether there was room for all rows.
+            self.settle()
         self._keep_records(out)
         self._outside_gradients.after_forward(out)
         # Step 5: whoever watches, and the output's dtype.

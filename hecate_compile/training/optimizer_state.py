@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
+from hecate.runtime.ops.symmetric import settle_all
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.callers import called_by
@@ -124,6 +125,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # An optimizer step that is compiled itself counts no steps, so its experts stay where they are.
     if torch.compiler.is_compiling():
         return
+    # What a refused step left in gradients is NaN, in those of dense parameters too.
+    settle_all()
     for group in optimizer.param_groups:
         world = _world_of(group)
         if world is None:

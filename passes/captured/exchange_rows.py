@@ -15,6 +15,8 @@ Changes  w = gather(shard)                          placement, replicas = place(
          other, so that one part travels while another is computed; counts, placement and route are made once.
          With ``Config(dispatch="nodes")`` a token's row crosses to each node once, where that is proven right (see
          ``node_rows``); what results are multiplied with before they are summed is then done where they are made.
+         With ``Config(transport="symmetric")`` the ticket is one of ``route_fixed``: a rank gets a fixed number of
+         rows, with those that came in front, and no size depends on data but that of the slots.
 Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
 
 At one rank there is nobody to exchange with: the experts are read in place and the rows are only counted.
@@ -229,11 +231,20 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
         slots.replicas = beside.parts(more, len(slots.shards))
         _hold(slots, beside, region.layer)
 
-    # Step 3: where each row goes.
+    # Step 3: where each row goes. How many may come is told from the entry that is there first, which is above all
+    # uses of the others.
+    if context.room_percent:
+        rows = min(region.entries)
+        here = Builder(graph, after=max(here.last, rows), layer=region.layer)
+        bound = (here.length(rows), context.room_percent)
     size = here.length(slots.shards[0])
     if context.replicates:
         size = here.call(operator.add, size, here.length(slots.held))
-    route = here.call(hecate.route.default, counts, slots.placement, region.offsets, size, chunks, region.layer)
+    given = (counts, slots.placement, region.offsets, size)
+    if context.room_percent:
+        route = here.call(hecate.route_fixed.default, *given, *bound, region.layer)
+    else:
+        route = here.call(hecate.route.default, *given, chunks, region.layer)
     parts = here.parts(route, TICKET_PARTS * chunks)
     tickets = []
     for chunk in range(chunks):

@@ -147,6 +147,8 @@ def _of_operator(name: str, node: Node, given: Sequence[Value]) -> Value:
             one = (Known("i32", ("S",)), Known("i64", ("2", "W")), Known("i64", ("R",)), Known("i64", ("R'",)))
             assert len(one) == TICKET_PARTS
             return one * chunks
+        case "route_fixed":
+            return (Known("i32", ("S",)), Known("i64", ("3", "W")), Known("i64", ("R",)), Known("i64", ("R'",)))
         case "route_nodes":
             return (Known("i64", ("4", "W")), Known("i64", ("u",)), Known("i64", ("m",)), Known("i64", ("R'",)))
         case "exchange" | "exchange_nodes":

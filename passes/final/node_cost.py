@@ -159,6 +159,9 @@ class Clock:
         """What a collective takes over this rank's link."""
         context, collective = self.context, _started_by(start)
         payload = sum(self.number(_value(n).numel()) * wire_itemsize(start, _value(n)) for n in payload_of(start))
+        if collective.carries == "rows" and collective.homeward and context.room_percent:
+            # It comes from a room that is not full: as many rows arrive as leave.
+            payload = payload * 100 // context.room_percent
         if collective.carries == "replicas":
             # The payload is the rank's own experts or their gradients.
             return payload * context.slots / max(1, context.owned)

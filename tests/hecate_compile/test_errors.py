@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hecate
+from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.support.parity import rank_and_size
 from tests.support.ranks import message_of, run_ranks
@@ -107,6 +108,13 @@ def test_unknown_pass_name_lists_the_passes() -> None:
         hecate.compile(build("plain"), hecate.Config(disable_passes=("exchange_row",)))
 
 
+class Splits(Anything):
+    """Splits rows over the holders in its own way."""
+
+    def assign(self, *args: Any) -> Any:
+        return super().assign(*args)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -135,6 +143,15 @@ def test_unknown_pass_name_lists_the_passes() -> None:
             "disable_passes names 'shard_context', which is what attention",
         ),
         ({"chunks": 0}, "expected a whole number of at least 1"),
+        ({"capacity": 0.5}, "capacity=0.5, expected a number of at least 1"),
+        ({"transport": "nccl"}, "transport='nccl', expected one of"),
+        ({"transport": "symmetric", "chunks": 2}, "does not go with chunks=2: rows travel in one part"),
+        ({"transport": "symmetric", "dispatch": "nodes"}, "all ranks are on one node"),
+        ({"transport": "symmetric", "policy": "gather"}, "no rows travel"),
+        ({"transport": "symmetric", "calibrate": True}, "the host does not know the rows"),
+        ({"transport": "symmetric", "policy": Anything(calibrates=True)}, "the host does not know the rows"),
+        ({"transport": "symmetric", "objective": "paper"}, "on the device, evenly"),
+        ({"transport": "symmetric", "policy": Splits()}, "on the device, evenly"),
         ({"chunks": "two"}, "expected a whole number of at least 1"),
     ],
 )

@@ -339,3 +339,5 @@ def test_models_that_cannot_be_simulated_are_refused() -> None:
         capture(Broken(build("qwen3_moe", layers=1)), inputs, SPEC, hecate.Config())
     with pytest.raises(CaptureError, match="exchanges no tokens"):
         capture(build("qwen3_moe", layers=1), inputs, SPEC, hecate.Config(policy="gather"))
+    with pytest.raises(CaptureError, match="it is not simulated"):
+        capture(build("qwen3_moe", layers=1), inputs, SPEC, hecate.Config(transport="symmetric"))

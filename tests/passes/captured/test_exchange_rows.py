@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.invariants import InvalidGraphError, verify
+from hecate.runtime.comm.windows import local_windows
+from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.placement.planner import Rates
+from hecate.runtime.state.layer import get_layer
 from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
 
 Body = Callable[[GraphUnderTest, Node], Node]
@@ -64,6 +70,30 @@ def test_rows_in_chunks(chunks: int, bias: bool, replicates: bool) -> None:
     assert names.count("gather_counts.default") == names.count("route.default") == 1
     assert names.count("transpose") == (2 if replicates else 1), "what is done to parameters is done once"
     assert names.count("row_slots.default") == bias * chunks
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_a_fixed_number(bias: bool, replicates: bool) -> None:
+    """The same graph with another route, which knows how many rows there are; more come than leave."""
+    graphs = []
+    for percent in (0, 150):
+        g = GraphUnderTest()
+        gm = region(g, bias=bias)
+        if percent:
+            get_layer(g.layer).symmetric = Symmetric(
+                SINGLE, Transport(local_windows(1, 4096, SINGLE.device)[0]), percent
+            )
+        known = {"world_size": 2, "replicates": replicates, "room_percent": percent}
+        assert apply(exchange_rows, g, gm, **known).rewritten == 1
+        graphs.append(gm)
+    plain, fixed = (Counter(targets(gm)) for gm in graphs)
+    assert plain - fixed == {"route.default": 1}
+    assert fixed - plain == {"route_fixed.default": 1, "sym_size.int": 1}
+    (route,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.hecate.route_fixed.default)
+    (exchange,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.hecate.exchange.default)
+    *_, rows, percent, _ = route.args
+    assert percent == 150 and rows.args == (exchange.args[0], 0)
 
 
 def test_results_that_are_used_inside_the_body_are_not_cut() -> None:
