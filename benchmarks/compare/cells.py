@@ -43,7 +43,7 @@ SHOWN = ON_ENGINE + tuple(name for name, variant in VARIANTS.items() if variant.
 # What the committed tables do not show: policies that were changed after they were measured, and whether the engine
 # was, which makes every step another. Measuring all cells again (make bench-full) empties both.
 CHANGED_POLICIES = (
-    "hecate", "hecate (calibrate)", "hecate (LAER's memory)", "SmartMoE", "FlexMoE", "post-gate",
+    "hecate", "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)", "SmartMoE", "FlexMoE", "post-gate",
 )  # fmt: skip
 ENGINE_CHANGED = True
 # A bound is played by a system's model: with even routing, or with links on which nothing takes time.

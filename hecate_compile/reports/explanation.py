@@ -140,7 +140,8 @@ class Explanation:
 
     def _parts(self) -> list[Section | str]:
         """Tables and sentences, in the order in which things happen."""
-        parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}", self._found()]
+        parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}"]
+        parts.append(self._found() if self.experts else "no experts are sharded")
         if self.parameters:
             parts.append(self._kept())
         if self.world.size == 1:

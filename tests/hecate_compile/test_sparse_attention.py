@@ -148,6 +148,8 @@ def check(found: dict[str, Any], case: str) -> None:
     assert "model.layers.1.self_attn: sparse," in found["text"]
     if family != "llama":
         assert found["rewritten"]["exchange_rows"] == 2
+    else:
+        assert "no experts are sharded" in found["text"]
 
 
 @pytest.mark.parametrize("case", ALONE)
