@@ -33,8 +33,8 @@ def measure_all(families: list[str]) -> dict[str, dict[str, Any]]:
     found = {family: measure(family, policy="anything", **options()) for family in families}
     if dist.get_world_size() == 2:
         found["default policy"] = measure("qwen3_moe", steps=4, layers=1, **options(reshard_every=2))
-        found["rows in bf16"] = measure("qwen3_moe", layers=1, wire_dtype=torch.bfloat16, **options())
         if ALL:
+            found["rows in bf16"] = measure("qwen3_moe", layers=1, wire_dtype=torch.bfloat16, **options())
             found["again"] = measure("gpt_oss", rematerialize=True, policy="anything", **options())
             found["sharded"] = measure("mixtral", dense="shard", policy="anything", **options())
             found["owners move"] = measure("olmoe", policy=Anything(reshard_every=1), **options())
@@ -44,7 +44,8 @@ def measure_all(families: list[str]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("size", "families"),
-    [(2, FAMILIES if ALL else ("qwen3_moe", "plain")), (3, FAMILIES if ALL else ("qwen3_moe",))],
+    # Three ranks have links that two have not; the protocol is tested for any number without compiling.
+    [(2, FAMILIES if ALL else ("plain",)), (3, FAMILIES if ALL else ("qwen3_moe",))],
 )
 def test_equals_one_process(size: int, families: tuple[str, ...]) -> None:
     for ranks in run_ranks(f"{_HERE}:measure_all", size, families=list(families)):
@@ -95,7 +96,7 @@ def train(backend: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"] if ALL else ["inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if ALL else [])])
 def test_a_step_without_room_is_refused(backend: str) -> None:
     everyone = run_ranks(f"{_HERE}:train", 2, backend=backend)
     for found in everyone:
