@@ -28,7 +28,8 @@ SECONDS = 2400 if ALL else 300
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 def test_kernels_equal_their_references() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # Nothing else runs beside a slow test, and the interpreter has one thread.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
     # Options and the worker's name of this run are not for that one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
