@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,9 @@ def take(make: Maker, dtype: torch.dtype) -> Case:
     numbers = make.numbers(1, RANKS, _windows(make, dtype).segment // dtype.itemsize, dtype=dtype)
     window = numbers.view(torch.uint8)
 
-    def call(take_rows: object) -> Tensor:
+    def call(way: Callable[[Tensor, Rows, Chunk, torch.dtype], None]) -> Tensor:
         out = torch.zeros(make.rows, make.sizes.hidden, dtype=dtype, device=make.device)
-        take_rows(window, Rows(out, index, by_row=True), chunk, dtype)  # type: ignore[operator]
+        way(window, Rows(out, index, by_row=True), chunk, dtype)
         return out
 
     return Case(
@@ -78,18 +80,17 @@ def wait(make: Maker, dtype: torch.dtype) -> Case:
     words = torch.arange(RANKS, device=make.device) + (1 << COUNT_BITS)
     board = torch.stack([words, words])
 
-    def call(wait_words: object) -> Tensor:
+    def by_kernel() -> Tensor:
         chunk = _chunk(make)
-        wait_words(board, chunk, behind=0, polls=10, reads=True)  # type: ignore[operator]
+        wait_words.wait_words(board, chunk, behind=0, polls=10, reads=True)
         return chunk.counts
 
-    def by_reference(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool) -> None:
-        wait_words.wait_words_reference(board, chunk, behind, polls, reads)
+    def by_reference() -> Tensor:
+        chunk = _chunk(make)
+        wait_words.wait_words_reference(board, chunk, behind=0, polls=10, reads=True)
+        return chunk.counts
 
-    return Case(
-        torch.int64, lambda: call(wait_words.wait_words), lambda: call(by_reference), None, {torch.int64: 0.0},
-        bytes=8 * RANKS,
-    )  # fmt: skip
+    return Case(torch.int64, by_kernel, by_reference, None, {torch.int64: 0.0}, bytes=8 * RANKS)
 
 
 def _chunk(make: Maker) -> Chunk:

@@ -26,6 +26,7 @@ from tests.support.models import PlainLanguageModel, batch
 from tests.support.ranks import ROOT, RanksFailed, run_ranks
 
 _HERE = "tests.hecate_compile.test_faults"
+# Always run: a rank that is killed, one that raises, and how waits end (tests/runtime/comm).
 only_with_all = pytest.mark.skipif(not ALL, reason="with HECATE_TESTS=all: most of it is waiting for timeouts")
 _STEPS, _AT = 4, 2
 # What a run may take to end after a fault, however long it compiled before.

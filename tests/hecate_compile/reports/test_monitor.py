@@ -336,6 +336,7 @@ def test_scalars_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert written["hecate/imbalance_of_owners"] == pytest.approx(run.before.mean(1)) and run.before[0, 0] > 1.3
 
 
+# Optional, and with a dozen packages behind it; what is written is tested above with a stand-in.
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
