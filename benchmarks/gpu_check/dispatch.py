@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.case import Case, Maker, bytes_of
 from hecate.runtime.kernels import balance_rows, ticket_segments
-from hecate.runtime.ops.device_dispatch import DeviceTables, device_dispatch, device_quotas
+from hecate.runtime.ops.device_dispatch import DeviceTables, device_quotas, device_ticket
 from hecate.runtime.ops.ticket import make_ticket
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
@@ -50,29 +50,28 @@ class _Layer:
 def balance(make: Maker, dtype: torch.dtype) -> Case:
     layer = _Layer(make)
     operands = layer.on_device, layer.tables.owners, layer.tables.replicated, layer.tables.parts
-    return Case(
-        dtype,
-        lambda: balance_rows.balance_rows(*operands),
-        lambda: balance_rows.balance_rows_reference(*operands),
-        None,
-        EQUAL,
-        bytes=bytes_of(*operands, layer.on_device),
-        most_ms=MOST,
-    )
+    # What is found is as large as the counts.
+    moved = *operands, layer.on_device
+    return _compared(balance_rows.balance_rows, balance_rows.balance_rows_reference, operands, moved)
 
 
 def segments(make: Maker, dtype: torch.dtype) -> Case:
     layer = _Layer(make)
     tables = layer.tables
-    operands = *device_quotas(layer.on_device, tables), tables.owners, tables.slots, layer.capacities
+    _, *quotas = device_quotas(layer.on_device, tables)
+    operands = *quotas, tables.owners, tables.slots, layer.capacities
+    # What is found is as large as what is given.
+    moved = *quotas, *quotas
+    return _compared(ticket_segments.ticket_segments, ticket_segments.ticket_segments_reference, operands, moved)
+
+
+def _compared(
+    ours: Callable[..., Any], reference: Callable[..., Any], operands: Sequence[Any], moved: Sequence[Tensor]
+) -> Case:
+    """``moved`` are as many bytes as are read and written."""
+    size = bytes_of(*moved)
     return Case(
-        dtype,
-        lambda: ticket_segments.ticket_segments(*operands),
-        lambda: ticket_segments.ticket_segments_reference(*operands),
-        None,
-        EQUAL,
-        bytes=2 * bytes_of(*operands[:2]),
-        most_ms=MOST,
+        torch.int64, lambda: ours(*operands), lambda: reference(*operands), None, EQUAL, bytes=size, most_ms=MOST
     )
 
 
@@ -82,7 +81,8 @@ def all_of_it(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
     send, receive = layer.capacities
 
     def ours() -> list[Tensor]:
-        found = device_dispatch(layer.on_device, layer.tables, send_capacity=send, receive_capacity=receive)
+        _, *quotas = device_quotas(layer.on_device, layer.tables)
+        found = device_ticket(*quotas, layer.tables, send_capacity=send, receive_capacity=receive)
         return [found.slot_offsets, found.splits, found.send_index, found.receive_index]
 
     def by_host() -> list[Tensor]:

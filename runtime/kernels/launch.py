@@ -87,6 +87,11 @@ def tuned(
     return declare
 
 
+def jit(function: Any) -> Any:
+    """Declare a part that kernels call."""
+    return function if triton is None else triton.jit(function)
+
+
 def _only(suits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., list[Any]]:
     def prune(configs: Sequence[Any], arguments: Mapping[str, Any], **constants: Any) -> list[Any]:
         return [config for config in configs if suits({**arguments, **constants, **config.all_kwargs()})]

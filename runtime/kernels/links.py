@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.comm.windows import ALIGNMENT
+from hecate.runtime.kernels.launch import jit, tl
 from hecate.runtime.kernels.operands import FLOATS, flat_rows
 
 # A word is the number of a chunk and, in so many bits, the rows of its link. The number has 35: a year of a thousand
@@ -127,3 +128,25 @@ def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
     places, chosen = (index, count) if rows.by_row else (count, index)
     travels = places < total
     return places[travels], chosen[travels]
+
+
+@jit
+def locate(
+    index, counts, late, i, count, first, capacity, ranks, ORDER: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    """Of the entries ``i`` of an order of rows: row, link, number in the chunk, and whether the chunk has it."""
+    place = i
+    row = i
+    if ORDER == 1:
+        row = tl.load(index + i, mask=i < count, other=0)
+    if ORDER == 2:
+        place = tl.load(index + i, mask=i < count, other=0)
+    # Behind the last link there is none.
+    p = tl.arange(0, RANKS)
+    sizes = tl.load(counts + p, mask=p < ranks, other=0)
+    before = tl.cumsum(sizes, 0)[None, :] <= place[:, None]
+    link = tl.sum(before.to(tl.int64), 1)
+    within = place - tl.sum(tl.where(before, sizes[None, :], 0), 1) - first
+    travels = (i < count) & (link < ranks) & (within >= 0) & (within < capacity)
+    travels = travels & (tl.load(late + link, mask=travels, other=1) == 0)
+    return row, link, within, travels

@@ -19,6 +19,16 @@ def check_rows(who: str, rows: Tensor) -> None:
         raise ValueError(f"{who}: expected rows [R, ...], got a tensor without dimensions")
 
 
+def check_turned(who: str, rows: Tensor, turned: Tensor) -> None:
+    """Raise TypeError unless both are int64, and ValueError unless ``[A, B]`` and ``[B, A]`` on one device."""
+    if rows.dim() != 2 or turned.shape != rows.shape[::-1]:
+        raise ValueError(f"{who}: expected [A, B] and [B, A], got {list(rows.shape)}, {list(turned.shape)}")
+    if not rows.dtype == turned.dtype == torch.int64:
+        raise TypeError(f"{who}: expected numbers of int64, got {rows.dtype}, {turned.dtype}")
+    if rows.device != turned.device:
+        raise ValueError(f"{who}: the first are on {rows.device}, the second on {turned.device}")
+
+
 def check_index(who: str, index: Tensor, device: torch.device, length: int | None = None) -> None:
     """Raise TypeError unless ``index`` is int64, and ValueError unless it is ``[n]`` on ``device``.
 

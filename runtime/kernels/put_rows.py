@@ -14,6 +14,7 @@ from hecate.runtime.kernels.links import (
     capacity_of,
     check_links,
     check_window,
+    locate,
     padded,
     rows_by_place,
 )
@@ -90,22 +91,7 @@ def _put_rows(
     blocks = tl.cdiv(width, BLOCK_COLS)
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    place = i
-    row = i
-    if ORDER == 1:
-        row = tl.load(index + i, mask=i < count, other=0)
-    if ORDER == 2:
-        place = tl.load(index + i, mask=i < count, other=0)
-
-    # Behind the last link there is none.
-    p = tl.arange(0, RANKS)
-    sizes = tl.load(counts + p, mask=p < ranks, other=0)
-    before = tl.cumsum(sizes, 0)[None, :] <= place[:, None]
-    link = tl.sum(before.to(tl.int64), 1)
-    within = place - tl.sum(tl.where(before, sizes[None, :], 0), 1) - first
-    goes = (i < count) & (link < ranks) & (within >= 0) & (within < capacity)
-    goes = goes & (tl.load(late + link, mask=goes, other=1) == 0)
-
+    row, link, within, goes = locate(index, counts, late, i, count, first, capacity, ranks, ORDER, RANKS)
     number = tl.load(done + link, mask=goes, other=0) + 1
     window = tl.load(addresses + link, mask=goes, other=0).to(tl.pointer_type(own.dtype.element_ty))
     window = tl.multiple_of(window, 16)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import check_index
+from hecate.runtime.kernels.operands import check_index, check_turned
 
 # A program compares each rank with each other one.
 MOST_RANKS = 128
@@ -38,12 +38,7 @@ def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, ran
         TypeError: a tensor is not int64.
         ValueError: a shape or a device does not fit.
     """
-    if counts.dim() != 2 or wanted.shape != counts.shape[::-1]:
-        raise ValueError(f"split_rows: expected [W, E] and [E, W], got {list(counts.shape)}, {list(wanted.shape)}")
-    if not counts.dtype == wanted.dtype == torch.int64:
-        raise TypeError(f"split_rows: expected numbers of int64, got {counts.dtype}, {wanted.dtype}")
-    if counts.device != wanted.device:
-        raise ValueError(f"split_rows: the rows are on {counts.device}, what is wanted is on {wanted.device}")
+    check_turned("split_rows", counts, wanted)
     ranks, experts = counts.shape
     check_index("split_rows", order, counts.device, ranks)
     check_index("split_rows", nodes, counts.device, ranks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import check_index
+from hecate.runtime.kernels.operands import check_index, check_turned
 from hecate.runtime.kernels.split_rows import MOST_RANKS
 
 # One: a few microseconds are not worth a trial.
@@ -76,14 +76,7 @@ def ticket_segments(
         TypeError: a tensor is not int64.
         ValueError: a shape or a device does not fit, or there is no such chunk.
     """
-    if sends.dim() != 2 or receives.shape != sends.shape[::-1]:
-        raise ValueError(
-            f"ticket_segments: expected [E, W] and [W, E], got {list(sends.shape)}, {list(receives.shape)}"
-        )
-    if not sends.dtype == receives.dtype == torch.int64:
-        raise TypeError(f"ticket_segments: expected numbers of int64, got {sends.dtype}, {receives.dtype}")
-    if sends.device != receives.device:
-        raise ValueError(f"ticket_segments: what is sent is on {sends.device}, what arrives is on {receives.device}")
+    check_turned("ticket_segments", sends, receives)
     experts, ranks = sends.shape
     check_index("ticket_segments", owners, sends.device, experts)
     check_index("ticket_segments", slots, sends.device)

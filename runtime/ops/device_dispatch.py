@@ -125,10 +125,9 @@ def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, per
         counts: rows that each rank has for each expert, int64 ``[W, E]``.
         rows: that this rank has, with those that stay.
     """
-    wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
+    wanted, sends, receives = device_quotas(counts, tables)
     # What a rank has for experts is at most all its rows, so the bound is at most the room.
     excess = (wanted.sum(0) - counts.sum(1) * percent // 100).clamp_min(0)
-    sends, receives = split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
     room = room_for(rows, percent)
     ticket = device_ticket(sends, receives, tables, send_capacity=rows, receive_capacity=room)
     places = torch.arange(room, dtype=torch.int64, device=counts.device)
@@ -145,17 +144,18 @@ def room_for(rows: int, percent: int) -> int:
     return rows * percent // 100
 
 
-def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one rank sends and receives: the fields of the planner's ``Quotas``, on the device.
+def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What all ranks compute, and what one rank sends and receives: the planner's ``Quotas``, on the device.
 
     Args:
         counts: rows that each rank has for each expert, int64 ``[W, E]``; fewer than 2**31 together.
 
     Returns:
-        Rows of each expert to each rank, int64 ``[E, W]``, and from each rank of each expert, int64 ``[W, E]``.
+        Rows of each expert that each rank computes, and that this rank sends to each, both int64 ``[E, W]``; and rows
+        from each rank of each expert, int64 ``[W, E]``.
     """
     wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
-    return split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
+    return wanted, *split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
 
 
 def device_ticket(
@@ -193,20 +193,3 @@ def _index(starts: torch.Tensor, ends: torch.Tensor, capacity: int) -> torch.Ten
     if len(starts) == 0:
         return starts.new_zeros(capacity)
     return expand_segments(starts, ends, capacity)
-
-
-def device_dispatch(
-    counts: torch.Tensor,
-    tables: DeviceTables,
-    *,
-    send_capacity: int,
-    receive_capacity: int,
-    chunk: int = 0,
-    chunks: int = 1,
-) -> DeviceTicket:
-    """:func:`device_ticket` of :func:`device_quotas`. Where kernels run, the host waits for nothing."""
-    sends, receives = device_quotas(counts, tables)
-    return device_ticket(
-        sends, receives, tables,
-        send_capacity=send_capacity, receive_capacity=receive_capacity, chunk=chunk, chunks=chunks,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hecate.runtime.ops import ticket as host
-from hecate.runtime.ops.device_dispatch import DeviceTables, DeviceTicket, device_dispatch, device_quotas
+from hecate.runtime.ops.device_dispatch import DeviceTables, DeviceTicket, device_quotas, device_ticket
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
@@ -69,7 +69,7 @@ def check_quotas(given: Dispatch, device: torch.device) -> None:
     """The device's quotas are those of the planner, number for number."""
     quotas = assign_tokens(given.counts, given.placement, given.topology, given.rank)
     tables = DeviceTables.from_placement(given.placement, given.topology, given.rank, device)
-    sends, receives = device_quotas(torch.from_numpy(given.counts).to(device), tables)
+    _, sends, receives = device_quotas(torch.from_numpy(given.counts).to(device), tables)
     assert np.array_equal(sends.cpu().numpy(), quotas.sends)
     assert np.array_equal(receives.cpu().numpy(), quotas.receives)
 
@@ -89,7 +89,8 @@ def check_dispatch(given: Dispatch, device: torch.device, spare: tuple[int, int]
     used = [len(ticket.send_index), len(ticket.receive_index)]
     capacities = [max(count + more, 0) for count, more in zip(used, spare, strict=True)]
     send, receive = capacities
-    found = device_dispatch(counts, tables, send_capacity=send, receive_capacity=receive, **part)
+    _, sends, receives = device_quotas(counts, tables)
+    found = device_ticket(sends, receives, tables, send_capacity=send, receive_capacity=receive, **part)
     assert found.slot_offsets.dtype == torch.int32 and torch.equal(found.slot_offsets, ticket.slot_offsets)
     assert torch.equal(found.splits.cpu(), ticket.splits)
     assert found.used.tolist() == used

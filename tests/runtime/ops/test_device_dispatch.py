@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hecate.runtime.kernels import balance_rows, expand_segments, split_rows, ticket_segments
-from hecate.runtime.ops.device_dispatch import DeviceTables, device_dispatch
+from hecate.runtime.ops.device_dispatch import DeviceTables, device_quotas, device_ticket
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
@@ -75,7 +75,9 @@ def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     with mode:
         counts = torch.zeros(3, 4, dtype=torch.int64, device=CPU)
-        found = device_dispatch(counts, DeviceTables(rank=1, **tensors), send_capacity=7, receive_capacity=9)
+        fake = DeviceTables(rank=1, **tensors)
+        _, sends, receives = device_quotas(counts, fake)
+        found = device_ticket(sends, receives, fake, send_capacity=7, receive_capacity=9)
     assert [index.shape[0] for index in (found.send_index, found.receive_index)] == [7, 9]
     assert found.slot_offsets.shape == (2,) and found.splits.shape == (2, 3)
     assert launched == ["_start", "_even_out", "_split_rows", "_leaving", "_arriving", *["_expand_segments"] * 2]
