@@ -120,7 +120,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
-    sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate")
+    sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
     shard_dense = config.dense == "shard" and world.size > 1
     layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
 

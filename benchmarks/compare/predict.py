@@ -57,7 +57,7 @@ def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     """
     rates, link = launch["machine"], PAYLOAD * launch["link"]
     rates = rates | {"node_bytes": link, "crowded": min(1.0, rates["node_bytes"] / link)}
-    measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, **rates)
+    measured = ClusterSpec(name="emulated", nodes=shapes.NODES, gpus=shapes.RANKS_PER_NODE, cpus=True, **rates)
     alone = launch["alone"]
     few, many = (_seconds_alone(shape, times, measured) for times in (1, MANY))
     rows = (many - few) / (MANY - 1)

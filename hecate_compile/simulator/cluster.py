@@ -11,7 +11,7 @@ from typing import Any
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
 
-_OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded")
+_OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded", "cpus")
 
 
 class ClusterError(ValueError):
@@ -37,9 +37,12 @@ class ClusterSpec:
             matmuls of changing sizes are slower than one.
         crowded: part of a node's rate that an exchange of rows reaches, in which all ranks send to all; less than 1
             where flows share a link unevenly.
+        cpus: ranks compute on CPUs, where gradients are added up inside nodes before they cross
+            (``all_reduce_by_nodes``); GPUs have NCCL's rings.
 
     Raises:
-        ClusterError: a name that is no text, a number that is not positive, a part that is more than the whole.
+        ClusterError: a name that is no text, ``cpus`` that is neither true nor false, a number that is not positive,
+            a part that is more than the whole.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ClusterSpec:
     start: float = 0.0
     routed: float = 1.0
     crowded: float = 1.0
+    cpus: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,6 +66,10 @@ class ClusterSpec:
             if field.name == "name":
                 if not isinstance(value, str):
                     raise ClusterError(f"hecate: a cluster: name = {value!r}, expected a text in quotes")
+                continue
+            if field.name == "cpus":
+                if not isinstance(value, bool):
+                    raise ClusterError(f"hecate: cluster {self.name}: cpus = {value!r}, expected true or false")
                 continue
             whole, free = field.name in ("nodes", "gpus"), field.name in ("latency", "ring", "operator", "start")
             most = 1 if field.name == "crowded" else math.inf

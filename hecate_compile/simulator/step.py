@@ -142,7 +142,7 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        rounds = start.collective.ring_rounds
+        rounds = 0 if self._sums_in_nodes(start) else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
@@ -174,6 +174,8 @@ class _Links:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
         size, collective = self.cluster.ranks, start.collective
         carried = self.layers[start.layer] if start.layer is not None else None
+        if self._sums_in_nodes(start):
+            return self._in_nodes_and_across()
         if collective.ring_rounds:
             # In each round every rank passes on all parts but one. A sum is cut into a part for each rank; gathered
             # experts are padded to the rank that owns most.
@@ -197,6 +199,17 @@ class _Links:
             # Gradients of all experts go to their owners.
             return [np.tile(np.asarray(carried.owned, dtype=np.float64), (size, 1))]
         raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
+
+    def _sums_in_nodes(self, start: Start) -> bool:
+        """Whether it is ``collectives.all_reduce_by_nodes``. Nodes of a cluster file have as many ranks each."""
+        return self.cluster.cpus and self.cluster.nodes > 1 and start.collective.carries == "bucket"
+
+    def _in_nodes_and_across(self) -> list[Floats]:
+        """What its four steps send: parts to neighbours, parts of these across, and both back."""
+        nodes, gpus = self.cluster.nodes, self.cluster.gpus
+        neighbours = np.kron(np.eye(nodes), np.ones((gpus, gpus))) / gpus
+        across = np.kron(np.ones((nodes, nodes)), np.eye(gpus)) / (gpus * nodes)
+        return [neighbours, across, across, neighbours]
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
         """When each rank has sent and received everything, and bytes that leave each node.

@@ -203,7 +203,7 @@ class OutsideGradients:
     def _average_bucket(self, gradients: list[Tensor]) -> None:
         world, dtype = self._sync.world, self._sync.dtype or gradients[0].dtype
         buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype)
-        collectives.all_reduce(buffer, world)
+        self._sync.add_up(buffer)
         buffer.div_(world.size)
         for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))

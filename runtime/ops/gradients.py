@@ -22,6 +22,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.registration import define_collective
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.registry import Registry
 
 # Bytes of the vectors that compiled kernels read on a GPU.
@@ -37,6 +38,7 @@ class GradientSync:
         dtype: dtype of the all-reduce, None for the gradient's own.
         owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
         in_graph: they are averaged where graphs make them; if not, all together when the backward ends.
+        topology: which ranks share a node; None for all.
     """
 
     world: World
@@ -44,6 +46,14 @@ class GradientSync:
     enabled: bool = True
     owed: bool = False
     in_graph: bool = True
+    topology: Topology | None = None
+
+    def add_up(self, buffer: Tensor) -> None:
+        """Overwrite ``buffer`` ``[n]`` with its sum over ranks."""
+        if self.topology is None:
+            collectives.all_reduce(buffer, self.world)
+        else:
+            collectives.all_reduce_by_nodes(buffer, self.topology, self.world)
 
 
 @dataclass(eq=False)
@@ -123,7 +133,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         if dtype == torch.float16:
             # A sum over ranks may be more than float16 can hold, where the mean is not.
             buffer.div_(sync.world.size)
-        collectives.all_reduce(buffer, sync.world)
+        sync.add_up(buffer)
         if dtype != torch.float16:
             buffer.div_(sync.world.size)
         return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hecate.runtime.comm.world import World
 
 
-def on_threads(function: Callable[[World], None]) -> None:
-    """Run ``function(world)`` on three ranks in threads of this process."""
+def on_threads(function: Callable[[World], None], *, ranks: int = 3) -> None:
+    """Run ``function(world)`` on so many ranks in threads of this process."""
     # torch's own tests need it, and whoever runs others need not have it.
     pytest.importorskip("expecttest")
     from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
@@ -22,11 +22,11 @@ def on_threads(function: Callable[[World], None]) -> None:
         # torch 2.11 asks for them when a group ends, and these worlds have none.
         ThreadLocalWorld.comms = property(lambda _: [])
 
-    @spawn_threads_and_init_comms(world_size=3)
+    @spawn_threads_and_init_comms(world_size=ranks)
     def run(_: object) -> None:
-        function(World(rank=dist.get_rank(), size=3, group=dist.group.WORLD, device=torch.device("cpu")))
+        function(World(rank=dist.get_rank(), size=ranks, group=dist.group.WORLD, device=torch.device("cpu")))
 
     class Case:
-        world_size = 3
+        world_size = ranks
 
     run(Case())

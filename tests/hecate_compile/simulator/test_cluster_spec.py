@@ -39,6 +39,7 @@ def test_a_file_becomes_a_cluster(tmp_path: Path) -> None:
         (GOOD + "ring = inf\n", "ring = inf"),
         (GOOD + "crowded = 1.5\n", "crowded = 1.5, expected a number above 0, at most 1"),
         (GOOD + "crowded = 0\n", "crowded = 0"),
+        (GOOD + "cpus = 1\n", "cpus = 1, expected true or false"),
         (GOOD + "name = 3\n", "name = 3, expected a text"),
         ("nodes 2", "is not a cluster file"),
     ],
