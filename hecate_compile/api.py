@@ -64,8 +64,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
     in a single process it just works.
 
     Args:
-        model: any ``nn.Module`` with expert parameters ``[E, ...]``; on the meta device it is made real
-            shard by shard. With ``Config(attention=...)`` it may have none.
+        model: any ``nn.Module`` with expert parameters ``[E, ...]``, or equal experts in a list; on the meta device
+            it is made real shard by shard. With ``Config(attention=...)`` it may have none.
         config: see :class:`Config`.
         mesh: a one-dimensional ``DeviceMesh``; by default all ranks.
 

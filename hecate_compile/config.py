@@ -61,8 +61,10 @@ class Config:
             and the policy makes no replicas, which keep rows in their node already.
         transport: what carries rows, and counts of rows. ``"collectives"``: torch.distributed; the host waits for the
             counts in each layer, and knows how many rows come. ``"symmetric"``: ranks of one machine write into each
-            other's memory, and sizes are fixed, so that the host need not know. Rows are then split evenly over the
-            holders of an expert, in one part; replicas still travel by collectives.
+            other's memory, and sizes are fixed, so that the host need not know. Rows are then split over holders so
+            that ranks are even, in one part; replicas still travel by collectives. One node, at most 128 ranks; not
+            with ``chunks`` above 1, ``dispatch="nodes"``, ``calibrate``, ``objective="paper"``, ``"gather"``,
+            ``"replicate"`` or a policy that splits rows itself.
         capacity: with ``"symmetric"``, for how many times the rows that it has itself a rank has room. A step with
             more is refused with an error, and nothing of it is applied. With as many tokens on every rank, the number
             of ranks is always enough. Memory and compute of rows grow with it.

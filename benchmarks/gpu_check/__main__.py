@@ -42,7 +42,7 @@ from benchmarks.gpu_check.report import machine, table, text_of, write
 from benchmarks.results_folder import results_folder
 from hecate.runtime.kernels import launch
 
-# Seconds: a command may take ten minutes on some machines, and of these the tests and one kernel at most so many.
+# Seconds for all of it, for the tests, and for one kernel at most.
 BUDGET, FOR_TESTS, FOR_A_KERNEL = 540.0, 200.0, 150.0
 # What a process ends with whose results say what is wrong. Python ends with 1 when something else is.
 UNEQUAL = 3

@@ -28,5 +28,6 @@ with any tensors that its docstring allows, and CPUs compute what they would wit
 imported by its operator where kernels run; what CPUs compute is ``ops/s2_blocks``.
 
 They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
-only while one is tuned. Which order of the last four is right, and why, says ``hecate.runtime.ops.one_sided``.
+only while one is tuned. Which order of putting, posting, waiting and taking is right, and why, says
+``hecate.runtime.ops.one_sided``.
 """

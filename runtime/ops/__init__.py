@@ -16,11 +16,14 @@ imported, and lists them at its top:
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
+| ``symmetric``, ``one_sided`` | how rows travel one-sided, without operators (``route_fixed`` is in ``exchange``) |
+| ``device_dispatch`` | their tickets, made on the device, without operators |
 | ``s2_blocks`` | S2-Attention on CPUs, without operators |
 
-R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile. So is E_r,
-the length of a shard, at more than one rank: owners may move without a recompile. A placement is data, int8 on the
-CPU (2 owner, 1 replica), that flows from ``place`` to whatever uses it, so a backward always uses its forward's.
+R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile (R' is a
+fixed multiple of R with ``Config(transport="symmetric")``). So is E_r, the length of a shard, at more than one rank:
+owners may move without a recompile. A placement is data, int8 on the CPU (2 owner, 1 replica), that flows from
+``place`` to whatever uses it, so a backward always uses its forward's.
 
 ``layer`` is the number of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
 of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead. Those that
