@@ -7,19 +7,23 @@ Changes  a = replicate(p, 0); b = replicate(q, 1)
 Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
 
 Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
-its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
+its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there. It ends where the
+rows of an MoE layer come home, however small it is: the gradients of one layer's attention travel beside the layer
+before it, and only those of the first layer are left for the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, arg, calls
+from hecate.runtime.comm.collective import whole_of
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
@@ -30,9 +34,10 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
     reads = _reads_with_grad(gm)
     parameters = [node for node in reads if value_of(node) is not None]
     parameters.reverse()
+    passed = _returns_passed(gm.graph)
     buckets: list[list[Node]] = []
     for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
-        buckets += _fill(list(same))
+        buckets += _fill(list(same), {parameter: passed[min(reads[parameter])] for parameter in parameters})
     for bucket in buckets:
         _merge(bucket, reads)
     return Outcome(rewritten=len(buckets))
@@ -53,12 +58,23 @@ def _kind(parameter: Node) -> tuple[torch.dtype, torch.device]:
     return value.dtype, value.device
 
 
-def _fill(parameters: list[Node]) -> list[list[Node]]:
+def _returns_passed(graph: Graph) -> dict[Node, int]:
+    """How many exchanges that bring rows home stand in front of each node."""
+    passed, count = {}, 0
+    for node in graph.nodes:
+        collective = whole_of(node.target)
+        count += collective is not None and collective.carries == "rows" and collective.homeward
+        passed[node] = count
+    return passed
+
+
+def _fill(parameters: list[Node], passed: Mapping[Node, int]) -> list[list[Node]]:
+    """Cut a list where a bucket is full, or rows come home between two."""
     buckets: list[list[Node]] = [[]]
     size = 0
     for parameter in parameters:
         value = value_of(parameter)
-        if buckets[-1] and size >= BUCKET_BYTES:
+        if buckets[-1] and (size >= BUCKET_BYTES or passed[parameter] != passed[buckets[-1][-1]]):
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

@@ -6,6 +6,8 @@ Changes  the order of nodes, by these rules:
             and the first of the next (attention, norms, gate). Experts come with the gap before their layer, sharded
             dense parameters a gap before the one that they are used in.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
+            Dense ones that are ready when a gap's compute is over would be in the way of the next layer's first
+            exchange: they leave when that has come, beside the experts' compute.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
          4. The chunks of a layer's rows start as soon as they are there.
@@ -112,10 +114,11 @@ def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Gap:
-    """The link is free from ``begin`` on, until ``end``."""
+    """The link is free from ``begin`` on, until ``end``, where ``exchange`` starts; None at the end of the graph."""
 
     begin: Key
     end: Key
+    exchange: InFlight | None
 
 
 def _gaps(collectives: Sequence[InFlight], plan: Plan) -> list[_Gap]:
@@ -126,7 +129,7 @@ def _gaps(collectives: Sequence[InFlight], plan: Plan) -> list[_Gap]:
         if before is not None:
             begin = Key(plan.key[before.wait].node, Phase.GAP)
         if before is None or after is None or before.layer != after.layer:
-            gaps.append(_Gap(begin, plan.key[after.start] if after is not None else Key(plan.end)))
+            gaps.append(_Gap(begin, plan.key[after.start] if after is not None else Key(plan.end), after))
     return gaps
 
 
@@ -169,17 +172,32 @@ def _send_gradients(
     sizes: dict[InFlight, int], budget: int,
 ) -> None:  # fmt: skip
     """Rules 2 and 3."""
-    flying: list[InFlight] = []
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
         ready = plan.key[one.start]
-        begin = next((max(gap.begin, ready) for gap in gaps if gap.end > ready), Key(plan.end))
+        gap = next((gap for gap in gaps if gap.end > ready), None)
+        begin = max(gap.begin, ready) if gap is not None else Key(plan.end)
         phase = Phase.START_REDUCE if begin.phase is Phase.GAP else Phase.START_READY
-        start = plan.key[one.start] = Key(begin.node, phase, 2 * turn + 1)
+        if gap is not None and gap.exchange is not None and _would_hold_up(one, ready, gap.exchange, plan):
+            begin, phase = plan.key[gap.exchange.wait], Phase.START_REDUCE
+        plan.key[one.start] = Key(begin.node, phase, 2 * turn + 1)
+    flying: list[InFlight] = []
+    for one in sorted(reduces, key=lambda one: plan.key[one.start]):
+        start = plan.key[one.start]
         flying.append(one)
         while len(flying) > 1 and sum(sizes[other] for other in flying) > budget:
-            _wait_at(flying.pop(0), start._replace(turn=2 * turn), plan, tails)
+            _wait_at(flying.pop(0), start._replace(turn=start.turn - 1), plan, tails)
     for turn, one in enumerate(flying):
         _wait_at(one, Key(plan.end + 1 + turn), plan, tails)
+
+
+def _would_hold_up(one: InFlight, ready: Key, exchange: InFlight, plan: Plan) -> bool:
+    """Whether no matmul is left, beside which a dense gradient could travel before the exchange starts."""
+    if one.collective.carries != "bucket":
+        return False
+    needed = closure_backward([exchange.start])
+    return not any(
+        is_heavy(node) for node in plan.nodes[ready.node : plan.key[exchange.start].node] if node in needed
+    )
 
 
 def _wait_at(one: InFlight, key: Key, plan: Plan, tails: dict[Node, set[Node]]) -> None:

@@ -24,6 +24,7 @@ from hecate.passes.joint.rematerialize import rematerialize
 from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import collective_named, start_of, whole_of
 from hecate.runtime.comm.world import SINGLE
+from hecate.runtime.ops.gradients import GradientSync, add_replicated
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.layer import add_layer
@@ -110,6 +111,40 @@ def test_nothing_is_in_flight_without_a_budget() -> None:
             start = order.index(f"{name}_start {layer}")
             assert order[start + 1] == f"{name}_wait {layer}"
     assert order[order.index("exchange_back_start 0") + 1] == "mm", "exchanges still hide behind what is there"
+    same(gm, inputs, expected)
+
+
+@pytest.mark.parametrize("attention_left", [False, True], ids=["nothing left", "attention left"])
+def test_dense_gradients_do_not_hold_up_the_next_exchange(attention_left: bool) -> None:
+    """They leave when the exchange has come, unless a matmul is left beside which they can travel."""
+    (first, second), ops = (
+        [number_of(add_layer(name=name, owners=Owners.contiguous(E, 1), world=SINGLE)) for name in ("a", "b")],
+        torch.ops.hecate,
+    )
+    record = add_replicated(torch.nn.Linear(H, H, bias=False), "weight", GradientSync(SINGLE))
+
+    def backward(x: torch.Tensor, weight: torch.Tensor, ticket: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        home = ops.exchange_back(ops.exchange(x, *ticket, first), *ticket, R, first)
+        (mean,) = ops.average_gradients([home.t() @ x], [record.id])
+        down = home @ weight if attention_left else home.sin()
+        experts = ops.exchange(down, *ticket, second) @ weight
+        return ops.exchange_back(experts, *ticket, R, second), mean
+
+    inputs = [torch.randn(R, H), torch.randn(H, H), [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]]
+    gm = make_fx(backward, tracing_mode="fake")(*inputs)
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm)
+    nodes = list(gm.graph.nodes)
+    place = {(one.collective.name, one.start.args[-3]): one for one in in_flight(nodes)}
+    (mean,) = (one for one in in_flight(nodes) if one.role == "reduce")
+    exchange = place["exchange", second]
+    (gradient,) = (node for node in mean.start.all_input_nodes if calls(node, torch.ops.aten.mm))
+    experts = next(node for node in nodes[nodes.index(exchange.wait) :] if calls(node, torch.ops.aten.mm))
+    order = [nodes.index(node) for node in (exchange.start, gradient, exchange.wait, mean.start, experts)]
+    if attention_left:
+        assert nodes.index(mean.start) < nodes.index(exchange.start)
+    else:
+        assert order == sorted(order), "the gradient itself is computed while the rows travel"
     same(gm, inputs, expected)
 
 
