@@ -35,11 +35,12 @@ def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
     size = shape.rows * shape.hidden * 4
     nodes = [rank // shapes.RANKS_PER_NODE for rank in range(world.size)]
     # A rank comes to a collective from computing.
-    latency, gather = (
+    latency, twice_around = (
         statistics.median(_together(work, world, before=lambda: rows @ weights) for _ in range(LATENCIES))
         for work in (
             lambda: collectives.all_to_all(few, [1] * world.size, [1] * world.size, world),
-            lambda: collectives.all_gather_even(one, world),
+            # Gathering so little goes straight, a sum around the ring and back.
+            lambda: collectives.all_reduce(one, world),
         )
     )
     # A small exchange inside a node takes its latency, whatever its size.
@@ -53,7 +54,7 @@ def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
         "memory_bytes": 2 * rows.numel() * 4 / (per_copy - per_operator),
         "operator": per_operator,
         "latency": latency,
-        "ring": max(0.0, gather - latency),
+        "ring": max(0.0, twice_around - latency) / 2,
         "rank_bytes": large / (inside - latency),
         "node_bytes": shapes.RANKS_PER_NODE * leaving / (across - latency),
     }

@@ -66,7 +66,7 @@ def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     parts = Simulator(_capture(shape, measured, Static()), measured).parts
     starts = sum(isinstance(item, Start) for _, items in parts for item in items)
     # Counts travel in these steps too, once a layer.
-    beyond = alone["free"] - alone["step"] - alone["update"] - shape.layers * (measured.latency + measured.ring)
+    beyond = alone["free"] - alone["step"] - alone["update"] - shape.layers * measured.latency
     # A rank that waited has a whole quota. Periods begin at different times, so the slowest of all ranks gains less.
     ranks = measured.ranks
     lost = QUOTA_US / 1e6 / shapes.CORES / 2 * (ranks - 1) / (ranks + 1)

@@ -38,7 +38,7 @@ class ClusterSpec:
         crowded: part of a node's rate that an exchange of rows reaches, in which all ranks send to all; less than 1
             where flows share a link unevenly.
         cpus: ranks compute on CPUs, where gradients are added up inside nodes before they cross
-            (``all_reduce_by_nodes``); GPUs have NCCL's rings.
+            (``all_reduce_by_nodes``) and counts go straight to everybody; GPUs have NCCL's rings.
 
     Raises:
         ClusterError: a name that is no text, ``cpus`` that is neither true nor false, a number that is not positive,

@@ -142,7 +142,8 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        rounds = 0 if self._sums_in_nodes(start) else start.collective.ring_rounds
+        straight = self._sums_in_nodes(start) or (self.cluster.cpus and start.collective.carries == "counts")
+        rounds = 0 if straight else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
@@ -176,6 +177,8 @@ class _Links:
         carried = self.layers[start.layer] if start.layer is not None else None
         if self._sums_in_nodes(start):
             return self._in_nodes_and_across()
+        if self.cluster.cpus and collective.carries == "counts":
+            return [np.ones((size, size))]
         if collective.ring_rounds:
             # In each round every rank passes on all parts but one. A sum is cut into a part for each rank; gathered
             # experts are padded to the rank that owns most.

@@ -151,8 +151,11 @@ def test_an_all_reduce_is_a_ring(made: Capture) -> None:
 def test_cpus_add_up_inside_nodes_before_they_cross(made: Capture) -> None:
     """Two nodes of two: each sends half of its part and half of the sum, and a ring would send it all three times."""
     start = Start(token=0, operator="average_gradients", layer=None, unit=1e5)
-    spec = replace(SPEC, cpus=True, rank_bytes=1e12)
+    spec = replace(SPEC, cpus=True, rank_bytes=1e12, ring=2.0)
     assert by_hand(made, [start, Wait(0)], spec, layer_step(made, owned(made))) == pytest.approx(1.0, rel=1e-3)
+    # Counts go straight, two from each rank to the other node.
+    counts = Start(token=0, operator="gather_counts", layer=None, unit=1e5)
+    assert by_hand(made, [counts, Wait(0)], spec, layer_step(made, owned(made))) == pytest.approx(4.0, rel=1e-3)
 
 
 def test_what_goes_from_rank_to_rank_takes_longer_to_begin(made: Capture) -> None:
