@@ -1,12 +1,12 @@
 """Is Hecate faster than it was? This checkout beside a former commit, launch by launch, on the emulated cluster.
 
     python -m benchmarks.compare.against COMMIT                       three launches of gpt-moe-s.a each
-    python -m benchmarks.compare.against COMMIT --cell modern.a --workloads zipf,balanced --launches 5
+    python -m benchmarks.compare.against COMMIT --cell modern.a --workloads zipf,balanced --launches 5 --auto
 
 The former commit runs its own code, engine and benchmark, in a checkout of its own, on the same links. Launches take
 turns, and every second pair in the other order. A line is the median over pairs of launches, with their range; what
-one launch says is the median over its steps, without what moves between them. Results go to
-build/benchmarks/against.json.
+one launch says is the median over its steps, without what moves between them. With --auto there is a line more, of
+today's default, replicas="auto", against the former two replicas. Results go to build/benchmarks/against.CELL.json.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from benchmarks.results_folder import results_folder
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = ("static EP", "hecate", "bound: free links")
+# With --auto: what only today's version has, and what it is held against.
+AUTO = {"hecate (auto)": "hecate"}
 _LAUNCH = """
 import json, sys
 from benchmarks.compare.__main__ import run_cell
@@ -100,14 +102,15 @@ def lines_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str
     lines.append("|---|---|---|---|---|")
     ours = []
     for workload in pairs[0][1]:
-        for system in SYSTEMS[:2]:
-            ratios = [before[workload][system] / now[workload][system] for before, now in pairs]
+        for system in (*SYSTEMS[:2], *(name for name in AUTO if name in pairs[0][1][workload])):
+            was = AUTO.get(system, system)
+            ratios = [before[workload][was] / now[workload][system] for before, now in pairs]
             seconds = statistics.median(now[workload][system] for _, now in pairs)
             share = statistics.median(now[workload][SYSTEMS[2]] / now[workload][system] for _, now in pairs)
             middle = statistics.median(ratios)
             if system == SYSTEMS[1]:
                 ours.append(middle)
-            shown = f"{share:.0%}" if system == SYSTEMS[1] else ""
+            shown = f"{share:.0%}" if system != SYSTEMS[0] else ""
             spread = f"{middle:.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
             lines.append(f"| {workload} | {system} | {seconds:.3f} | {spread} | {shown} |")
     lines.append(f"\nhecate, geometric mean of these medians: {statistics.geometric_mean(ours):.3f}")
@@ -123,6 +126,7 @@ def main() -> None:
     parser.add_argument("commit", help="what to compare with")
     parser.add_argument("--cell", default="gpt-moe-s.a", choices=[cell.name for cell in known()], metavar="CELL")
     parser.add_argument("--workloads", default="natural,zipf,balanced")
+    parser.add_argument("--auto", action="store_true", help="today's default as well")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each launch")
@@ -130,14 +134,15 @@ def main() -> None:
     pairs = []
     with checkout(args.commit) as former:
         attention = calibrate()
-        given = (args.cell, ",".join(SYSTEMS), args.workloads, args.rounds, attention, args.timeout)
+        shared = (args.workloads, args.rounds, attention, args.timeout)
+        systems = {former: SYSTEMS, ROOT: (*SYSTEMS, *AUTO) if args.auto else SYSTEMS}
         for number in range(args.launches):
             order = (former, ROOT) if number % 2 == 0 else (ROOT, former)
-            found = {tree: medians(launch(tree, given)) for tree in order}
+            found = {tree: medians(launch(tree, (args.cell, ",".join(systems[tree]), *shared))) for tree in order}
             pairs.append((found[former], found[ROOT]))
             print(f"pair {number + 1} of {args.launches}", *lines_of(pairs[-1:]), sep="\n", flush=True)
     told = {"commit": args.commit, "cell": args.cell, "attention": attention, "pairs": pairs}
-    (results_folder() / "against.json").write_text(json.dumps(told) + "\n")
+    (results_folder() / f"against.{args.cell}.json").write_text(json.dumps(told) + "\n")
     print(f"\n{args.cell} against {args.commit}, {args.launches} pairs of launches", *lines_of(pairs), sep="\n")
 
 

@@ -121,3 +121,12 @@ def test_against_launches_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     exec(against._LAUNCH, {})
     ran = json.loads((tmp_path / "out").read_text())["ran"]
     assert (ran["shape"], ran["link"], ran["rounds"], ran["workloads"]) == ("gpt-moe-l", "b", 2, ["zipf"])
+
+
+def test_todays_default_is_held_against_the_former_two_replicas() -> None:
+    former = {"zipf": {"static EP": 4.0, "hecate": 3.0, "bound: free links": 1.0}}
+    now = {"zipf": {"static EP": 4.0, "hecate": 2.0, "bound: free links": 1.0, "hecate (auto)": 1.5}}
+    lines = against.lines_of([(former, now)])
+    assert "| zipf | hecate | 2.000 | 1.50 (1.50 - 1.50) | 50% |" in lines
+    assert "| zipf | hecate (auto) | 1.500 | 2.00 (2.00 - 2.00) | 67% |" in lines
+    assert lines[-1].endswith(": 1.500"), "the mean is over hecate's lines alone"
