@@ -172,7 +172,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
-        settle=symmetric.settle if symmetric is not None else None,
+        symmetric=symmetric,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -253,7 +253,7 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
-    state.forward.settle()
+    state.forward.settle(whole=True)
     if state.world.group is not None:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)

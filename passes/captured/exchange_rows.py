@@ -364,7 +364,13 @@ def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> N
 
 
 def _copy(
-    node: Node, region: Region, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node], *, padded: bool = False
+    node: Node,
+    region: Region,
+    here: Builder,
+    new: dict[Node, Node],
+    replicas: dict[Node, Node],
+    *,
+    padded: bool = False,
 ) -> list[Node]:
     """One node of the body, on own experts and replicas; the nodes that this takes.
 

@@ -144,6 +144,21 @@ def test_more_rows_than_the_host_was_told_of_are_noticed() -> None:
                 assert out[rank].all()
 
 
+def test_rows_of_another_exchange_are_noticed() -> None:
+    """Rank 1 has left an exchange out, and its rows of the next are taken for those of this one."""
+    ranks = Ranks(2, segment=SEGMENT, places=2, seed=0, device=CPU)
+    sends = [torch.tensor([0, 5]), torch.tensor([1, 0])]
+    expects = [torch.tensor([0, 3]), torch.tensor([5, 0])]
+    ranks.run(
+        [t.steps(Rows(torch.ones(5, WIDTH)), sends[r], Rows(torch.zeros(5, WIDTH)), most=5, wire=torch.float32,
+                 expects=expects[r])
+         for r, t in enumerate(ranks.transports)]
+    )  # fmt: skip
+    with pytest.raises(ExchangeFailed, match="rank 0 had 2 rows more, or fewer, than it was told of"):
+        ranks.transports[0].check()
+    ranks.transports[1].check()
+
+
 def test_a_bounded_room_takes_fewer_rows() -> None:
     """Sizes that the host need not know: rows come into the front of what there is room for."""
     ranks = Ranks(2, segment=SEGMENT, places=2, seed=0, device=CPU)
