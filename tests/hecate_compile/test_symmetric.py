@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +67,13 @@ def test_equals_one_process(size: int, families: tuple[str, ...]) -> None:
                 assert min(result["replicas"]) > 0, name
 
 
+def from_rank_0(make: Callable[[], str]) -> str:
+    """What ``make`` returns on rank 0, on all ranks."""
+    texts = [make() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(texts)
+    return texts[0]
+
+
 def train(backend: str) -> dict[str, Any]:
     """On one rank: a step that has no room, what it leaves, and the same step with a batch that fits."""
     import hecate
@@ -93,6 +103,21 @@ def train(backend: str) -> dict[str, Any]:
     found["statistics"] = message_of(lambda: hecate.stats(model))
     run_step(model, narrow)
     found["next forward"] = message_of(lambda: model(wide, wide))
+    # A scaler finds NaN, and would ask for no step of the optimizer.
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(run_step(model, narrow))
+    found["scaler"] = message_of(lambda: scaler.step(optimizer))
+    # What is loaded has nothing to do with the step before.
+    folder = from_rank_0(lambda: tempfile.mkdtemp(prefix="hecate-symmetric-"))
+    optimizer.zero_grad()
+    run_step(model, wide)
+    hecate.save(folder, model, step=1)
+    run_step(model, narrow)
+    found["save"] = message_of(lambda: hecate.save(folder, model, step=2))
+    run_step(model, narrow)
+    hecate.load(folder, model)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
     optimizer.zero_grad()
     run_step(model, wide)
     found["rows"] = list(hecate.stats(model).layers[0].rows)
@@ -107,7 +132,8 @@ def test_a_step_without_room_is_refused(backend: str) -> None:
         nan, errors = zip(*found["errors"], strict=True)
         assert nan == (False, True, False, True)
         assert errors[0] == errors[2] == "no error" and found["unchanged"] == [False, True, False, True]
-        for error in (errors[1], errors[3], found["evaluation"], found["statistics"], found["next forward"]):
+        said = (found[place] for place in ("evaluation", "statistics", "next forward", "scaler", "save"))
+        for error in (errors[1], errors[3], *said):
             assert "ExchangeFailed: hecate: rows of blocks.0, step" in error
             assert "has room for 249, 1.3 times the 192" in error and "Config(capacity=" in error
         assert sum(found["rows"]) == 2 * 192 and min(found["sent"]) > 0
