@@ -93,7 +93,7 @@ class Symmetric:
         polls = int(timeout_of(world.group) / LONGEST_PAUSE) if _host_waits(world.device) else POLLS
         if world.device.type == "cpu":
             return cls(world, Transport(shared_windows(world, segment), polls=polls), percent)
-        transport = Transport(symmetric_windows(world.group, segment, world.device), polls=polls)
+        transport = Transport(symmetric_windows(world, segment), polls=polls)
         # What it keeps was made on the stream of the compute, and exchanges run on another.
         torch.cuda.synchronize(world.device)
         return cls(world, transport, percent)

@@ -7,12 +7,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm import windows
 from tests.hecate_compile.test_parity import measure
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
@@ -171,11 +173,22 @@ def refused() -> dict[str, str]:
     import hecate
 
     two = {"topology": hecate.Topology((0, 1))}
-    return {
-        "nodes": message_of(lambda: hecate.compile(build("plain"), hecate.Config(transport="symmetric", **two))),
-    }
+    nodes = message_of(lambda: hecate.compile(build("plain"), hecate.Config(transport="symmetric", **two)))
+
+    def make_file(path: Path, size: int) -> None:
+        if rank_and_size()[0] == 1:
+            raise RuntimeError("no room")
+
+    windows._make_file = make_file
+    model = build("plain")
+    memory = message_of(lambda: hecate.compile(model, hecate.Config(transport="symmetric")))
+    after = message_of(lambda: hecate.compile(model, hecate.Config()))
+    return {"nodes": nodes, "memory": memory, "after": after}
 
 
-def test_ranks_on_several_nodes_are_refused() -> None:
+def test_ranks_that_cannot_share_memory_are_refused() -> None:
+    """In front of all else: the model can be compiled for another transport."""
     for found in run_ranks(f"{_HERE}:refused", 2):
         assert "needs ranks on one node, and there are 2 nodes" in found["nodes"]
+        assert 'cannot share memory, use transport="collectives". Rank 1: no room' in found["memory"]
+        assert found["after"] == "no error"

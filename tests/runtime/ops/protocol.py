@@ -59,6 +59,10 @@ def cases(draw: st.DrawFn, most_exchanges: int = 4, most_ranks: int = 8) -> Case
     )
 
 
+class Lost(AssertionError):
+    """Rows did not come, or others came."""
+
+
 @dataclass
 class Exchanges:
     """Programs of all ranks for one case.
@@ -108,13 +112,19 @@ class Exchanges:
         for number, counts in enumerate(self.case.counts):
             parts = [self.rows(number, s)[self.order(number, s)[0]].split(counts[s].tolist())[rank] for s in
                      range(self.case.world_size)]  # fmt: skip
-            assert torch.equal(self.arrived[number, rank], torch.cat(parts)[self.order(number, rank)[1]])
             rows, sent = self.rows(number, rank), int(counts[rank].sum())
-            assert torch.equal(self.returned[number, rank], torch.cat([rows[:sent] * 2, rows[sent:] * 0]))
+            expected = torch.cat(parts)[self.order(number, rank)[1]], torch.cat([rows[:sent] * 2, rows[sent:] * 0])
+            found = self.arrived[number, rank], self.returned[number, rank]
+            if not all(map(torch.equal, found, expected)):
+                raise Lost(f"exchange {number} of rank {rank}")
 
 
 def run(case: Case, device: torch.device, **options: Any) -> Ranks:
-    """All exchanges of a case, with all that must hold."""
+    """All exchanges of a case, with all that must hold.
+
+    Args:
+        options: what a protocol leaves out; then ranks may be further ahead than there are places.
+    """
     exchanges = Exchanges(case, device)
     ranks = Ranks(
         case.world_size, segment=SEGMENT, places=case.places, seed=case.seed, speeds=case.speeds, device=device,
@@ -124,7 +134,7 @@ def run(case: Case, device: torch.device, **options: Any) -> Ranks:
     for rank, transport in enumerate(ranks.transports):
         transport.check()
         exchanges.check(rank)
-    assert ranks.ahead <= case.places
+    assert options or ranks.ahead <= case.places
     return ranks
 
 

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.windows import local_windows, symmetric_windows
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import World, find_world
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from tests.runtime.ops import test_ops
-from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
+from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, Lost, cases, run, run_experts, skewed
 from tests.support.extent import ALL
 from tests.support.ranks import run_ranks
 from tests.support.unordered_memory import Ranks, Stuck
@@ -66,22 +66,28 @@ def forgiving(step: str, more: int) -> type[Transport]:
     return Forgiving
 
 
-BROKEN: dict[str, dict[str, Any]] = {
-    "no credits": {"kind": forgiving("room", 1000)},
-    "one place too many": {"kind": forgiving("room", 1)},
-    "signals of an earlier exchange": {"kind": forgiving("wait", 2)},
-    "no release": {"releases": False},
+UNEVEN = [5, 1, 9]
+BROKEN: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "no credits": (UNEVEN, {"kind": forgiving("room", 1000)}),
+    "one place too many": (UNEVEN, {"kind": forgiving("room", 1)}),
+    # Ranks that take an old count for a new one would only wait for each other.
+    "signals of an earlier exchange": ([5, 5, 5], {"kind": forgiving("wait", 2)}),
+    "no release": (UNEVEN, {"releases": False}),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_protocol_is_found(name: str) -> None:
     """Rows are lost, if something is left out, in an order of things that the intact protocol stands."""
+    counts, options = BROKEN[name]
     for seed in range(50):
-        case = skewed([5, 1, 9], seed=seed)
+        case = skewed(counts, seed=seed)
         try:
-            run(case, CPU, **BROKEN[name])
-        except AssertionError:
+            run(case, CPU, **options)
+        except Stuck:
+            # That may come of it as well, and is not what this is about.
+            continue
+        except Lost:
             run(case, CPU)
             return
     raise AssertionError("nothing was lost")
@@ -279,7 +285,7 @@ def exchange_between_processes() -> bool:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    transport = Transport(symmetric_windows(dist.group.WORLD, 4096, device), polls=2**24)
+    transport = Transport(symmetric_windows(find_world(None, device), 4096), polls=2**24)
     for seed in range(20):
         random = np.random.default_rng(seed)
         counts = random.integers(0, 300, (size, size)) * (random.random((size, size)) < 0.7)
