@@ -37,11 +37,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.comm.windows import Windows
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows, capacity_of, row_bytes
 from hecate.runtime.kernels.post_words import post_words
@@ -77,22 +75,6 @@ class Transport:
         everything = (windows.data, windows.signals, windows.credits)
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
         self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
-
-    def all_to_all(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """What :func:`hecate.runtime.comm.collectives.all_to_all` does."""
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        for _ in self.steps_of_all_to_all(rows, out, send, receive):
-            pass
-        return out
-
-    def steps_of_all_to_all(
-        self, rows: Tensor, out: Tensor, send: list[int], receive: list[int]
-    ) -> Iterator[tuple[str, Chunk]]:
-        """:meth:`all_to_all` step by step, into a contiguous ``out``."""
-        pieces, width = self._pieces(rows), rows.shape[1:].numel()
-        leaving, arriving = (Rows(part.reshape(part.shape[0] * pieces, width // pieces)) for part in (rows, out))
-        sends = on_device(np.array(send, dtype=np.int64) * pieces, rows.device)
-        return self.steps(leaving, sends, arriving, most=max(*send, *receive) * pieces, wire=rows.dtype)
 
     def exchange(
         self,
@@ -206,11 +188,3 @@ class Transport:
     def _wait(self, step: str, chunk: Chunk, stop: Stop | None) -> None:
         board, behind = self._awaited(step)
         wait_words(board, chunk, behind=behind, polls=self._polls, reads=step == "wait", stop=stop)
-
-    def _pieces(self, rows: Tensor) -> int:
-        """Into how many equal pieces a row is cut so that each fits into a segment: an expert may be long."""
-        size, segment = row_bytes(rows, rows.dtype), self.windows.segment
-        if size <= segment:
-            return 1
-        width = rows.shape[1:].numel()
-        return next(pieces for pieces in range(-(-size // segment), width + 1) if width % pieces == 0)

@@ -110,9 +110,7 @@ class Symmetric:
     ) -> None:
         """:meth:`Transport.exchange`. If rows did not come it raises, or leaves NaN where the host does not wait."""
         group, rows = self.world.group, arriving.tensor
-        run = partial(
-            self.transport.exchange, leaving, sends, arriving, most=most, wire=wire, expects=expects
-        )  # fmt: skip
+        run = partial(self.transport.exchange, leaving, sends, arriving, most=most, wire=wire, expects=expects)
         if group is not None:
             # As one row of it: ranks need not have as many.
             begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
@@ -238,9 +236,7 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
 
 def route(record: Layer, counts: Tensor, placement: Placement, rows: int, percent: int) -> BoundedTicket:
     """Where each of this rank's ``rows`` goes, with room for ``percent`` of them; the host is told later."""
-    symmetric: Symmetric | None = record.symmetric
-    if symmetric is None:
-        return bounded_ticket(counts, _tables(placement, record, counts.device), rows=rows, percent=percent)
+    symmetric: Symmetric = record.symmetric
     ticket = bounded_ticket(counts, symmetric.tables_of(placement, record), rows=rows, percent=percent)
     # A copy: a graph may use the memory of its values again.
     record.arrived = ticket.splits[1].clone()
@@ -291,7 +287,7 @@ def exchange(record: Layer, rows: Tensor, splits: Tensor, send_index: Tensor, re
         out = _room((order.shape[0], *shape), _lands_as(dtype, wire), parts)
         symmetric.exchange(
             Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire, expects=parts[1]
-        )  # fmt: skip
+        )
         return out.to(dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange"))
@@ -312,7 +308,7 @@ def exchange_back(
         out = _room((num_rows, *shape), _lands_as(dtype, wire), parts)
         symmetric.exchange(
             Rows(leaving, here, by_row=True), parts[1], Rows(out, order), most=most, wire=wire, expects=parts[0]
-        )  # fmt: skip
+        )
         return out.to(dtype)
 
     # Plans are made when the next forward takes them: until then the host does not know the counts.

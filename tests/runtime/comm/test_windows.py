@@ -17,6 +17,7 @@ from hecate.runtime.comm.windows import shared_windows
 from hecate.runtime.comm.world import find_world
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.ops.one_sided import Transport
+from tests.support.one_sided import all_to_all
 from tests.support.ranks import message_of, run_ranks
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def exchange(rounds: int) -> dict[str, Any]:
         # A place holds 8 rows of 32 bytes, so there are up to four chunks of a link.
         counts = random.integers(0, 30, (world.size, world.size)) * (random.random((world.size, world.size)) < 0.7)
         rows = [torch.arange(int(c.sum()) * 8).view(-1, 8).float() + 1000 * r for r, c in enumerate(counts)]
-        found = transport.all_to_all(rows[world.rank], counts[world.rank].tolist(), counts[:, world.rank].tolist())
+        found = all_to_all(transport, rows[world.rank], counts[world.rank].tolist(), counts[:, world.rank].tolist())
         parts = [rows[source].split(counts[source].tolist())[world.rank] for source in range(world.size)]
         assert torch.equal(found, torch.cat(parts)), seed
     transport.check()

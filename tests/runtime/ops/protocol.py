@@ -14,6 +14,7 @@ from torch import Tensor
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
 from hecate.runtime.ops.one_sided import Transport
+from tests.support.one_sided import steps_of_all_to_all
 from tests.support.unordered_memory import Program, Ranks
 
 # Rows of eight numbers, of which a segment holds four in float32.
@@ -178,12 +179,12 @@ class Experts:
         out = self.stacked([self.weights(expert) for _, expert in leave])
         replicas = torch.empty(len(arrive), 50, device=self.device)
         send, receive = (np.bincount([other for other, _ in pairs], minlength=size) for pairs in (leave, arrive))
-        yield from transport.steps_of_all_to_all(out, replicas, send.tolist(), receive.tolist())
+        yield from steps_of_all_to_all(transport, out, replicas, send.tolist(), receive.tolist())
         self.replicas[rank] = replicas
 
         grads = self.stacked([self.gradient(expert, rank) for _, expert in arrive])
         parts = torch.empty(len(leave), 50, device=self.device)
-        yield from transport.steps_of_all_to_all(grads, parts, receive.tolist(), send.tolist())
+        yield from steps_of_all_to_all(transport, grads, parts, receive.tolist(), send.tolist())
         totals = self.stacked([self.gradient(expert, rank) for expert in mine])
         slots = np.array([int(np.searchsorted(mine, expert)) for _, expert in leave], dtype=np.int64)
         lengths = np.bincount(slots, minlength=len(mine))

@@ -19,6 +19,7 @@ from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from tests.runtime.ops import test_ops
 from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, Lost, cases, run, run_experts, skewed
+from tests.support import one_sided
 from tests.support.extent import ALL
 from tests.support.ranks import run_ranks
 from tests.support.unordered_memory import Ranks, Stuck
@@ -191,7 +192,7 @@ def test_all_to_all_takes_what_todays_does(rows: torch.Tensor, send: list[int]) 
     """Any dtype and shape; a row that is longer than a segment goes in pieces."""
     transport = Transport(local_windows(1, SEGMENT, CPU)[0])
     for _ in range(3):
-        found = transport.all_to_all(rows, send, send)
+        found = one_sided.all_to_all(transport, rows, send, send)
         assert found.dtype == rows.dtype and torch.equal(found, rows)
     transport.check()
 
@@ -222,7 +223,7 @@ def over_windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
         used.append(world.rank)
-        out = transports[world.rank].all_to_all(rows, send, receive)
+        out = one_sided.all_to_all(transports[world.rank], rows, send, receive)
         transports[world.rank].check()
         return out
 
@@ -291,7 +292,7 @@ def exchange_between_processes() -> bool:
         counts = random.integers(0, 300, (size, size)) * (random.random((size, size)) < 0.7)
         rows = [torch.arange(int(c.sum()) * 64, dtype=torch.float32, device=device).view(-1, 64) + 1000 * r
                 for r, c in enumerate(counts)]  # fmt: skip
-        found = transport.all_to_all(rows[rank], counts[rank].tolist(), counts[:, rank].tolist())
+        found = one_sided.all_to_all(transport, rows[rank], counts[rank].tolist(), counts[:, rank].tolist())
         expected = torch.cat([rows[source].split(counts[source].tolist())[rank] for source in range(size)])
         transport.check()
         assert torch.equal(found, expected), seed
