@@ -91,11 +91,13 @@ def symmetric_windows(world: World, segment: int, *, places: int = PLACES) -> Wi
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    group = world.group
+    assert group is not None, "one rank has nobody to share memory with"
     segment = _aligned(segment)
     size = _bytes_of(world.size, segment, places)
 
     def exchange() -> tuple[Any, list[Tensor]]:
-        handle = symmetric_memory.rendezvous(mine, world.group)
+        handle = symmetric_memory.rendezvous(mine, group)
         memories = [handle.get_remote_tensor(peer, mine.shape, mine.dtype) for peer in range(world.size)]
         if memories[world.rank].data_ptr() != mine.data_ptr():
             raise RuntimeError("symmetric memory maps this rank's window to another address than its own")
