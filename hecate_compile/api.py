@@ -80,7 +80,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
         UnsupportedAttentionError: a layer cannot have the attention that ``Config(attention=...)`` asks for; the
             first call of the model raises it too.
         DisagreementError: ranks hold different models or use different options.
-        RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters.
+        RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters; or with
+            ``Config(transport="symmetric")`` ranks cannot share memory.
         ValueError: a wrong option, mesh or device.
         TypeError: not an ``nn.Module``, or not a :class:`Config`.
     """
@@ -99,6 +100,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     check_usable(model, config)
     known = check_attention(model, config)
     experts, passed_over = _find_experts(model, config)
+    if not experts and config.transport == "symmetric":
+        raise ValueError('hecate.compile: transport="symmetric" carries rows to experts, and none were found')
     if not experts and config.dense == "replicate":
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
@@ -117,6 +120,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     topology = find_topology(config.topology, world)
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
     check_transport(config, topology, world)
+    one_sided = config.room_percent and experts and world.size > 1
+    symmetric = Symmetric.between(world, config.room_percent) if one_sided else None
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
@@ -128,8 +133,6 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
-    one_sided = config.room_percent and layers and world.size > 1
-    symmetric = Symmetric.between(world, config.room_percent) if one_sided else None
     for layer in layers:
         layer.wire_dtype, layer.symmetric = config.wire_dtype, symmetric
     if config.rates is not None:
@@ -172,7 +175,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
-        settle=symmetric.settle if symmetric is not None else None,
+        symmetric=symmetric,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -253,7 +256,7 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
-    state.forward.settle()
+    state.forward.settle(whole=True)
     if state.world.group is not None:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)

@@ -59,7 +59,7 @@ def segments(make: Maker, dtype: torch.dtype) -> Case:
     layer = _Layer(make)
     tables = layer.tables
     _, *quotas = device_quotas(layer.on_device, tables)
-    operands = *quotas, tables.owners, tables.slots, layer.capacities
+    operands = *quotas, tables.owners, tables.slots
     # What is found is as large as what is given.
     moved = *quotas, *quotas
     return _compared(ticket_segments.ticket_segments, ticket_segments.ticket_segments_reference, operands, moved)

@@ -25,6 +25,7 @@ from hecate.checkpoints.plain_data import read_plain
 from hecate.checkpoints.publish import Published, published
 from hecate.checkpoints.run_state import (
     differences,
+    forget_last_forward,
     function_options,
     modules_with_extra_state,
     new_random_state,
@@ -322,6 +323,7 @@ class _Loading:
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         placement = self.run.get("placement")
+        forget_last_forward(model)
         self._usable(lambda: restore_owners(model, placement))
         saved = self._saved("model.")
         state = get_model_state_dict(model)

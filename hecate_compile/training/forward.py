@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.additions import Additions
@@ -39,7 +40,7 @@ class CompiledForward:
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
-        settle: lets the host learn what only the device knew of the last forward; raises if that was refused.
+        symmetric: what its layers exchange rows with, if the host learns late of the rows; see there.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
@@ -64,13 +65,13 @@ class CompiledForward:
         outside_gradients: OutsideGradients,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
-        settle: Callable[[], None] | None = None,
+        symmetric: Symmetric | None = None,
     ) -> None:
         self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
         self._check_compiled, self._one_graph = check_compiled, one_graph
-        self._settle = settle
+        self._symmetric = symmetric
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
@@ -80,10 +81,19 @@ class CompiledForward:
         with telling("in its forward"):
             return self._forward(args, kwargs)
 
-    def settle(self) -> None:
-        """Let the host learn all that is to be known of the last forward. All ranks together."""
-        if self._settle is not None:
-            self._settle()
+    def settle(self, *, whole: bool = False) -> None:
+        """Let the host learn all that is to be known of the last forward. All ranks together.
+
+        Args:
+            whole: of its backward, too; waits for the device.
+        """
+        if self._symmetric is not None:
+            self._symmetric.settle(whole=whole)
+
+    def forget(self) -> None:
+        """The last forward is undone: the host need not learn of it."""
+        if self._symmetric is not None:
+            self._symmetric.forget()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step

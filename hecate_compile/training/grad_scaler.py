@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
+from hecate.runtime.ops.symmetric import settle_all
 from hecate.training.optimizer_state import world_of
 
 _unscale_grads = GradScaler._unscale_grads_
@@ -29,6 +30,8 @@ def watch_scalers() -> None:
 @functools.wraps(_unscale_grads)
 def _unscale_on_all(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
     """Torch's method; of an optimizer of shards, with what all ranks found. Then all ranks call it together."""
+    # It would take the NaN of a refused step for one of its own making, and the optimizer would not be asked.
+    settle_all()
     found: dict[torch.device, torch.Tensor] = _unscale_grads(self, optimizer, *args)
     world = world_of(optimizer)
     if world is None:

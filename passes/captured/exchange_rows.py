@@ -351,7 +351,7 @@ def _copy_body(region: Region, context: PassContext, new: dict[Node, Node], repl
             if last <= spot
             else Builder(node.graph, after=last, layer=region.layer)
         )
-        copies = _copy(node, region, here, new, replicas)
+        copies = _copy(node, region, here, new, replicas, padded=context.room_percent > 0)
         _mark(copies, region, keep_values=context.world_size == 1)
 
 
@@ -363,8 +363,28 @@ def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> N
         copy.meta[BODY_OF] = region.layer
 
 
-def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node]) -> list[Node]:
-    """One node of the body, on own experts and replicas; the nodes that this takes."""
+def _copy(
+    node: Node,
+    region: Region,
+    here: Builder,
+    new: dict[Node, Node],
+    replicas: dict[Node, Node],
+    *,
+    padded: bool = False,
+) -> list[Node]:
+    """One node of the body, on own experts and replicas; the nodes that this takes.
+
+    Args:
+        padded: whether there are rows behind those of the last slot.
+    """
+    if node in region.lookups:
+        # Something small, a bias.
+        table = arg(node, 0)
+        made = [here.call(torch.cat, [new[table], replicas[table]])] if table in replicas else []
+        if padded:
+            made += _with_zeros(made[-1] if made else new[table], here)
+        new[node] = here.copy(node, new | {table: made[-1]} if made else new)
+        return [*made, new[node]]
     twofold = [source for source in node.all_input_nodes if source in replicas]
     if not twofold:
         new[node] = here.copy(node, new)
@@ -376,14 +396,16 @@ def _copy(node: Node, region: Region, here: Builder, new: dict[Node, Node], repl
         kept = ("stack_trace", "nn_module_stack", "example_value")
         new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
         return [new[node]]
-    if node in region.lookups:
-        # Something small, a bias.
-        joined = [here.call(torch.cat, [new[source], replicas[source]]) for source in twofold]
-        new[node] = here.copy(node, new | dict(zip(twofold, joined, strict=True)))
-        return [*joined, new[node]]
     replicas[node] = here.copy(node, new | replicas)
     new[node] = here.copy(node, new)
     return [replicas[node], new[node]]
+
+
+def _with_zeros(table: Node, here: Builder) -> list[Node]:
+    """``table`` and a line of zeros behind it, for rows of no slot; there may be no slots at all."""
+    last = here.method("movedim", table, 0, -1)
+    padded = here.call(torch.nn.functional.pad, last, (0, 1))
+    return [last, padded, here.method("movedim", padded, -1, 0)]
 
 
 def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,10 +33,7 @@ def supervised(
         DisagreementError: ranks are in different collectives, or one sends what the other does not expect.
         RuntimeError: a rank failed, or is gone; or the group's timeout is over.
     """
-    faults.refuse_if_given_up(group)
-    failures.going_on()
-    history = history_of(group)
-    history.add(kind, tensor, splits)
+    begin(kind, tensor, group, splits)
     with watched(group, current_label()) as wait:
         if not gloo.carries(group, tensor.device):
             start(False)
@@ -51,6 +49,41 @@ def supervised(
             # Interrupted. What is on its way would keep the process from ending.
             gloo.cut_off(group)
             raise
+
+
+def begin(
+    kind: str,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> None:
+    """This rank begins something that all ranks of ``group`` take part in; arguments as for :func:`supervised`.
+
+    Raises:
+        RuntimeError: the group was given up.
+    """
+    faults.refuse_if_given_up(group)
+    failures.going_on()
+    history_of(group).add(kind, tensor, splits)
+
+
+@contextmanager
+def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
+    """Around waits of the host that :func:`begin` has announced and torch knows nothing of.
+
+    Yields:
+        What tells that they are to be left, because they will not end.
+
+    Raises:
+        DisagreementError, RuntimeError: as :func:`supervised`, in place of a RuntimeError of the block.
+    """
+    with watched(group, current_label()) as wait:
+        try:
+            yield lambda: wait.problem is not None
+        except RuntimeError as error:
+            problem = wait.problem or faults.reason(group, error)
+            faults.give_up(group, problem, wait.what)
+            raise problem.error_in(wait.what) from error
 
 
 class _Left(RuntimeError):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hecate.runtime.comm.agreement import gather_texts
@@ -30,6 +30,8 @@ ALIGNMENT = 128
 _SHARED = Path("/dev/shm")
 _IN_ORDER = ("x86_64", "amd64")
 _NO_PROBLEM = "-"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +81,34 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
     return [_view(rank, memories, segment, places) for rank in range(world_size)]
 
 
-def symmetric_windows(
-    group: dist.ProcessGroup, segment: int, device: torch.device, *, places: int = PLACES
-) -> Windows:
-    """Windows of the ranks of ``group``, each a process with a GPU that reaches the others' memory. A collective.
+def symmetric_windows(world: World, segment: int, *, places: int = PLACES) -> Windows:
+    """Windows of processes with a GPU each that reaches the others' memory. A collective.
 
     Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run on a GPU yet.
+
+    Raises:
+        RuntimeError: on all ranks; one has no room, or does not reach the others' memory.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    segment, rank, world_size = _aligned(segment), dist.get_rank(group), dist.get_world_size(group)
-    size = _bytes_of(world_size, segment, places)
-    mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device).zero_()
-    handle = symmetric_memory.rendezvous(mine, group)
-    memories = [handle.get_remote_tensor(peer, mine.shape, mine.dtype) for peer in range(world_size)]
-    if memories[rank].data_ptr() != mine.data_ptr():
-        raise RuntimeError("hecate: symmetric memory maps this rank's window to another address than its own")
-    # Nobody puts before all words are zero.
-    handle.barrier()
-    return _view(rank, memories, segment, places, owner=(handle, mine))
+    group = world.group
+    assert group is not None, "one rank has nobody to share memory with"
+    segment = _aligned(segment)
+    size = _bytes_of(world.size, segment, places)
+
+    def exchange() -> tuple[Any, list[Tensor]]:
+        handle = symmetric_memory.rendezvous(mine, group)
+        memories = [handle.get_remote_tensor(peer, mine.shape, mine.dtype) for peer in range(world.size)]
+        if memories[world.rank].data_ptr() != mine.data_ptr():
+            raise RuntimeError("symmetric memory maps this rank's window to another address than its own")
+        # Nobody puts before all words are zero.
+        torch.cuda.synchronize(world.device)
+        return handle, memories
+
+    # A rank without room does not come to the rendezvous, so nobody does.
+    mine = _on_all(lambda: symmetric_memory.empty(size, dtype=torch.uint8, device=world.device).zero_(), world)
+    handle, memories = _on_all(exchange, world)
+    return _view(world.rank, memories, segment, places, owner=(handle, mine))
 
 
 def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windows:
@@ -115,52 +126,61 @@ def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windo
     """
     segment = _aligned(segment)
     size = _bytes_of(world.size, segment, places)
-    path, problem = _make_file(size)
+    # Here all ranks are there, so that a file has its name for a moment only.
+    _on_all(_check_order, world)
+    path = _SHARED / f"hecate-{os.getpid()}-{uuid.uuid4().hex}"
     try:
-        _refuse_any(problem, world)
+        _on_all(lambda: _make_file(path, size), world)
         paths = [Path(text.decode()) for text in gather_texts(str(path).encode(), world)]
-        memories, problem = _map_files(paths, size)
         # Behind this all ranks have mapped all files, and all words are zero.
-        _refuse_any(problem, world)
+        memories = _on_all(lambda: _map_files(paths, size), world)
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     return _view(world.rank, memories, segment, places)
 
 
-def _make_file(size: int) -> tuple[Path | None, str]:
-    """A file of zeros in memory, and what is in the way of one."""
+def _check_order() -> None:
     if platform.machine().lower() not in _IN_ORDER:
-        return None, f"{platform.machine()} processors do not keep the order of plain stores"
-    path = None
+        raise RuntimeError(f"{platform.machine()} processors do not keep the order of plain stores")
+
+
+def _make_file(path: Path, size: int) -> None:
+    """A file of zeros in memory."""
     try:
-        number, name = tempfile.mkstemp(prefix="hecate-", dir=_SHARED)
-        path = Path(name)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # All of it now: what has no room when it is written ends the process.
             os.posix_fallocate(number, 0, size)
         finally:
             os.close(number)
     except OSError as error:
-        return path, f"{size} bytes in {_SHARED}: {error.strerror}"
-    return path, ""
+        raise RuntimeError(f"{size} bytes in {_SHARED}: {error.strerror}") from error
 
 
-def _map_files(paths: Sequence[Path], size: int) -> tuple[list[Tensor], str]:
-    """The memory of every rank, and what is in the way of it."""
+def _map_files(paths: Sequence[Path], size: int) -> list[Tensor]:
+    """The memory of every rank."""
     if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
-        return [], f"the memory of ranks {missing} is on another machine"
+        raise RuntimeError(f"the memory of ranks {missing} is on another machine")
+    return [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+
+
+def _on_all(make: Callable[[], T], world: World) -> T:
+    """What ``make`` returns here. A collective.
+
+    Raises:
+        RuntimeError: on all ranks, if ``make`` raises one on any of them.
+    """
+    made, problem = None, _NO_PROBLEM
     try:
-        return [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths], ""
+        made = make()
     except RuntimeError as error:
-        return [], str(error)
-
-
-def _refuse_any(problem: str, world: World) -> None:
-    """Raise on all ranks if one has a problem."""
-    for rank, text in enumerate(gather_texts((problem or _NO_PROBLEM).encode(), world)):
+        problem = str(error)
+    for rank, text in enumerate(gather_texts(problem.encode(), world)):
         if text.decode() != _NO_PROBLEM:
-            raise RuntimeError(f"hecate: ranks cannot share memory. Rank {rank}: {text.decode()}")
+            raise RuntimeError(
+                f'hecate: ranks cannot share memory, use transport="collectives". Rank {rank}: {text.decode()}'
+            )
+    return cast(T, made)
 
 
 def _aligned(segment: int) -> int:

@@ -28,7 +28,6 @@ class TicketSegments(NamedTuple):
         slot_offsets: where each slot's rows end, int32 ``[S]``.
         splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
         used: all rows that leave and all that arrive, int64 ``[2]``.
-        missing: how many of these are beyond the capacities, int64 ``[2]``.
     """
 
     send_starts: Tensor
@@ -38,56 +37,42 @@ class TicketSegments(NamedTuple):
     slot_offsets: Tensor
     splits: Tensor
     used: Tensor
-    missing: Tensor
 
 
-def ticket_segments(
-    sends: Tensor,
-    receives: Tensor,
-    owners: Tensor,
-    slots: Tensor,
-    capacities: tuple[int, int],
-    chunk: int = 0,
-    chunks: int = 1,
-) -> TicketSegments:
+def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tensor) -> TicketSegments:
     """Order what leaves by (destination, slot there), and what arrives by (slot, source).
 
     Rank 0 of two has 5 rows of expert 0 and 2 of expert 1. It owns the first, sends the rows of the second to rank 1,
     which owns it, and gets 3 rows of the first.
 
     >>> found = ticket_segments(
-    ...     torch.tensor([[5, 0], [0, 2]]), torch.tensor([[5, 0], [3, 0]]), torch.tensor([0, 1]), torch.tensor([0]),
-    ...     capacities=(7, 8),
+    ...     torch.tensor([[5, 0], [0, 2]]), torch.tensor([[5, 0], [3, 0]]), torch.tensor([0, 1]), torch.tensor([0])
     ... )
     >>> found.send_starts.tolist(), found.send_ends.tolist()
     ([0, 5, 5, 5], [5, 5, 7, 7])
-    >>> found.slot_offsets.tolist(), found.splits.tolist(), found.missing.tolist()
-    ([8], [[5, 2], [5, 3]], [0, 0])
+    >>> found.slot_offsets.tolist(), found.splits.tolist(), found.used.tolist()
+    ([8], [[5, 2], [5, 3]], [7, 8])
 
     Args:
         sends: rows of each expert to each rank, int64 ``[E, W]``.
         receives: rows from each rank of each expert, int64 ``[W, E]``.
         owners: of each expert, int64 ``[E]``. At any rank its own experts come first, and the others by owner.
         slots: the experts that the rank holds, in slot order, int64 ``[S]``.
-        capacities: how many rows may leave and how many may arrive.
-        chunk: which of ``chunks`` parts of the rows, each with its share of every segment.
 
     Raises:
         TypeError: a tensor is not int64.
-        ValueError: a shape or a device does not fit, or there is no such chunk.
+        ValueError: a shape or a device does not fit.
     """
     check_turned("ticket_segments", sends, receives)
     experts, ranks = sends.shape
     check_index("ticket_segments", owners, sends.device, experts)
     check_index("ticket_segments", slots, sends.device)
-    if not 0 <= chunk < chunks:
-        raise ValueError(f"ticket_segments: chunk {chunk} of {chunks}")
     if not runs_on(sends.device) or ranks > MOST_RANKS:
-        return ticket_segments_reference(sends, receives, owners, slots, capacities, chunk, chunks)
+        return ticket_segments_reference(sends, receives, owners, slots)
     held, lanes = slots.shape[0], 1 << (ranks - 1).bit_length()
     # Nobody writes zeros where there are no experts or no slots.
     make = sends.new_empty if experts > 0 and held > 0 else sends.new_zeros
-    splits, used, missing = make(2 * ranks + 4).split([2 * ranks, 2, 2])
+    splits, used = make(2 * ranks + 2).split([2 * ranks, 2])
     found = TicketSegments(
         send_starts=sends.new_empty(experts * ranks),
         send_ends=sends.new_empty(experts * ranks),
@@ -96,16 +81,15 @@ def ticket_segments(
         slot_offsets=sends.new_empty(held, dtype=torch.int32),
         splits=splits.view(2, ranks),
         used=used,
-        missing=missing,
     )
     if experts > 0:
         launch(
             _leaving,
             lambda meta: experts,
             sends.device,
-            sends.contiguous(), owners.contiguous(), found.send_starts, found.send_ends, splits, used, missing,
-            ranks, experts, capacities[0], chunk,
-            CHUNKS=chunks, RANKS=lanes,
+            sends.contiguous(), owners.contiguous(), found.send_starts, found.send_ends, splits, used,
+            ranks, experts,
+            RANKS=lanes,
         )  # fmt: skip
     if held > 0:
         launch(
@@ -113,35 +97,23 @@ def ticket_segments(
             lambda meta: held,
             sends.device,
             receives.contiguous(), slots.contiguous(), found.receive_starts, found.receive_ends, found.slot_offsets,
-            splits, used, missing,
-            ranks, experts, held, capacities[1], chunk,
-            CHUNKS=chunks, RANKS=lanes,
+            splits, used,
+            ranks, experts, held,
+            RANKS=lanes,
         )  # fmt: skip
     return found
 
 
-def ticket_segments_reference(
-    sends: Tensor,
-    receives: Tensor,
-    owners: Tensor,
-    slots: Tensor,
-    capacities: tuple[int, int],
-    chunk: int = 0,
-    chunks: int = 1,
-) -> TicketSegments:
+def ticket_segments_reference(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tensor) -> TicketSegments:
     """:func:`ticket_segments` in plain torch."""
-    expert, rank = (torch.arange(count, dtype=torch.int64, device=sends.device) for count in sends.shape)
+    rank = torch.arange(sends.shape[1], dtype=torch.int64, device=sends.device)
     # A rank's rows lie by expert; of one expert, those for the first rank come first.
-    begin, leaving = _cut(sends, expert[:, None], chunk, chunks)
-    starts = _before(sends) + begin
     order = torch.where(owners == rank[:, None], -1, owners).argsort(dim=1, stable=True)
-    starts, leaving = starts.t().gather(1, order), leaving.t().gather(1, order)
+    starts, leaving = _before(sends).t().gather(1, order), sends.t().gather(1, order)
     # Rows come by (source, slot).
-    _, arriving = _cut(receives.index_select(1, slots), slots, chunk, chunks)
+    arriving = receives.index_select(1, slots)
     arrival, arriving = _before(arriving).t().reshape(-1), arriving.t()
     splits = torch.stack([leaving.sum(1), arriving.sum(0)])
-    used = splits.sum(1)
-    missing = torch.stack([(used[line] - capacities[line]).clamp_min(0) for line in range(2)])
     return TicketSegments(
         send_starts=starts.reshape(-1),
         send_ends=leaving.reshape(-1).cumsum(0),
@@ -149,15 +121,8 @@ def ticket_segments_reference(
         receive_ends=arriving.reshape(-1).cumsum(0),
         slot_offsets=arriving.sum(1).cumsum(0).to(torch.int32),
         splits=splits,
-        used=used,
-        missing=missing,
+        used=splits.sum(1),
     )
-
-
-def _cut(lengths: Tensor, experts: Tensor, chunk: int, chunks: int) -> tuple[Tensor, Tensor]:
-    """Begin and length of one chunk's part of each segment, as the host cuts them."""
-    begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
-    return begin, end - begin
 
 
 def _before(lengths: Tensor) -> Tensor:
@@ -165,17 +130,14 @@ def _before(lengths: Tensor) -> Tensor:
     return (lengths.reshape(-1).cumsum(0) - lengths.reshape(-1)).view(lengths.shape)
 
 
-@tuned(CONFIGS, key=[], varying=["ranks", "experts", "capacity", "chunk"])
+@tuned(CONFIGS, key=[], varying=["ranks", "experts"])
 def _leaving(
-    sends, owners, starts, ends, splits, used, missing, ranks, experts, capacity, chunk,
-    CHUNKS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    sends, owners, starts, ends, splits, used, ranks, experts, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     expert = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
     rows = tl.load(sends + expert * ranks + rank, mask=inside, other=0)
-    begin = (rows * chunk + expert % CHUNKS) // CHUNKS
-    length = (rows * (chunk + 1) + expert % CHUNKS) // CHUNKS - begin
     owner = tl.load(owners + expert)
     own = owner == rank
     # Rows of earlier experts; to each rank, all rows, and those of experts with an earlier slot there; how many those
@@ -191,36 +153,31 @@ def _leaving(
             sends + other[:, None] * ranks + rank[None, :], mask=there[:, None] & inside[None, :], other=0
         )  # fmt: skip
         first += tl.sum(tl.sum(tl.where((other < expert)[:, None], rows_of, 0), 1), 0)
-        shift = (other % CHUNKS)[:, None]
-        lengths = (rows_of * (chunk + 1) + shift) // CHUNKS - (rows_of * chunk + shift) // CHUNKS
-        total += tl.sum(lengths, 0)
+        total += tl.sum(rows_of, 0)
         theirs = tl.load(owners + other, mask=there, other=0)
         earlier = (theirs < owner) | ((theirs == owner) & (other < expert))
         their_own = theirs[:, None] == rank[None, :]
         sooner = there[:, None] & tl.where(their_own == own[None, :], earlier[:, None], their_own)
-        before += tl.sum(tl.where(sooner, lengths, 0), 0)
+        before += tl.sum(tl.where(sooner, rows_of, 0), 0)
         place += tl.sum(sooner.to(tl.int32), 0)
     at = rank * experts + place
-    tl.store(starts + at, first + tl.cumsum(rows, 0) - rows + begin, mask=inside)
-    tl.store(ends + at, tl.cumsum(total, 0) - total + before + length, mask=inside)
+    tl.store(starts + at, first + tl.cumsum(rows, 0) - rows, mask=inside)
+    tl.store(ends + at, tl.cumsum(total, 0) - total + before + rows, mask=inside)
     if expert == 0:
-        everything = tl.sum(total, 0)
         tl.store(splits + rank, total, mask=inside)
-        tl.store(used, everything)
-        tl.store(missing, tl.maximum(everything - capacity, 0))
+        tl.store(used, tl.sum(total, 0))
 
 
-@tuned(CONFIGS, key=[], varying=["ranks", "experts", "held", "capacity", "chunk"])
+@tuned(CONFIGS, key=[], varying=["ranks", "experts", "held"])
 def _arriving(
-    receives, slots, starts, ends, slot_offsets, splits, used, missing, ranks, experts, held, capacity, chunk,
-    CHUNKS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    receives, slots, starts, ends, slot_offsets, splits, used, ranks, experts, held,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
     expert = tl.load(slots + slot)
     rows = tl.load(receives + rank * experts + expert, mask=inside, other=0)
-    length = (rows * (chunk + 1) + expert % CHUNKS) // CHUNKS - (rows * chunk + expert % CHUNKS) // CHUNKS
     # From each rank: all rows, and those for earlier slots.
     total = rows * 0
     before = rows * 0
@@ -231,17 +188,13 @@ def _arriving(
         rows_of = tl.load(
             receives + rank[None, :] * experts + which[:, None], mask=there[:, None] & inside[None, :], other=0
         )  # fmt: skip
-        shift = (which % CHUNKS)[:, None]
-        lengths = (rows_of * (chunk + 1) + shift) // CHUNKS - (rows_of * chunk + shift) // CHUNKS
-        total += tl.sum(lengths, 0)
-        before += tl.sum(tl.where((other < slot)[:, None], lengths, 0), 0)
+        total += tl.sum(rows_of, 0)
+        before += tl.sum(tl.where((other < slot)[:, None], rows_of, 0), 0)
     begin = tl.sum(before, 0)
     at = slot * ranks + rank
     tl.store(starts + at, tl.cumsum(total, 0) - total + before, mask=inside)
-    tl.store(ends + at, begin + tl.cumsum(length, 0), mask=inside)
-    tl.store(slot_offsets + slot, (begin + tl.sum(length, 0)).to(tl.int32))
+    tl.store(ends + at, begin + tl.cumsum(rows, 0), mask=inside)
+    tl.store(slot_offsets + slot, (begin + tl.sum(rows, 0)).to(tl.int32))
     if slot == 0:
-        everything = tl.sum(total, 0)
         tl.store(splits + ranks + rank, total, mask=inside)
-        tl.store(used + 1, everything)
-        tl.store(missing + 1, tl.maximum(everything - capacity, 0))
+        tl.store(used + 1, tl.sum(total, 0))

@@ -1,6 +1,7 @@
 """Waiting, not for ever, until other ranks have come far enough."""
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ CONFIGS = ({"num_warps": 1},)
 # With a longest pause a number of polls is a time.
 _PAUSE, _PART, LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
 
+Stop = Callable[[], bool]
 
-def wait_words(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool) -> None:
+
+def wait_words(
+    board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool, stop: Stop | None = None
+) -> None:
     """Wait for the word of each link; who does not come is late from then on.
 
     What others wrote before their words is seen by this rank's later launches.
@@ -32,6 +37,7 @@ def wait_words(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: b
         behind: a word must name this chunk or the one that is so many before it.
         polls: how often each is looked at.
         reads: the rows in the words become ``chunk.counts``.
+        stop: asked while the host waits; it waits no longer than until this is true. No kernel asks.
 
     Raises:
         TypeError: a number is not int64.
@@ -39,7 +45,7 @@ def wait_words(board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: b
     """
     check_links("wait_words", chunk)
     if not runs_on(board.device):
-        wait_words_reference(board, chunk, behind, polls, reads)
+        wait_words_reference(board, chunk, behind, polls, reads, stop)
         return
     places, ranks = board.shape
     launch(
@@ -60,12 +66,14 @@ def _words(board: Tensor, chunk: Chunk) -> Tensor:
     return board.gather(0, ((chunk.done + 1) % board.shape[0]).unsqueeze(0)).squeeze(0)
 
 
-def wait_words_reference(board: Tensor, chunk: Chunk, behind: int, polls: int, reads: bool) -> None:
+def wait_words_reference(
+    board: Tensor, chunk: Chunk, behind: int, polls: int, reads: bool, stop: Stop | None = None
+) -> None:
     """:func:`wait_words` in plain torch, which waits on the host."""
     links, begin = chunk.links, time.monotonic()
     for poll in range(polls):
         came = has_come(board, chunk, behind) | ~links
-        if came.all():
+        if came.all() or (stop is not None and stop()):
             break
         pause = min(max(_PAUSE, _PART * (time.monotonic() - begin)), LONGEST_PAUSE)
         time.sleep(pause if poll else 0)

@@ -83,9 +83,8 @@ class DeviceTicket:
         receive_index: which received row goes at each position of the slot order, int64 ``[receive capacity]``.
             Behind what is used both have zeros: all of an index may be gathered by, and nobody may read what comes
             there. To scatter by them is wrong.
-        used: how many positions of both are used, int64 ``[2]``.
-        missing: how many rows did not fit, int64 ``[2]``. Unless both are zero, indices are cut off, and the exchange
-            must not be made.
+        used: how many positions of both would be used, int64 ``[2]``. If that is more than there are, indices are cut
+            off, and the exchange must not be made.
     """
 
     slot_offsets: torch.Tensor
@@ -93,7 +92,6 @@ class DeviceTicket:
     send_index: torch.Tensor
     receive_index: torch.Tensor
     used: torch.Tensor
-    missing: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +114,7 @@ class BoundedTicket:
 
 
 def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, percent: int) -> BoundedTicket:
-    """What :func:`device_dispatch` makes, if every rank has room.
+    """What :func:`device_quotas` and :func:`device_ticket` make, if every rank has room.
 
     A rank has room for so many percent of the rows that it has itself. All ranks know the counts of all, so all of
     them see who has not, and none begins what another refuses.
@@ -165,8 +163,6 @@ def device_ticket(
     *,
     send_capacity: int,
     receive_capacity: int,
-    chunk: int = 0,
-    chunks: int = 1,
 ) -> DeviceTicket:
     """What ``make_ticket`` makes of one rank's quotas.
 
@@ -174,18 +170,14 @@ def device_ticket(
         sends, receives: as :func:`device_quotas` returns them.
         send_capacity: most rows that may leave; the rank's own rows are always enough.
         receive_capacity: most rows that may arrive.
-        chunk: which of ``chunks`` parts of these rows.
     """
-    found = ticket_segments(
-        sends, receives, tables.owners, tables.slots, (send_capacity, receive_capacity), chunk, chunks
-    )
+    found = ticket_segments(sends, receives, tables.owners, tables.slots)
     return DeviceTicket(
         slot_offsets=found.slot_offsets,
         splits=found.splits,
         send_index=_index(found.send_starts, found.send_ends, send_capacity),
         receive_index=_index(found.receive_starts, found.receive_ends, receive_capacity),
         used=found.used,
-        missing=found.missing,
     )
 
 

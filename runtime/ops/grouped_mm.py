@@ -6,7 +6,7 @@
 | ``grouped_mm_weight_grad`` | ``[R,K], [R,N], [S] -> [S,K,N]`` | none |
 | ``grouped_mm_pair`` | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]``, own experts and replicas | the pair below |
 | ``grouped_mm_pair_weight_grad`` | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` | none |
-| ``row_slots`` | ``[S] -> [R]``, the slot of each row | none |
+| ``row_slots`` | ``[S] -> [R]``, the slot of each row, S for rows behind the last offset | none |
 | ``sizes_to_offsets`` | ``S`` sizes to ``[S]``, where each slot's rows end | none |
 """
 
@@ -175,9 +175,7 @@ def _weight_grad_like(x: Tensor, grad: Tensor, slots: int, transposed: bool) -> 
 def _row_slots(offs: Tensor, num_rows: int) -> Tensor:
     rows = torch.arange(num_rows, dtype=offs.dtype, device=offs.device)
     # Not repeat_interleave, for which the host would wait for the device.
-    slots = torch.searchsorted(offs, rows, right=True)
-    # Padding rows belong to no slot; the last one is as good as any, since they are never read.
-    return slots.clamp_(max=max(offs.shape[0] - 1, 0))
+    return torch.searchsorted(offs, rows, right=True)
 
 
 def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:

@@ -37,24 +37,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.comm.windows import Windows
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows, capacity_of, row_bytes
 from hecate.runtime.kernels.post_words import post_words
 from hecate.runtime.kernels.put_rows import put_rows
 from hecate.runtime.kernels.take_rows import take_rows
-from hecate.runtime.kernels.wait_words import has_come, wait_words
+from hecate.runtime.kernels.wait_words import Stop, has_come, wait_words
 
 # Some minutes, since another rank may still compile; how many has not been measured.
 POLLS = 2**30
 
 
 class ExchangeFailed(RuntimeError):
-    """Ranks did not come in time, or there were more rows than the host allowed for. Rows are lost."""
+    """Ranks did not come in time or are in different exchanges, or there were more rows than there is room for."""
 
 
 class Transport:
@@ -71,30 +69,24 @@ class Transport:
         self.windows, self._polls = windows, polls
         zeros = torch.zeros((4, windows.size), dtype=torch.int64, device=windows.device)
         self._sent, self._taken, self._late, self._exceeded = zeros.unbind()
-        # Of each rank, whether it came too late and how many rows were left behind, int64 [2, W]: all zero if it is
-        # well. Read by the host, or copied to it beside other numbers.
+        # Of each rank, whether it came too late and how many rows were left behind or not expected, int64 [2, W]: all
+        # zero if it is well. Read by the host, or copied to it beside other numbers.
         self.faults = zeros[2:]
         everything = (windows.data, windows.signals, windows.credits)
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
         self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
 
-    def all_to_all(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """What :func:`hecate.runtime.comm.collectives.all_to_all` does."""
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        for _ in self.steps_of_all_to_all(rows, out, send, receive):
-            pass
-        return out
-
-    def steps_of_all_to_all(
-        self, rows: Tensor, out: Tensor, send: list[int], receive: list[int]
-    ) -> Iterator[tuple[str, Chunk]]:
-        """:meth:`all_to_all` step by step, into a contiguous ``out``."""
-        pieces, width = self._pieces(rows), rows.shape[1:].numel()
-        leaving, arriving = (Rows(part.reshape(part.shape[0] * pieces, width // pieces)) for part in (rows, out))
-        sends = on_device(np.array(send, dtype=np.int64) * pieces, rows.device)
-        return self.steps(leaving, sends, arriving, most=max(*send, *receive) * pieces, wire=rows.dtype)
-
-    def exchange(self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype) -> None:
+    def exchange(
+        self,
+        leaving: Rows,
+        sends: Tensor,
+        arriving: Rows,
+        *,
+        most: int,
+        wire: torch.dtype,
+        expects: Tensor | None = None,
+        stop: Stop | None = None,
+    ) -> None:
         """Bring rows to other ranks, and theirs to their places here.
 
         Args:
@@ -103,16 +95,27 @@ class Transport:
             arriving: room for what comes, in places rank by rank.
             most: rows that no link has more of. More than needed only costs launches.
             wire: the dtype that travels.
+            expects: how many should come from each rank, int64 ``[W]`` on the device, where that is known. A word
+                does not say of which exchange it is, and a rank may have left one out: a difference is a fault.
+            stop: asked where the host waits; as soon as it is true, those that have not come are late.
 
         Raises:
             ValueError: what leaves and what arrives have rows of different lengths, a row is longer than a segment of
                 the window, or ``most`` is more than words can tell.
         """
-        for _ in self.steps(leaving, sends, arriving, most=most, wire=wire):
+        for _ in self.steps(leaving, sends, arriving, most=most, wire=wire, expects=expects, stop=stop):
             pass
 
     def steps(
-        self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype
+        self,
+        leaving: Rows,
+        sends: Tensor,
+        arriving: Rows,
+        *,
+        most: int,
+        wire: torch.dtype,
+        expects: Tensor | None = None,
+        stop: Stop | None = None,
     ) -> Iterator[tuple[str, Chunk]]:
         """:meth:`exchange` step by step: yields the name of each step and its chunk, and then does it."""
         windows, rank = self.windows, self.windows.rank
@@ -130,13 +133,13 @@ class Transport:
                 for counts, done in ((sends, self._sent), (receives, self._taken))
             )
             yield "room", there
-            self._wait("room", there)
+            self._wait("room", there, stop)
             yield "put", there
             put_rows(leaving, there, windows.data, self._data, rank, wire)
             yield "signal", there
             post_words(there, windows.signals, self._signals, rank)
             yield "wait", here
-            self._wait("wait", here)
+            self._wait("wait", here, stop)
             yield "take", here
             take_rows(windows.data[rank], arriving, here, wire)
             yield "credit", here
@@ -145,6 +148,9 @@ class Transport:
         for total, room in ((sends.sum(), leaving.count), (receives.sum(), arriving.count)):
             self._exceeded.copy_(torch.maximum(self._exceeded, total - room))
         self._exceeded.copy_(torch.maximum(self._exceeded, torch.maximum(sends, receives) - most))
+        if expects is not None:
+            difference = torch.where(self._late == 0, (receives - expects).abs(), 0)
+            self._exceeded.copy_(torch.maximum(self._exceeded, difference))
 
     def missing(self, step: str, chunk: Chunk) -> list[int]:
         """For which ranks a step that :meth:`steps` is about to do would wait now. Waits for the device."""
@@ -168,7 +174,8 @@ class Transport:
             raise ExchangeFailed(f"hecate: rank {self.windows.rank} waited in vain for ranks {ranks}")
         if max(exceeded) > 0:
             raise ExchangeFailed(
-                f"hecate: rank {self.windows.rank} had {max(exceeded)} rows more than it was told of"
+                f"hecate: rank {self.windows.rank} had {max(exceeded)} rows more, or fewer, than it was told of: "
+                "ranks are in different exchanges"
             )
 
     def _awaited(self, step: str) -> tuple[Tensor, int]:
@@ -178,14 +185,6 @@ class Transport:
             step
         ]
 
-    def _wait(self, step: str, chunk: Chunk) -> None:
+    def _wait(self, step: str, chunk: Chunk, stop: Stop | None) -> None:
         board, behind = self._awaited(step)
-        wait_words(board, chunk, behind=behind, polls=self._polls, reads=step == "wait")
-
-    def _pieces(self, rows: Tensor) -> int:
-        """Into how many equal pieces a row is cut so that each fits into a segment: an expert may be long."""
-        size, segment = row_bytes(rows, rows.dtype), self.windows.segment
-        if size <= segment:
-            return 1
-        width = rows.shape[1:].numel()
-        return next(pieces for pieces in range(-(-size // segment), width + 1) if width % pieces == 0)
+        wait_words(board, chunk, behind=behind, polls=self._polls, reads=step == "wait", stop=stop)

@@ -202,9 +202,9 @@ def grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> T
 
 
 def row_slots(offs: Tensor, num_rows: int) -> Tensor:
-    """The slot of each row, int64 ``[num_rows]``."""
+    """The slot of each row, int64 ``[num_rows]``; the number of slots for rows behind the last."""
     slots = [sum(1 for end in offs.tolist() if end <= row) for row in range(num_rows)]
-    return torch.tensor(slots, dtype=torch.int64, device="cpu").clamp_(max=max(len(offs) - 1, 0))
+    return torch.tensor(slots, dtype=torch.int64, device="cpu")
 
 
 def s2_mask(heads: int, length: int, pattern: Pattern) -> Tensor:

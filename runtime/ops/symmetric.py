@@ -6,22 +6,28 @@ many percent of R, so every shape is known before anything has run. What comes l
 behind it are zeros.
 
 **The host learns late.** Counts, and whether there was room, are copied to the host while it goes on, and read at
-:meth:`Symmetric.settle`: when the next forward begins, before an optimizer steps, when statistics or a checkpoint
-ask, and at the end of a forward without gradients. There all ranks are at the same place, and read the same. If the
-device is still at it then, the host waits for that copy alone, which lies in the forward.
+:meth:`Symmetric.settle`: when the next forward begins, before an optimizer steps or a scaler looks at gradients, when
+statistics or a checkpoint ask, and at the end of a forward without gradients. There all ranks are at the same place,
+and read the same. If the device is still at it then, the host waits for that copy alone, which lies in the forward.
 
 **More rows than there is room for.** Nothing of such an exchange travels, on no rank. What each gets instead is NaN,
 so no loss and no gradient of that step can pass for a right one, and ``settle`` raises before an optimizer takes
-them: nothing is lost, and the step can be made again. Not taken: a fallback to collectives for such a step, which
+them: nothing is lost, and the step can be made again. An optimizer whose step is compiled does not ask, nor does who
+updates parameters by hand: there the next forward raises. Not taken: a fallback to collectives for such a step, which
 would need a second graph, since shapes are fixed in this one.
+
+**Ranks that do not come.** Where the host waits, it raises at once, with what is known of them. Where kernels wait,
+what comes out is NaN as well, and the host learns of it as of all else; statistics and checkpoints ask for all of it.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,11 +36,14 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
+from hecate.runtime.comm.supervise import begin, supervised_waits
 from hecate.runtime.comm.waiting import timeout_of
 from hecate.runtime.comm.windows import shared_windows, symmetric_windows
 from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.gather_rows import gather_rows
+from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.links import Rows
+from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.kernels.wait_words import LONGEST_PAUSE
 from hecate.runtime.ops.device_dispatch import BoundedTicket, DeviceTables, bounded_ticket
 from hecate.runtime.ops.one_sided import POLLS, ExchangeFailed, Transport
@@ -47,9 +56,10 @@ _SEGMENT = {"cpu": 2**20, "cuda": 2**22}
 
 @dataclass(eq=False)
 class _Unread:
-    """Numbers on their way to the host, and who is told them."""
+    """Numbers on their way to the host, behind the transport's faults, and who is told them."""
 
-    numbers: Tensor
+    message: Tensor
+    shape: torch.Size
     there: Any
     tell: Callable[[Tensor], None]
 
@@ -80,10 +90,10 @@ class Symmetric:
         """
         assert world.group is not None, "one rank has nobody to send rows to"
         segment = _SEGMENT[world.device.type]
+        polls = int(timeout_of(world.group) / LONGEST_PAUSE) if _host_waits(world.device) else POLLS
         if world.device.type == "cpu":
-            polls = int(timeout_of(world.group) / LONGEST_PAUSE)
             return cls(world, Transport(shared_windows(world, segment), polls=polls), percent)
-        transport = Transport(symmetric_windows(world.group, segment, world.device), polls=POLLS)
+        transport = Transport(symmetric_windows(world, segment), polls=polls)
         # What it keeps was made on the stream of the compute, and exchanges run on another.
         torch.cuda.synchronize(world.device)
         return cls(world, transport, percent)
@@ -95,36 +105,68 @@ class Symmetric:
             known = self._tables[layer.id] = placement, _tables(placement, layer, self.world.device)
         return known[1]
 
-    def exchange(self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype) -> None:
-        """:meth:`Transport.exchange`; on a CPU, where that costs nothing, it raises at once if rows did not come."""
-        self.transport.exchange(leaving, sends, arriving, most=most, wire=wire)
-        if self.world.device.type == "cpu":
+    def exchange(
+        self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype, expects: Tensor
+    ) -> None:
+        """:meth:`Transport.exchange`. If rows did not come it raises, or leaves NaN where the host does not wait."""
+        group, rows = self.world.group, arriving.tensor
+        run = partial(self.transport.exchange, leaving, sends, arriving, most=most, wire=wire, expects=expects)
+        if group is not None:
+            # As one row of it: ranks need not have as many.
+            begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
+        if not _host_waits(self.world.device):
+            run()
+            if rows.is_floating_point():
+                rows.masked_fill_(self.transport.faults.any(), torch.nan)
+        elif group is None:
+            run()
             self.transport.check()
+        else:
+            with supervised_waits(group) as stop:
+                run(stop=stop)
+                self.transport.check()
 
     # --- what the host learns ---
 
     def tell_later(self, numbers: Tensor, tell: Callable[[Tensor], None]) -> None:
-        """Copy ``numbers`` to the host, which does not wait, and call ``tell`` with them at the next settle."""
-        if not numbers.is_cuda:
-            self._unread.append(_Unread(numbers.clone(), None, tell))
-            return
-        there: Any = torch.cuda.Event()
-        copy = collectives.on_host(numbers)
-        there.record(torch.cuda.current_stream(numbers.device))
-        self._unread.append(_Unread(copy, there, tell))
+        """Copy int64 ``numbers`` to the host, which does not wait, and call ``tell`` with them at the next settle."""
+        message = torch.cat([self.transport.faults.flatten(), numbers.flatten()])
+        there: Any = None
+        copy = collectives.on_host(message)
+        if message.is_cuda:
+            there = torch.cuda.Event()
+            there.record(torch.cuda.current_stream(message.device))
+        self._unread.append(_Unread(copy, numbers.shape, there, tell))
 
-    def settle(self) -> None:
+    def settle(self, *, whole: bool = False) -> None:
         """Let the host learn what it was to be told.
+
+        Args:
+            whole: and whether ranks came to the exchanges since, in the last backward, for which this waits.
 
         Raises:
             ExchangeFailed: there was no room for some rows, on all ranks; or rows did not come. What came behind that
                 is forgotten: it was computed from NaN.
+            DisagreementError: ranks have different plans, or have exchanged different things.
         """
         unread, self._unread = self._unread, []
+        faults = self.transport.faults
         for one in unread:
             if one.there is not None:
                 one.there.synchronize()
-            one.tell(one.numbers)
+            self.transport.check(one.message[: faults.numel()].view(faults.shape))
+            one.tell(one.message[faults.numel() :].view(one.shape))
+        if whole:
+            self.transport.check()
+
+    def forget(self) -> None:
+        """What the host was to be told is of no interest any more."""
+        self._unread.clear()
+
+
+def _host_waits(device: torch.device) -> bool:
+    """Whether the host waits for other ranks in an exchange; else kernels do, and the host goes on."""
+    return device.type != "cuda" or not runs_on(device)
 
 
 # In the order in which models were compiled, which is the same on all ranks.
@@ -134,8 +176,20 @@ _numbers = itertools.count()
 
 def settle_all() -> None:
     """:meth:`Symmetric.settle` of every model: an optimizer does not say whose parameters it has."""
-    for _, symmetric in sorted(_living.items()):
-        symmetric.settle()
+    for number in sorted(_living):
+        one = _living.get(number)
+        if one is None:
+            continue
+        try:
+            one.settle()
+        except ExchangeFailed as error:
+            # A model that is gone lives on as garbage, on some ranks and not on others: nobody is told of it.
+            alive = weakref.ref(one)
+            del one
+            error.__traceback__ = None
+            gc.collect()
+            if alive() is not None:
+                raise
 
 
 def _tables(placement: Placement, layer: Layer, device: torch.device) -> DeviceTables:
@@ -159,9 +213,10 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
         signature = np.array([plans, *collectives.proof(record.world)], dtype=np.int64)
         message = torch.cat([counts, collectives.on_device(signature, counts.device)])
         leaving = message.expand(size, -1).contiguous()
-        out = torch.empty_like(leaving)
+        # A rank that does not come has no rows, and not whatever lies in memory.
+        out = torch.zeros_like(leaving)
         one = torch.ones(size, dtype=torch.int64, device=counts.device)
-        symmetric.exchange(Rows(leaving), one, Rows(out), most=1, wire=torch.int64)
+        symmetric.exchange(Rows(leaving), one, Rows(out), most=1, wire=torch.int64, expects=one)
         return out
 
     def tell(gathered: Tensor) -> None:
@@ -181,39 +236,42 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
 
 def route(record: Layer, counts: Tensor, placement: Placement, rows: int, percent: int) -> BoundedTicket:
     """Where each of this rank's ``rows`` goes, with room for ``percent`` of them; the host is told later."""
-    symmetric: Symmetric | None = record.symmetric
-    if symmetric is None:
-        return bounded_ticket(counts, _tables(placement, record, counts.device), rows=rows, percent=percent)
+    symmetric: Symmetric = record.symmetric
     ticket = bounded_ticket(counts, symmetric.tables_of(placement, record), rows=rows, percent=percent)
     # A copy: a graph may use the memory of its values again.
     record.arrived = ticket.splits[1].clone()
     what = record.placer.label("rows")
 
     def tell(numbers: Tensor) -> None:
-        excess, own = numbers[0].tolist(), numbers[1].tolist()
-        symmetric.transport.check(numbers[2:])
+        excess, own = numbers.tolist()
         if any(excess):
             raise ExchangeFailed(_no_room(what, excess, own, percent))
 
-    # The transport's faults are those of exchanges before this one.
-    numbers = [ticket.splits[2:], counts.sum(1).unsqueeze(0), symmetric.transport.faults]
-    symmetric.tell_later(torch.cat(numbers), tell)
+    symmetric.tell_later(torch.stack([ticket.splits[2], counts.sum(1)]), tell)
     return ticket
 
 
 def _no_room(what: str, excess: list[int], own: list[int], percent: int) -> str:
     rank = int(np.argmax(excess))
     room = own[rank] * percent // 100
-    # Rounded up, with two places.
-    enough = max(
-        -(-100 * (rows * percent // 100 + more) // max(1, rows)) for rows, more in zip(own, excess, strict=True)
-    )
+    wanted = [(rows, rows * percent // 100 + more) for rows, more in zip(own, excess, strict=True) if more]
+    if all(rows for rows, _ in wanted):
+        # Rounded up, with two places.
+        enough = max(-(-100 * all_rows // rows) for rows, all_rows in wanted)
+        advice = (
+            f"Config(capacity={enough / 100:g}) would have been enough; with as many tokens on every rank, capacity="
+            f'{len(own)} always is. transport="collectives" needs no bound'
+        )
+    else:
+        advice = (
+            "A rank without rows of its own has no room, whatever the capacity: give it some, or use "
+            'Config(transport="collectives"), which needs no bound'
+        )
     return (
         f"hecate: {what}: {room + excess[rank]} rows would come to rank {rank}, which has room for {room}, "
-        f"{percent / 100:g} times the {own[rank]} that it has itself. No rows travelled, all that was computed from "
-        "them is NaN, and no optimizer has taken it: clear the gradients and make the step again. "
-        f"Config(capacity={enough / 100:g}) would have been enough; with as many tokens on every rank, capacity="
-        f'{len(own)} always is. transport="collectives" needs no bound'
+        f"{percent / 100:g} times the {own[rank]} that it has itself. No rows travelled, and all that was computed "
+        "from them is NaN: clear the gradients and make the step again. If something has updated parameters with "
+        f"them all the same, such as an optimizer whose step is compiled, load a checkpoint. {advice}"
     )
 
 
@@ -226,9 +284,11 @@ def exchange(record: Layer, rows: Tensor, splits: Tensor, send_index: Tensor, re
     most = max(leaving.shape[0], order.shape[0])
 
     def run() -> Tensor:
-        out = _room((order.shape[0], *shape), dtype, parts)
-        symmetric.exchange(Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire)
-        return out
+        out = _room((order.shape[0], *shape), _lands_as(dtype, wire), parts)
+        symmetric.exchange(
+            Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire, expects=parts[1]
+        )
+        return out.to(dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange"))
 
@@ -245,12 +305,19 @@ def exchange_back(
     most = max(leaving.shape[0], num_rows)
 
     def run() -> Tensor:
-        out = _room((num_rows, *shape), dtype, parts)
-        symmetric.exchange(Rows(leaving, here, by_row=True), parts[1], Rows(out, order), most=most, wire=wire)
-        return out
+        out = _room((num_rows, *shape), _lands_as(dtype, wire), parts)
+        symmetric.exchange(
+            Rows(leaving, here, by_row=True), parts[1], Rows(out, order), most=most, wire=wire, expects=parts[0]
+        )
+        return out.to(dtype)
 
     # Plans are made when the next forward takes them: until then the host does not know the counts.
     return Job(record.world.queue, run, label=record.placer.label("exchange_back"))
+
+
+def _lands_as(dtype: torch.dtype, wire: torch.dtype) -> torch.dtype:
+    """What rows of ``dtype`` are written as: no kernel casts float64."""
+    return dtype if dtype in FLOATS else wire
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype, splits: Tensor) -> Tensor:

@@ -160,6 +160,12 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         hecate.Config(**options)
 
 
+def test_a_transport_of_rows_wants_experts() -> None:
+    config = hecate.Config(transport="symmetric", attention=hecate.S2Attention())
+    with pytest.raises(ValueError, match="carries rows to experts, and none were found"):
+        hecate.compile(torch.nn.Linear(2, 2), config)
+
+
 def test_functions_want_the_compiled_model() -> None:
     model = build("plain")
     for function in (hecate.explain, hecate.stats, lambda m: hecate.set_requires_gradient_sync(m, False)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -82,8 +82,14 @@ CASES = [
 ]  # fmt: skip
 
 
-def measure(family: str, steps: int = 3, device: str = "cpu", layers: int = 2, **options: Any) -> dict[str, Any]:
-    """On one rank: the worst errors over some steps with different routing, and how much was compiled."""
+def measure(
+    family: str, steps: int = 3, device: str = "cpu", layers: int = 2, changes: Mapping[str, Any] = {}, **options: Any
+) -> dict[str, Any]:
+    """On one rank: the worst errors over some steps with different routing, and how much was compiled.
+
+    Args:
+        changes: of the model's own options.
+    """
     import hecate
 
     torch._dynamo.reset()
@@ -92,7 +98,8 @@ def measure(family: str, steps: int = 3, device: str = "cpu", layers: int = 2, *
     if options.get("policy") == "anything":
         options["policy"] = Anything()
     one_hot = options.pop("one_hot", False)
-    reference, model = (build(family, layers=layers, dtype=getattr(torch, dtype)).to(device) for _ in range(2))
+    made: dict[str, Any] = dict(layers=layers, dtype=getattr(torch, dtype), **changes)
+    reference, model = (build(family, **made).to(device) for _ in range(2))
     for each in (reference, model) if one_hot else ():
         with torch.no_grad():
             for name, parameter in each.named_parameters():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm import windows
 from tests.hecate_compile.test_parity import measure
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
@@ -31,6 +36,10 @@ def measure_all(families: list[str]) -> dict[str, dict[str, Any]]:
     # Ranks know how many they are when they have begun.
     dist.init_process_group("gloo")
     found = {family: measure(family, policy="anything", **options()) for family in families}
+    if dist.get_world_size() == 3:
+        # One of them owns none, and has a bias to look up for all the rows that it has room for.
+        few: dict[str, Any] = dict(layers=1, steps=1, changes={"experts": 2}, policy="static")
+        found["fewer experts than ranks"] = measure("plain", **few, **options())
     if dist.get_world_size() == 2:
         found["default policy"] = measure("qwen3_moe", steps=4, layers=1, **options(reshard_every=2))
         if ALL:
@@ -58,6 +67,13 @@ def test_equals_one_process(size: int, families: tuple[str, ...]) -> None:
             assert result["rewritten"]["exchange_rows"] > 0
             if name in families:
                 assert min(result["replicas"]) > 0, name
+
+
+def from_rank_0(make: Callable[[], str]) -> str:
+    """What ``make`` returns on rank 0, on all ranks."""
+    texts = [make() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def train(backend: str) -> dict[str, Any]:
@@ -89,6 +105,21 @@ def train(backend: str) -> dict[str, Any]:
     found["statistics"] = message_of(lambda: hecate.stats(model))
     run_step(model, narrow)
     found["next forward"] = message_of(lambda: model(wide, wide))
+    # A scaler finds NaN, and would ask for no step of the optimizer.
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(run_step(model, narrow))
+    found["scaler"] = message_of(lambda: scaler.step(optimizer))
+    # What is loaded has nothing to do with the step before.
+    folder = from_rank_0(lambda: tempfile.mkdtemp(prefix="hecate-symmetric-"))
+    optimizer.zero_grad()
+    run_step(model, wide)
+    hecate.save(folder, model, step=1)
+    run_step(model, narrow)
+    found["save"] = message_of(lambda: hecate.save(folder, model, step=2))
+    run_step(model, narrow)
+    hecate.load(folder, model)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
     optimizer.zero_grad()
     run_step(model, wide)
     found["rows"] = list(hecate.stats(model).layers[0].rows)
@@ -103,7 +134,8 @@ def test_a_step_without_room_is_refused(backend: str) -> None:
         nan, errors = zip(*found["errors"], strict=True)
         assert nan == (False, True, False, True)
         assert errors[0] == errors[2] == "no error" and found["unchanged"] == [False, True, False, True]
-        for error in (errors[1], errors[3], found["evaluation"], found["statistics"], found["next forward"]):
+        said = (found[place] for place in ("evaluation", "statistics", "next forward", "scaler", "save"))
+        for error in (errors[1], errors[3], *said):
             assert "ExchangeFailed: hecate: rows of blocks.0, step" in error
             assert "has room for 249, 1.3 times the 192" in error and "Config(capacity=" in error
         assert sum(found["rows"]) == 2 * 192 and min(found["sent"]) > 0
@@ -141,11 +173,22 @@ def refused() -> dict[str, str]:
     import hecate
 
     two = {"topology": hecate.Topology((0, 1))}
-    return {
-        "nodes": message_of(lambda: hecate.compile(build("plain"), hecate.Config(transport="symmetric", **two))),
-    }
+    nodes = message_of(lambda: hecate.compile(build("plain"), hecate.Config(transport="symmetric", **two)))
+
+    def make_file(path: Path, size: int) -> None:
+        if rank_and_size()[0] == 1:
+            raise RuntimeError("no room")
+
+    windows._make_file = make_file
+    model = build("plain")
+    memory = message_of(lambda: hecate.compile(model, hecate.Config(transport="symmetric")))
+    after = message_of(lambda: hecate.compile(model, hecate.Config()))
+    return {"nodes": nodes, "memory": memory, "after": after}
 
 
-def test_ranks_on_several_nodes_are_refused() -> None:
+def test_ranks_that_cannot_share_memory_are_refused() -> None:
+    """In front of all else: the model can be compiled for another transport."""
     for found in run_ranks(f"{_HERE}:refused", 2):
         assert "needs ranks on one node, and there are 2 nodes" in found["nodes"]
+        assert 'cannot share memory, use transport="collectives". Rank 1: no room' in found["memory"]
+        assert found["after"] == "no error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm import windows as comm_windows
 from hecate.runtime.comm.windows import shared_windows
 from hecate.runtime.comm.world import find_world
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.ops.one_sided import Transport
+from tests.support.one_sided import all_to_all
 from tests.support.ranks import message_of, run_ranks
 
 CPU = torch.device("cpu")
@@ -23,6 +26,14 @@ CPU = torch.device("cpu")
 def exchange(rounds: int) -> dict[str, Any]:
     """On one rank: exchanges of any sizes, and then the ways in which it ends badly."""
     world = find_world(None, CPU)
+    names: list[str] = []
+    make = comm_windows._make_file
+
+    def make_file(path: Path, size: int) -> None:
+        make(path, size)
+        names.extend(path.name for path in Path("/dev/shm").glob(f"hecate-{os.getpid()}-*"))
+
+    comm_windows._make_file = make_file
     windows = shared_windows(world, 256)
     transport = Transport(windows, polls=200_000)
     for seed in range(rounds):
@@ -30,7 +41,7 @@ def exchange(rounds: int) -> dict[str, Any]:
         # A place holds 8 rows of 32 bytes, so there are up to four chunks of a link.
         counts = random.integers(0, 30, (world.size, world.size)) * (random.random((world.size, world.size)) < 0.7)
         rows = [torch.arange(int(c.sum()) * 8).view(-1, 8).float() + 1000 * r for r, c in enumerate(counts)]
-        found = transport.all_to_all(rows[world.rank], counts[world.rank].tolist(), counts[:, world.rank].tolist())
+        found = all_to_all(transport, rows[world.rank], counts[world.rank].tolist(), counts[:, world.rank].tolist())
         parts = [rows[source].split(counts[source].tolist())[world.rank] for source in range(world.size)]
         assert torch.equal(found, torch.cat(parts)), seed
     transport.check()
@@ -55,8 +66,8 @@ def exchange(rounds: int) -> dict[str, Any]:
     else:
         shared_windows(world, 256)
     dist.barrier()
-    left = [path.name for path in Path("/dev/shm").glob("hecate-*") if path.owner() and path.stat().st_nlink]
-    return {"refused": refused, "too much": too_much, "alone": alone, "left": left}
+    left = [path.name for path in Path("/dev/shm").glob(f"hecate-{os.getpid()}-*")]
+    return {"refused": refused, "too much": too_much, "alone": alone, "names": names, "left": left}
 
 
 @pytest.mark.distributed
@@ -64,8 +75,8 @@ def exchange(rounds: int) -> dict[str, Any]:
 def test_processes_share_memory() -> None:
     for rank, found in enumerate(run_ranks(f"{__name__}:exchange", 3, rounds=100)):
         assert "Rank 1: aarch64 processors do not keep the order of plain stores" in found["refused"]
-        assert "hecate: ranks cannot share memory. Rank 0:" in found["too much"]
+        assert 'ranks cannot share memory, use transport="collectives". Rank 0:' in found["too much"]
         assert found["alone"] == (
             "no error" if rank == 2 else f"ExchangeFailed: hecate: rank {rank} waited in vain for ranks [2]"
         )
-        assert found["left"] == []
+        assert len(found["names"]) == 2 and found["left"] == []

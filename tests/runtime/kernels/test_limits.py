@@ -116,16 +116,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: balance_rows(LONG, torch.arange(3), INDEX, LONG[:, :2]), ValueError, r"expected parts \[2, 3\]",
     ),
     "what arrives": (
-        lambda: ticket_segments(LONG.t(), LONG.t(), torch.arange(3), INDEX, (1, 1)), ValueError, r"got \[3, 2\], ",
+        lambda: ticket_segments(LONG.t(), LONG.t(), torch.arange(3), INDEX), ValueError, r"got \[3, 2\], ",
     ),
     "half of what arrives": (
-        lambda: ticket_segments(LONG.t(), LONG.half(), torch.arange(3), INDEX, (1, 1)), TypeError, "of int64",
+        lambda: ticket_segments(LONG.t(), LONG.half(), torch.arange(3), INDEX), TypeError, "of int64",
     ),
     "what arrives elsewhere": (
-        lambda: ticket_segments(LONG.t(), LONG.to("meta"), torch.arange(3), INDEX, (1, 1)), ValueError, "on meta",
-    ),
-    "a chunk too many": (
-        lambda: ticket_segments(LONG.t(), LONG, torch.arange(3), INDEX, (1, 1), 2, 2), ValueError, "chunk 2 of 2",
+        lambda: ticket_segments(LONG.t(), LONG.to("meta"), torch.arange(3), INDEX), ValueError, "on meta",
     ),
     "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
     "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),

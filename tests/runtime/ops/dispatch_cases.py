@@ -18,18 +18,12 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One rank's part of one step.
-
-    Attributes:
-        chunk: which of ``chunks`` parts of the rows.
-    """
+    """One rank's part of one step."""
 
     counts: Ints
     placement: Placement
     topology: Topology
     rank: int
-    chunk: int = 0
-    chunks: int = 1
 
 
 def random_dispatch(seed: int) -> Dispatch:
@@ -43,10 +37,9 @@ def random_dispatch(seed: int) -> Dispatch:
     # Nothing, a little, much, everything.
     share = rng.choice([0.0, 0.2, 0.6, 1.0])
     replicas = [set(np.flatnonzero(rng.uniform(size=ranks) < share).tolist()) for _ in range(experts)]
-    chunks = int(rng.integers(1, 4))
     return Dispatch(
         counts=_counts(rng, ranks, experts), placement=Placement.with_replicas(owners, replicas), topology=topology,
-        rank=int(rng.integers(ranks)), chunk=int(rng.integers(chunks)), chunks=chunks,
+        rank=int(rng.integers(ranks)),
     )  # fmt: skip
 
 
@@ -81,20 +74,18 @@ def check_dispatch(given: Dispatch, device: torch.device, spare: tuple[int, int]
         spare: by how much the capacities for what leaves and what arrives are larger than what is used.
     """
     quotas = assign_tokens(given.counts, given.placement, given.topology, given.rank)
-    part = {"chunk": given.chunk, "chunks": given.chunks}
     with mock.patch.object(host, "runs_on", lambda _: False):
-        ticket = host.make_ticket(quotas, given.placement, given.rank, device, **part)
+        ticket = host.make_ticket(quotas, given.placement, given.rank, device)
     tables = DeviceTables.from_placement(given.placement, given.topology, given.rank, device)
     counts = torch.from_numpy(given.counts).to(device)
     used = [len(ticket.send_index), len(ticket.receive_index)]
     capacities = [max(count + more, 0) for count, more in zip(used, spare, strict=True)]
     send, receive = capacities
     _, sends, receives = device_quotas(counts, tables)
-    found = device_ticket(sends, receives, tables, send_capacity=send, receive_capacity=receive, **part)
+    found = device_ticket(sends, receives, tables, send_capacity=send, receive_capacity=receive)
     assert found.slot_offsets.dtype == torch.int32 and torch.equal(found.slot_offsets, ticket.slot_offsets)
     assert torch.equal(found.splits.cpu(), ticket.splits)
     assert found.used.tolist() == used
-    assert found.missing.tolist() == [max(count - most, 0) for count, most in zip(used, capacities, strict=True)]
     indices = (found.send_index, ticket.send_index), (found.receive_index, ticket.receive_index)
     for most, (index, expected) in zip(capacities, indices, strict=True):
         assert index.dtype == torch.int64 and len(index) == most

@@ -34,11 +34,10 @@ def test_random_cases_are_of_all_kinds() -> None:
     assert any(not one.topology.in_order and one.topology.num_nodes > 1 for one in given)
     assert any(one.placement.num_replicas == 0 for one in given)
     assert any((one.placement.matrix > 0).all() and one.topology.world_size > 4 for one in given)
-    assert {one.chunks for one in given} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("spare", [(-1, 0), (0, -1), (-5, -5), (-10_000, -10_000)])
-def test_what_does_not_fit_is_counted(spare: tuple[int, int]) -> None:
+def test_what_does_not_fit_is_cut_off(spare: tuple[int, int]) -> None:
     for seed in range(30):
         check_dispatch(random_dispatch(seed), CPU, spare)
 

@@ -187,5 +187,7 @@ def test_flops_count_all_rows() -> None:
 
 def test_row_slots_and_offsets() -> None:
     offs = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
-    assert torch.equal(torch.ops.hecate.row_slots(offs, 7), reference.row_slots(offs, 7))
+    for ends in (offs, offs[:0]):
+        assert torch.equal(torch.ops.hecate.row_slots(ends, 7), reference.row_slots(ends, 7))
+    assert torch.ops.hecate.row_slots(offs, 7).tolist()[5:] == [4, 4], "behind the last slot"
     assert torch.ops.hecate.sizes_to_offsets([0, 3, 0, 2], offs).tolist() == offs.tolist()

@@ -8,9 +8,12 @@ import torch
 from hecate.runtime.comm import collectives as comm_collectives
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.collective import collective_named, collectives
+from hecate.runtime.comm.windows import local_windows
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import reference
 from hecate.runtime.ops.experts import hold
+from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -459,6 +462,8 @@ _WITHOUT_LAYER = (
 @pytest.mark.parametrize("name", OPCHECKS)
 def test_opcheck(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
+    if name == "route_fixed":
+        layer.symmetric = Symmetric(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0]), 150)
     arguments = OPCHECKS[name] if name in _WITHOUT_LAYER else (*OPCHECKS[name], layer.id)
     torch.library.opcheck(getattr(torch.ops.hecate, name).default, arguments)
 

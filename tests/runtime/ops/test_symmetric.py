@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import platform
+import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hecate.runtime.comm.failures import telling
+from hecate.runtime.comm.history import labelled
 from hecate.runtime.comm.windows import local_windows
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import SINGLE, World, find_world
 from hecate.runtime.kernels import (
     balance_rows,
     expand_segments,
@@ -22,6 +29,7 @@ from hecate.runtime.kernels import (
     ticket_segments,
     wait_words,
 )
+from hecate.runtime.kernels.links import Rows
 from hecate.runtime.ops import reference, symmetric
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from hecate.runtime.ops.symmetric import Symmetric
@@ -32,10 +40,12 @@ from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.step_mode import StepMode
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, replicating_layer, routed
+from tests.support.ranks import message_of, run_ranks
 from tests.support.threads import on_threads
 
 CPU = torch.device("cpu")
 ONE_NODE = Topology((0, 0, 0))
+ONE_EACH = Owners((0, 1, 2), 3)
 # Of 9, 8 and 0 rows; rank 2 has room only if it gets none.
 PLENTY = 300
 ops = torch.ops.hecate
@@ -58,15 +68,20 @@ def even(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(10, 4, generator=torch.Generator().manual_seed(rank)), counts.cumsum(0).to(torch.int32)
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    # No kernel casts float64.
+    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)],
+)
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("name", OWNERS)
-def test_rows_go_there_and_back(name: str, replicas: str, wire: torch.dtype | None) -> None:
+def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wire: torch.dtype | None) -> None:
     """Values and gradients as with sizes that the host knows; behind what came are zeros."""
     placement = Placement.with_replicas(OWNERS[name], REPLICAS[replicas])
     everyone = [even(rank) for rank in range(3)]
     # Small whole numbers, which bf16 keeps.
-    rows_of, offsets_of = [rows.mul(4).round() for rows, _ in everyone], [offsets for _, offsets in everyone]
+    rows_of = [rows.mul(4).round().to(dtype) for rows, _ in everyone]
+    offsets_of = [offsets for _, offsets in everyone]
     counts = torch.stack([o.diff(prepend=o.new_zeros(1)) for o in offsets_of]).long()
     sends = [assign_tokens(counts.numpy(), placement, ONE_NODE, rank).sends for rank in range(3)]
     arrived, slot_offsets = reference.exchange(rows_of, offsets_of, placement, sends)
@@ -88,10 +103,10 @@ def test_rows_go_there_and_back(name: str, replicas: str, wire: torch.dtype | No
         # What lies behind is never sent: not even NaN.
         used = torch.where(torch.arange(30)[:, None] < came, out * 2, torch.nan)
         back = ops.exchange_back(used, *ticket, 10, layer.id)
-        assert torch.equal(back, torch.cat([rows[:9] * 2, torch.zeros(1, 4)]))
-        grad = torch.randn(10, 4).mul(4).round()
+        assert torch.equal(back, torch.cat([rows[:9] * 2, torch.zeros(1, 4, dtype=dtype)]))
+        grad = torch.randn(10, 4, dtype=dtype).mul(4).round()
         back.backward(grad)
-        assert torch.equal(rows.grad, torch.cat([grad[:9] * 2, torch.zeros(1, 4)]))
+        assert torch.equal(rows.grad, torch.cat([grad[:9] * 2, torch.zeros(1, 4, dtype=dtype)]))
         # Numbers of another kind.
         ids = torch.arange(10) + 100 * rank
         assert torch.equal(
@@ -170,6 +185,94 @@ def test_without_room_nothing_travels_and_all_ranks_say_so() -> None:
     on_threads(check)
 
 
+def test_a_rank_without_rows_is_told_that_no_capacity_is_enough() -> None:
+    message = symmetric._no_room("rows", [0, 3], [6, 0], 200)
+    assert "3 rows would come to rank 1, which has room for 0" in message
+    assert "no room, whatever the capacity" in message and "Config(capacity" not in message
+
+
+def test_where_kernels_wait_a_late_rank_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is told later, or when it asks for all of it."""
+    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
+    transport = Transport(local_windows(3, 128, CPU)[1], polls=2)
+    layer = layer_over(transport, World(rank=1, size=3, group=None, device=CPU), Placement.owned(ONE_EACH), 200)
+    rows, order = torch.ones(6, 4), torch.arange(6)
+    splits = torch.tensor([[2, 2, 2], [2, 2, 2], [0, 0, 0]])
+    for out in (
+        symmetric.exchange(layer, rows, splits, order, order).run(),
+        symmetric.exchange_back(layer, rows, splits, order, order, 6).run(),
+    ):
+        assert out.isnan().all()
+    layer.symmetric.settle()
+    with pytest.raises(ExchangeFailed, match=r"waited in vain for ranks \[0, 2\]"):
+        layer.symmetric.settle(whole=True)
+    told: list[list[int]] = []
+    layer.symmetric.tell_later(torch.arange(2), lambda numbers: told.append(numbers.tolist()))
+    with pytest.raises(ExchangeFailed, match="waited in vain"):
+        layer.symmetric.settle()
+    assert not told
+
+
+def test_of_a_model_that_is_gone_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its garbage has been collected differs between ranks."""
+    monkeypatch.setattr(symmetric, "_living", weakref.WeakValueDictionary())
+    told: list[list[int]] = []
+
+    def refuse(numbers: torch.Tensor) -> None:
+        told.append(numbers.tolist())
+        raise ExchangeFailed("no room")
+
+    class Model:
+        def __init__(self) -> None:
+            self.me, self.symmetric = self, Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0]), 100)
+            self.symmetric.tell_later(torch.arange(2), refuse)
+
+    gone, here, forgotten = Model(), Model(), Model()
+    forgotten.symmetric.forget()
+    gc.disable()
+    try:
+        del gone
+        with pytest.raises(ExchangeFailed, match="no room"):
+            symmetric.settle_all()
+    finally:
+        gc.enable()
+    assert told == [[0, 1], [0, 1]]
+    here.symmetric.settle()
+
+
+def wait_for_one_that_failed() -> dict[str, Any]:
+    """On one rank: the last one raises in front of an exchange, its program catches that, and it stays."""
+    world = find_world(None, CPU)
+    exchanges = Symmetric.between(world, 100)
+    rows, one = torch.ones(2, 4), torch.ones(2, dtype=torch.int64)
+
+    def exchange() -> None:
+        with labelled("exchange of a test"):
+            exchanges.exchange(Rows(rows), one, Rows(rows.clone()), most=1, wire=rows.dtype, expects=one)
+
+    def fail() -> None:
+        with telling("in its forward"):
+            raise IndexError("no such token")
+
+    exchange()
+    begin, store = time.monotonic(), dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        said = message_of(exchange)
+        store.set("said", said)
+    else:
+        said = message_of(fail)
+        store.wait(["said"])
+    return {"said": said, "seconds": time.monotonic() - begin, "again": message_of(exchange)}
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="plain stores are not in order")
+def test_a_rank_that_failed_is_named_before_the_groups_timeout() -> None:
+    first, _ = run_ranks(f"{__name__}:wait_for_one_that_failed", 2, timeout=120)
+    assert "exchange of a test cannot end: rank 1 raised IndexError: no such token in its forward" in first["said"]
+    assert first["said"] == first["again"] and first["seconds"] < 60
+
+
 MODULES = (
     balance_rows, split_rows, ticket_segments, expand_segments, gather_rows, put_rows, take_rows, post_words,
     wait_words,
@@ -189,8 +292,7 @@ def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatc
     world = World(rank=1, size=3, group=None, device=CPU)
     placement = Placement.with_replicas(OWNERS["contiguous"], REPLICAS["some replicas"])
     layer = layer_over(windows()[1], world, placement, 200)
-    # On CUDA it does not ask after each exchange.
-    monkeypatch.setattr(Symmetric, "exchange", lambda self, *args, **kw: self.transport.exchange(*args, **kw))
+    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
     placed, _ = ops.place(torch.zeros(1), layer.id)
     placed, (_, offsets) = layer.placer.find(placed), even(1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

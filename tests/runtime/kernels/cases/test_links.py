@@ -19,6 +19,7 @@ from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
 from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
 from tests.support.extent import ALL
+from tests.support.one_sided import all_to_all
 from tests.support.unordered_memory import Ranks
 
 pytestmark = MARKS
@@ -136,7 +137,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_one_rank_waits_for_nobody(launches: list[str]) -> None:
     transport = Transport(local_windows(1, SEGMENT, DEVICE)[0])
     rows = whole_numbers(6, WIDTH)
-    assert torch.equal(transport.all_to_all(rows, [6], [6]), rows)
+    assert torch.equal(all_to_all(transport, rows, [6], [6]), rows)
     transport.check()
     chunk = ["wait_words", "put_rows", "post_words", "wait_words", "take_rows", "post_words"]
     assert launches == chunk * 2
