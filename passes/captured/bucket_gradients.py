@@ -7,14 +7,13 @@ Changes  a = replicate(p, 0); b = replicate(q, 1)
 Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
 
 Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
-its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there. It ends where the
-rows of an MoE layer come home, however small it is: the gradients of one layer's attention travel beside the layer
-before it, and only those of the first layer are left for the end.
+its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there. What is read before
+the rows of the first MoE layer come home has a bucket of its own: its gradients are ready last, with nothing left to
+hide behind, and should be few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 
 import torch
@@ -34,10 +33,11 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
     reads = _reads_with_grad(gm)
     parameters = [node for node in reads if value_of(node) is not None]
     parameters.reverse()
-    passed = _returns_passed(gm.graph)
+    ready_last = _ready_last(gm.graph)
+    last = {parameter for parameter in parameters if min(reads[parameter]) in ready_last}
     buckets: list[list[Node]] = []
     for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
-        buckets += _fill(list(same), {parameter: passed[min(reads[parameter])] for parameter in parameters})
+        buckets += _fill(list(same), last)
     for bucket in buckets:
         _merge(bucket, reads)
     return Outcome(rewritten=len(buckets))
@@ -58,23 +58,24 @@ def _kind(parameter: Node) -> tuple[torch.dtype, torch.device]:
     return value.dtype, value.device
 
 
-def _returns_passed(graph: Graph) -> dict[Node, int]:
-    """How many exchanges that bring rows home stand in front of each node."""
-    passed, count = {}, 0
+def _ready_last(graph: Graph) -> set[Node]:
+    """The nodes in front of the first exchange that brings rows home; none if there is no exchange."""
+    found: set[Node] = set()
     for node in graph.nodes:
         collective = whole_of(node.target)
-        count += collective is not None and collective.carries == "rows" and collective.homeward
-        passed[node] = count
-    return passed
+        if collective is not None and collective.carries == "rows" and collective.homeward:
+            return found
+        found.add(node)
+    return set()
 
 
-def _fill(parameters: list[Node], passed: Mapping[Node, int]) -> list[list[Node]]:
-    """Cut a list where a bucket is full, or rows come home between two."""
+def _fill(parameters: list[Node], last: set[Node]) -> list[list[Node]]:
+    """Cut a list where a bucket is full, and between ``last`` and the others."""
     buckets: list[list[Node]] = [[]]
     size = 0
     for parameter in parameters:
         value = value_of(parameter)
-        if buckets[-1] and (size >= BUCKET_BYTES or passed[parameter] != passed[buckets[-1][-1]]):
+        if buckets[-1] and (size >= BUCKET_BYTES or (parameter in last) != (buckets[-1][-1] in last)):
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

@@ -45,8 +45,8 @@ def test_dtypes_and_sizes_split_buckets(monkeypatch: pytest.MonkeyPatch) -> None
     assert apply(bucket_gradients, g, gm).rewritten == 3
 
 
-def test_a_bucket_ends_where_rows_come_home() -> None:
-    """What is read behind a layer is ready before its backward, and need not wait for what is read in front of it."""
+def test_what_is_ready_last_has_a_bucket_of_its_own() -> None:
+    """What is read behind a layer is ready before its backward, and does not wait for what is read in front of it."""
     g = GraphUnderTest()
     first, second = g.input(torch.randn(3)), g.input(torch.randn(3))
     ticket = [g.input(torch.tensor([[R], [R]])), *(g.input(torch.randperm(R)) for _ in range(2))]
