@@ -7,9 +7,7 @@ Changes  a = replicate(p, 0); b = replicate(q, 1)
 Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
 
 Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
-its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there. What is read before
-the rows of the first MoE layer come home has a bucket of its own: its gradients are ready last, with nothing left to
-hide behind, and should be few.
+its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from __future__ import annotations
 from itertools import groupby
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, arg, calls
-from hecate.runtime.comm.collective import whole_of
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
@@ -33,11 +30,9 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
     reads = _reads_with_grad(gm)
     parameters = [node for node in reads if value_of(node) is not None]
     parameters.reverse()
-    ready_last = _ready_last(gm.graph)
-    last = {parameter for parameter in parameters if min(reads[parameter]) in ready_last}
     buckets: list[list[Node]] = []
     for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
-        buckets += _fill(list(same), last)
+        buckets += _fill(list(same))
     for bucket in buckets:
         _merge(bucket, reads)
     return Outcome(rewritten=len(buckets))
@@ -58,24 +53,12 @@ def _kind(parameter: Node) -> tuple[torch.dtype, torch.device]:
     return value.dtype, value.device
 
 
-def _ready_last(graph: Graph) -> set[Node]:
-    """The nodes in front of the first exchange that brings rows home; none if there is no exchange."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        collective = whole_of(node.target)
-        if collective is not None and collective.carries == "rows" and collective.homeward:
-            return found
-        found.add(node)
-    return set()
-
-
-def _fill(parameters: list[Node], last: set[Node]) -> list[list[Node]]:
-    """Cut a list where a bucket is full, and between ``last`` and the others."""
+def _fill(parameters: list[Node]) -> list[list[Node]]:
     buckets: list[list[Node]] = [[]]
     size = 0
     for parameter in parameters:
         value = value_of(parameter)
-        if buckets[-1] and (size >= BUCKET_BYTES or (parameter in last) != (buckets[-1][-1] in last)):
+        if buckets[-1] and size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

@@ -6,8 +6,8 @@ Changes  the order of nodes, by these rules:
             and the first of the next (attention, norms, gate). Experts come with the gap before their layer, sharded
             dense parameters a gap before the one that they are used in.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
-            Dense ones that are ready when a gap's compute is over would be in the way of the next layer's first
-            exchange: they leave when that has come, beside the experts' compute.
+            Dense ones that are ready when a gap's compute is over would be in the way of the next layer's exchanges:
+            they leave with the gap behind these.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
          4. The chunks of a layer's rows start as soon as they are there.
@@ -174,11 +174,11 @@ def _send_gradients(
     """Rules 2 and 3."""
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
         ready = plan.key[one.start]
-        gap = next((gap for gap in gaps if gap.end > ready), None)
-        begin = max(gap.begin, ready) if gap is not None else Key(plan.end)
+        left = [gap for gap in gaps if gap.end > ready]
+        if left and left[0].exchange is not None and _would_hold_up(one, ready, left[0].exchange, plan):
+            del left[0]
+        begin = max(left[0].begin, ready) if left else Key(plan.end)
         phase = Phase.START_REDUCE if begin.phase is Phase.GAP else Phase.START_READY
-        if gap is not None and gap.exchange is not None and _would_hold_up(one, ready, gap.exchange, plan):
-            begin, phase = plan.key[gap.exchange.wait], Phase.START_REDUCE
         plan.key[one.start] = Key(begin.node, phase, 2 * turn + 1)
     flying: list[InFlight] = []
     for one in sorted(reduces, key=lambda one: plan.key[one.start]):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.fx import Node
 
-from hecate.passes.base import PassContext
 from hecate.passes.captured.bucket_gradients import bucket_gradients
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate
-from tests.support.graphs import GraphUnderTest, R, apply, number_of, targets
+from tests.support.graphs import GraphUnderTest, apply, number_of, targets
 
 MODULE = torch.nn.Linear(3, 1, bias=False)
 
@@ -43,24 +42,6 @@ def test_dtypes_and_sizes_split_buckets(monkeypatch: pytest.MonkeyPatch) -> None
         total = g.call(operator.add, total, other)
     gm = g.finish(total)
     assert apply(bucket_gradients, g, gm).rewritten == 3
-
-
-def test_what_is_ready_last_has_a_bucket_of_its_own() -> None:
-    """What is read behind a layer is ready before its backward, and does not wait for what is read in front of it."""
-    g = GraphUnderTest()
-    first, second = g.input(torch.randn(3)), g.input(torch.randn(3))
-    ticket = [g.input(torch.tensor([[R], [R]])), *(g.input(torch.randperm(R)) for _ in range(2))]
-    rows = g.method("mul", g.input(torch.randn(R, 3)), read(g, first))
-    home = g.call(torch.ops.hecate.exchange_back.default, rows, *ticket, R, g.layer)
-    again = g.call(operator.mul, home, read(g, first))
-    gm = g.finish(g.call(operator.mul, again, read(g, second)))
-    expected = gm(*g.inputs)
-    # Without the checks of a whole graph: this one has a ticket, and no route.
-    assert bucket_gradients(gm, PassContext(world_size=1)).rewritten == 2
-    gm.recompile()
-    torch.testing.assert_close(gm(*g.inputs), expected, rtol=0, atol=0)
-    order = [name for name in targets(gm) if name in ("replicate_bucket", "exchange_back.default")]
-    assert order == ["replicate_bucket", "exchange_back.default", "replicate_bucket"]
 
 
 def test_unused_and_no_grad_reads_are_left_alone() -> None:

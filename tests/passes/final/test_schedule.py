@@ -115,8 +115,8 @@ def test_nothing_is_in_flight_without_a_budget() -> None:
 
 
 @pytest.mark.parametrize("attention_left", [False, True], ids=["nothing left", "attention left"])
-def test_dense_gradients_do_not_hold_up_the_next_exchange(attention_left: bool) -> None:
-    """They leave when the exchange has come, unless a matmul is left beside which they can travel."""
+def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool) -> None:
+    """They leave behind these, unless a matmul is left beside which they can travel."""
     (first, second), ops = (
         [number_of(add_layer(name=name, owners=Owners.contiguous(E, 1), world=SINGLE)) for name in ("a", "b")],
         torch.ops.hecate,
@@ -135,12 +135,12 @@ def test_dense_gradients_do_not_hold_up_the_next_exchange(attention_left: bool) 
     expected = gm(*inputs)
     run(FINAL_PASSES, gm)
     nodes = list(gm.graph.nodes)
-    place = {(one.collective.name, one.start.args[-3]): one for one in in_flight(nodes)}
+    place = {(one.collective.name, one.start.args[-3]): one for one in in_flight(nodes) if one.role == "exchange"}
     (mean,) = (one for one in in_flight(nodes) if one.role == "reduce")
     exchange = place["exchange", second]
     (gradient,) = (node for node in mean.start.all_input_nodes if calls(node, torch.ops.aten.mm))
-    experts = next(node for node in nodes[nodes.index(exchange.wait) :] if calls(node, torch.ops.aten.mm))
-    order = [nodes.index(node) for node in (exchange.start, gradient, exchange.wait, mean.start, experts)]
+    home = place["exchange_back", second]
+    order = [nodes.index(node) for node in (exchange.start, gradient, exchange.wait, home.wait, mean.start)]
     if attention_left:
         assert nodes.index(mean.start) < nodes.index(exchange.start)
     else:
