@@ -264,7 +264,7 @@ def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
     pieces = [_numbers(here, index) for index in nodes.tokens]
     tokens = pieces[0] if len(pieces) == 1 else here.call(torch.cat, pieces)
     route = torch.ops.hecate.route_nodes.default
-    parts = here.call(route, tokens, ticket.counts, ticket.placement, *ticket.rest, region.layer)
+    parts = here.call(route, tokens, ticket.counts, ticket.placement, *ticket.rest, nodes.choices, region.layer)
     return replace(ticket, by_node=tuple(here.parts(parts, NODE_TICKET_PARTS)))
 
 

@@ -9,10 +9,12 @@
 They are right where rows of one token are equal on the way there, and only the sum over a token's rows is used on the
 way back: the sum of the rows that come from one node stands in one of them, the others are zero
 (``hecate.passes.captured.node_rows`` proves both). Each is the transpose of the other.
+``choices`` is for the planner: how many rows each token has, 0 if that is not known.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,9 +38,13 @@ def _route_nodes(
     splits: Tensor,
     send_index: Tensor,
     receive_index: Tensor,
+    choices: int,
     layer: int,
 ) -> Job:
     record = get_layer(layer)
+    if choices and record.sizes.together != choices:
+        # Plans of this layer count tokens from now on, on all ranks.
+        record.placer.sizes = replace(record.sizes, together=choices)
     world, topology = record.world, record.placer.model.topology
     device, rank = receive_index.device, world.rank
     sent, received = splits.numpy()
@@ -68,6 +74,7 @@ def _route_nodes_fake(
     splits: Tensor,
     send_index: Tensor,
     receive_index: Tensor,
+    choices: int,
     layer: int,
 ) -> list[Tensor]:
     ctx = torch.library.get_ctx()
@@ -160,7 +167,7 @@ def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
 
 define_collective(
     "route_nodes(Tensor tokens, Tensor counts, Tensor placement, Tensor splits, Tensor send_index, "
-    "Tensor receive_index, int layer) -> Tensor[]",
+    "Tensor receive_index, int choices, int layer) -> Tensor[]",
     _route_nodes,
     _route_nodes_fake,
     role="exchange",

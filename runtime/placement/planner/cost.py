@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +63,14 @@ class LayerSizes:
         expert_bytes: all parameters of one expert on the wire.
         expert_transfers: times that a replica crosses the link in a step: it comes once, again for the backward if it
             is rematerialized, and its gradient leaves once.
+        together: rows of a token, where its row crosses to each node once; 1 where each crosses by itself.
     """
 
     row_flops: float
     row_bytes: float
     expert_bytes: float
     expert_transfers: int = 2
+    together: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +130,14 @@ class CostModel:
         if num_nodes > 1:
             share = topology.node_sizes / world_size
             expert, node, on_node = _visits(experts, topology.nodes[ranks], quota, topology)
-            seconds = _busiest(total * share, load[expert] * share[node], on_node, node) / rates.node_bytes
+            received, sent = _exchanged(total * share, load[expert] * share[node], on_node, node)
+            received = self._crossing(received, total * (1 - share))
+            sent = self._crossing(sent, total * share * (num_nodes - 1))
+            seconds = float(max(received.max(), sent.max())) / rates.node_bytes
         if world_size > num_nodes:
             own = np.full(world_size, total / world_size)
-            seconds = max(seconds, _busiest(own, load[experts] / world_size, quota, ranks) / rates.rank_bytes)
+            received, sent = _exchanged(own, load[experts] / world_size, quota, ranks)
+            seconds = max(seconds, float(max(received.max(), sent.max())) / rates.rank_bytes)
         return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
 
     def owners_work(self, rows: list[int], owners: Owners) -> tuple[float, float]:
@@ -141,12 +148,27 @@ class CostModel:
         if topology.num_nodes > 1:
             for ranks in topology.members:
                 share, owned = len(ranks) / world_size, sum([level[rank] for rank in ranks])
-                seconds = max(seconds, owned * (1 - share), (total - owned) * share)
+                received, sent = owned * (1 - share), (total - owned) * share
+                if self.sizes.together > 1:
+                    received = self._crossing(received, total * (1 - share))
+                    sent = self._crossing(sent, total * share * (topology.num_nodes - 1))
+                seconds = max(seconds, received, sent)
             seconds /= rates.node_bytes
         if world_size > topology.num_nodes:
             most = max(max(level) * (world_size - 1), total - min(level)) / world_size
             seconds = max(seconds, most / rates.rank_bytes)
         return self.compute(max(level)), _ROWS * seconds * self.sizes.row_bytes
+
+    def _crossing(self, rows: Any, of: Any) -> Any:
+        """Rows on a node's link, if ``rows`` of the ``of`` that might are computed behind it; numbers or arrays.
+
+        Where a token crosses once, it does if any of its rows does. They are taken to go where they go independently.
+        """
+        together = self.sizes.together
+        if together == 1:
+            return rows
+        part = rows / np.maximum(of, 1)
+        return of * (1 - (1 - part) ** together) / together
 
     def compute(self, rows: float) -> float:
         """Seconds in which one rank computes so many rows, forward and backward."""
@@ -194,8 +216,8 @@ def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tu
     return experts[starts], nodes[starts], np.add.reduceat(quota, starts)
 
 
-def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
-    """Most rows that anyone sends or receives.
+def _exchanged(own: Floats, have: Floats, compute: Floats, where: Ints) -> tuple[Floats, Floats]:
+    """Rows that each rank (or node) receives and sends, ``[W]`` (or ``[N]``).
 
     Args:
         own: rows that each rank (or node) has, ``[W]`` (or ``[N]``).
@@ -204,9 +226,8 @@ def _busiest(own: Floats, have: Floats, compute: Floats, where: Ints) -> float:
         where: the rank (or node), ``[n]``.
     """
     stay = np.minimum(have, compute)
-    received = np.bincount(where, compute - stay, minlength=len(own))
-    sent = own - np.bincount(where, stay, minlength=len(own))
-    return float(max(received.max(), sent.max()))
+    received: Any = np.bincount(where, compute - stay, minlength=len(own))
+    return received, own - np.bincount(where, stay, minlength=len(own))
 
 
 def _most(sources: Ints, destinations: Ints) -> int:

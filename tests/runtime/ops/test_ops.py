@@ -171,7 +171,8 @@ def test_exchange_nodes_and_back(replicas: str, topology: str, wire: torch.dtype
         gathered = hecate.gather_counts(offsets, placed, layer.id)
         slots = placement.owners.counts[rank] + len(held)
         _, *ticket = hecate.route(gathered, placed, offsets, slots, 1, layer.id)
-        by_node = hecate.route_nodes(tokens[rank], gathered, placed, *ticket, layer.id)
+        by_node = hecate.route_nodes(tokens[rank], gathered, placed, *ticket, 2, layer.id)
+        assert layer.sizes.together == 2
         out = hecate.exchange_nodes(rows, *by_node, layer.id)
         assert torch.equal(out, arrived[rank])
         back = hecate.exchange_nodes_back(out * 2, *by_node, lengths[rank], layer.id)
@@ -431,7 +432,7 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     ),
     "route_nodes": (
         torch.tensor([0, 1, 0, 2, 2, 1]), torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([[6], [6]]),
-        torch.arange(6), torch.arange(6),
+        torch.arange(6), torch.arange(6), 2,
     ),
     "exchange_nodes": (
         torch.randn(6, 3, requires_grad=True), torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]),

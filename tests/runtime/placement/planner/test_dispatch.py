@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ from hecate.runtime.placement.planner import (
     split_fastest,
 )
 from hecate.runtime.placement.topology import Topology
-from tests.runtime.placement.planner.cases import FAST, Case, cases, costs_of, placements, rates
+from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 
 drawn_cases = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))
 
@@ -143,12 +145,34 @@ def test_with_three_nodes_other_rows_than_those_that_must_may_fill_a_link() -> N
 
 
 @FAST
-@given(drawn_cases, rates)
-def test_the_work_of_owners_alone_has_a_short_cut(drawn: tuple[Case, Placement], links: Rates) -> None:
+@given(drawn_cases, rates, st.sampled_from([1, 2, 8]))
+def test_the_work_of_owners_alone_has_a_short_cut(drawn: tuple[Case, Placement], links: Rates, together: int) -> None:
     case, placement = drawn
     rows, costs = case.load.tolist(), costs_of(case.topology, links)
+    costs = replace(costs, sizes=replace(costs.sizes, together=together))
     expected = costs.work(rows, owners_only(rows, placement), placement)
     assert costs.owners_work(rows, case.owners) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("topology", [Topology.even(8, 4), Topology((0, 1, 2))], ids=["2 nodes", "3 nodes"])
+@pytest.mark.parametrize("skew", [0.0, 0.8], ids=["even", "skewed"])
+def test_tokens_that_cross_once_are_counted_once(topology: Topology, skew: float) -> None:
+    """Against tokens that choose experts at random: those of other nodes that each needs, counted one by one."""
+    rng, experts, choices, tokens = np.random.default_rng(0), 48, 8, 2000
+    owners, nodes = Owners.contiguous(experts, topology.world_size), topology.num_nodes
+    popular = -skew * np.log(rng.permutation(experts) + 1.0)
+    chosen = np.argsort(-popular - rng.gumbel(size=(topology.world_size, tokens, experts)), axis=2)[:, :, :choices]
+    visits = np.zeros((topology.world_size, tokens, nodes), dtype=bool)
+    np.put_along_axis(visits, topology.nodes[owners.array[chosen]], True, axis=2)
+    crossing = np.zeros((nodes, nodes))
+    np.add.at(crossing, topology.nodes, visits.sum(1))
+    np.fill_diagonal(crossing, 0)
+    busiest = max(crossing.sum(0).max(), crossing.sum(1).max())
+    costs = costs_of(topology, Rates(flops=1e18, rank_bytes=1e18, node_bytes=4 * SIZES.row_bytes))
+    rows = np.bincount(chosen.ravel(), minlength=experts).tolist()
+    once = replace(costs, sizes=replace(costs.sizes, together=choices)).owners_work(rows, owners)[1]
+    assert once == pytest.approx(busiest, rel=0.1)
+    assert costs.owners_work(rows, owners)[1] > 2 * busiest
 
 
 @FAST
