@@ -36,7 +36,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     ``counts`` uint32 ``[step, layer, rank, expert]`` rows that the rank routed to the expert in its own batch
     ``layers`` str ``[layer]``                       names of the experts modules
     ``owners`` int32 ``[layer, expert]``             who owned what at the first step
-    ``sizes``  float64 ``[layer, 4]``                the fields of ``LayerSizes``, as plans used them
+    ``sizes``  float64 ``[layer, 5]``                the fields of ``LayerSizes``, as plans used them
     ``rates``  float64 ``[5]``                       the fields of :class:`hecate.Rates`, as plans used them
     ``nodes``  int32 ``[rank]``                      node of each rank
     ========== ==================================== ==========================================================

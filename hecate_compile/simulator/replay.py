@@ -52,11 +52,14 @@ def load_recorded(path: Path) -> Recorded:
     )  # fmt: skip
 
 
-def _sizes(row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2) -> LayerSizes:
-    """A line of a file; older ones do not say how often replicas cross the link."""
+def _sizes(
+    row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2, together: float = 1
+) -> LayerSizes:
+    """A line of a file; older ones do not say how often replicas cross the link, nor whether rows cross together."""
     return LayerSizes(
-        row_flops=row_flops, row_bytes=row_bytes, expert_bytes=expert_bytes, expert_transfers=int(expert_transfers)
-    )
+        row_flops=row_flops, row_bytes=row_bytes, expert_bytes=expert_bytes,
+        expert_transfers=int(expert_transfers), together=int(together),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
