@@ -142,14 +142,14 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        straight = self._sums_in_nodes(start) or (self.cluster.cpus and start.collective.carries == "counts")
+        straight = self._straight(start)
         rounds = 0 if straight else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
         ended, leaving = begun + self.cluster.latency + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
         crowded = self.cluster.crowded if start.collective.carries == "rows" else 1.0
-        for matrix in self._matrices(start):
+        for matrix in straight or self._matrices(start):
             ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
             leaving += sent
         return ended, leaving
@@ -175,10 +175,6 @@ class _Links:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
         size, collective = self.cluster.ranks, start.collective
         carried = self.layers[start.layer] if start.layer is not None else None
-        if self._sums_in_nodes(start):
-            return self._in_nodes_and_across()
-        if self.cluster.cpus and collective.carries == "counts":
-            return [np.ones((size, size))]
         if collective.ring_rounds:
             # In each round every rank passes on all parts but one. A sum is cut into a part for each rank; gathered
             # experts are padded to the rank that owns most.
@@ -203,16 +199,17 @@ class _Links:
             return [np.tile(np.asarray(carried.owned, dtype=np.float64), (size, 1))]
         raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
 
-    def _sums_in_nodes(self, start: Start) -> bool:
-        """Whether it is ``collectives.all_reduce_by_nodes``. Nodes of a cluster file have as many ranks each."""
-        return self.cluster.cpus and self.cluster.nodes > 1 and start.collective.carries == "bucket"
-
-    def _in_nodes_and_across(self) -> list[Floats]:
-        """What its four steps send: parts to neighbours, parts of these across, and both back."""
-        nodes, gpus = self.cluster.nodes, self.cluster.gpus
-        neighbours = np.kron(np.eye(nodes), np.ones((gpus, gpus))) / gpus
-        across = np.kron(np.ones((nodes, nodes)), np.eye(gpus)) / (gpus * nodes)
-        return [neighbours, across, across, neighbours]
+    def _straight(self, start: Start) -> list[Floats]:
+        """What does not go around a ring on CPUs, as :meth:`_matrices` has it; nothing of others."""
+        nodes, gpus, carries = self.cluster.nodes, self.cluster.gpus, start.collective.carries
+        if self.cluster.cpus and carries == "counts":
+            return [np.ones((nodes * gpus, nodes * gpus))]
+        if self.cluster.cpus and carries == "bucket" and nodes > 1:
+            # ``collectives.all_reduce_by_nodes``: parts to neighbours, parts of these across, and both back.
+            neighbours = np.kron(np.eye(nodes), np.ones((gpus, gpus))) / gpus
+            across = np.kron(np.ones((nodes, nodes)), np.eye(gpus)) / (gpus * nodes)
+            return [neighbours, across, across, neighbours]
+        return []
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
         """When each rank has sent and received everything, and bytes that leave each node.

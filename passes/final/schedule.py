@@ -194,10 +194,10 @@ def _would_hold_up(one: InFlight, ready: Key, exchange: InFlight, plan: Plan) ->
     """Whether no matmul is left, beside which a dense gradient could travel before the exchange starts."""
     if one.collective.carries != "bucket":
         return False
-    needed = closure_backward([exchange.start])
-    return not any(
-        is_heavy(node) for node in plan.nodes[ready.node : plan.key[exchange.start].node] if node in needed
-    )
+    left = plan.nodes[ready.node : plan.key[exchange.start].node]
+    # Of what the exchange needs, the part in between: all of it would be most of the graph, for each bucket.
+    needed = closure_backward([exchange.start], since=left[0]) if left else set()
+    return not any(is_heavy(node) for node in left if node in needed)
 
 
 def _wait_at(one: InFlight, key: Key, plan: Plan, tails: dict[Node, set[Node]]) -> None:

@@ -76,7 +76,7 @@ class Transport:
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
         self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
 
-    def exchange(
+    def steps(
         self,
         leaving: Rows,
         sends: Tensor,
@@ -86,8 +86,10 @@ class Transport:
         wire: torch.dtype,
         expects: Tensor | None = None,
         stop: Stop | None = None,
-    ) -> None:
-        """Bring rows to other ranks, and theirs to their places here.
+    ) -> Iterator[tuple[str, Chunk]]:
+        """Bring rows to other ranks, and theirs to their places here: yields what each step is, and then does it.
+
+        An exchange is all of its steps, one after the other; whoever walks through them may do other things between.
 
         Args:
             leaving: this rank's, in places rank by rank.
@@ -102,22 +104,10 @@ class Transport:
         Raises:
             ValueError: what leaves and what arrives have rows of different lengths, a row is longer than a segment of
                 the window, or ``most`` is more than words can tell.
-        """
-        for _ in self.steps(leaving, sends, arriving, most=most, wire=wire, expects=expects, stop=stop):
-            pass
 
-    def steps(
-        self,
-        leaving: Rows,
-        sends: Tensor,
-        arriving: Rows,
-        *,
-        most: int,
-        wire: torch.dtype,
-        expects: Tensor | None = None,
-        stop: Stop | None = None,
-    ) -> Iterator[tuple[str, Chunk]]:
-        """:meth:`exchange` step by step: yields the name of each step and its chunk, and then does it."""
+        Yields:
+            The name of the next step, and its chunk.
+        """
         windows, rank = self.windows, self.windows.rank
         capacity, size = capacity_of(windows.data[rank], leaving.tensor, wire), row_bytes(leaving.tensor, wire)
         if size != row_bytes(arriving.tensor, wire):

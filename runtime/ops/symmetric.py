@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,22 +108,22 @@ class Symmetric:
     def exchange(
         self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype, expects: Tensor
     ) -> None:
-        """:meth:`Transport.exchange`. If rows did not come it raises, or leaves NaN where the host does not wait."""
+        """All :meth:`Transport.steps`. If rows did not come it raises, or leaves NaN where the host does not wait."""
         group, rows = self.world.group, arriving.tensor
-        run = partial(self.transport.exchange, leaving, sends, arriving, most=most, wire=wire, expects=expects)
+        steps = partial(self.transport.steps, leaving, sends, arriving, most=most, wire=wire, expects=expects)
         if group is not None:
             # As one row of it: ranks need not have as many.
             begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
         if not _host_waits(self.world.device):
-            run()
+            _walk(steps())
             if rows.is_floating_point():
                 rows.masked_fill_(self.transport.faults.any(), torch.nan)
         elif group is None:
-            run()
+            _walk(steps())
             self.transport.check()
         else:
             with supervised_waits(group) as stop:
-                run(stop=stop)
+                _walk(steps(stop=stop))
                 self.transport.check()
 
     # --- what the host learns ---
@@ -162,6 +162,12 @@ class Symmetric:
     def forget(self) -> None:
         """What the host was to be told is of no interest any more."""
         self._unread.clear()
+
+
+def _walk(steps: Iterator[object]) -> None:
+    """Do all of them."""
+    for _ in steps:
+        pass
 
 
 def _host_waits(device: torch.device) -> bool:

@@ -15,9 +15,14 @@ from hecate.runtime.ops.one_sided import Transport
 def all_to_all(transport: Transport, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
     """What :func:`hecate.runtime.comm.collectives.all_to_all` does."""
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    for _ in steps_of_all_to_all(transport, rows, out, send, receive):
-        pass
+    walk(steps_of_all_to_all(transport, rows, out, send, receive))
     return out
+
+
+def walk(steps: Iterator[object]) -> None:
+    """Do all steps of an exchange."""
+    for _ in steps:
+        pass
 
 
 def steps_of_all_to_all(

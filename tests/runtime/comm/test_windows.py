@@ -17,7 +17,7 @@ from hecate.runtime.comm.windows import shared_windows
 from hecate.runtime.comm.world import find_world
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.ops.one_sided import Transport
-from tests.support.one_sided import all_to_all
+from tests.support.one_sided import all_to_all, walk
 from tests.support.ranks import message_of, run_ranks
 
 CPU = torch.device("cpu")
@@ -59,9 +59,8 @@ def exchange(rounds: int) -> dict[str, Any]:
     if world.rank != last:
         late = Transport(shared_windows(world, 256), polls=300)
         one = torch.ones(world.size, dtype=torch.int64)
-        late.exchange(
-            Rows(torch.ones(world.size, 4)), one, Rows(torch.ones(world.size, 4)), most=1, wire=torch.float32
-        )
+        rows, room = (Rows(torch.ones(world.size, 4)) for _ in range(2))
+        walk(late.steps(rows, one, room, most=1, wire=torch.float32))
         alone = message_of(late.check)
     else:
         shared_windows(world, 256)

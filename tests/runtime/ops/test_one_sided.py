@@ -21,6 +21,7 @@ from tests.runtime.ops import test_ops
 from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, Lost, cases, run, run_experts, skewed
 from tests.support import one_sided
 from tests.support.extent import ALL
+from tests.support.one_sided import walk
 from tests.support.ranks import run_ranks
 from tests.support.unordered_memory import Ranks, Stuck
 
@@ -201,15 +202,15 @@ def test_what_cannot_be_is_refused() -> None:
     transport = Transport(local_windows(1, SEGMENT, CPU)[0])
     long, sends = torch.zeros(1, SEGMENT), torch.tensor([1])
     with pytest.raises(ValueError, match="a row of 512 bytes does not fit into segments of 128"):
-        transport.exchange(Rows(long), sends, Rows(long), most=1, wire=torch.float32)
+        walk(transport.steps(Rows(long), sends, Rows(long), most=1, wire=torch.float32))
     with pytest.raises(ValueError, match=r"rows \[6, 2\] leave, \[1, 128\] arrive"):
-        transport.exchange(Rows(SOME_ROWS), sends, Rows(long), most=1, wire=torch.float32)
+        walk(transport.steps(Rows(SOME_ROWS), sends, Rows(long), most=1, wire=torch.float32))
     with pytest.raises(ValueError, match="at most 268435455 can go"):
-        transport.exchange(Rows(SOME_ROWS), sends, Rows(SOME_ROWS), most=1 << COUNT_BITS, wire=torch.float32)
+        walk(transport.steps(Rows(SOME_ROWS), sends, Rows(SOME_ROWS), most=1 << COUNT_BITS, wire=torch.float32))
     with pytest.raises(TypeError, match=r"rows of torch.int64 do not travel as torch.float32"):
-        transport.exchange(Rows(SOME_ROWS.long()), sends, Rows(SOME_ROWS), most=1, wire=torch.float32)
+        walk(transport.steps(Rows(SOME_ROWS.long()), sends, Rows(SOME_ROWS), most=1, wire=torch.float32))
     with pytest.raises(ValueError, match="contiguous rows only"):
-        transport.exchange(Rows(SOME_ROWS), sends, Rows(torch.zeros(2, 6).t()), most=1, wire=torch.float32)
+        walk(transport.steps(Rows(SOME_ROWS), sends, Rows(torch.zeros(2, 6).t()), most=1, wire=torch.float32))
 
 
 # --- the operators over it ---
