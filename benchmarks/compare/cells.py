@@ -35,7 +35,7 @@ class Variant:
 # A line here is all that another one needs.
 VARIANTS: dict[str, Variant] = {
     "static EP (node-wise)": Variant(of="static EP", options={"dispatch": "nodes"}, shown=True),
-    "hecate (node-wise)": Variant(of="hecate", options={"dispatch": "nodes"}),
+    "hecate (node-wise)": Variant(of="hecate", options={"dispatch": "nodes"}, shown=True),
     "hecate (one chunk)": Variant(of="hecate", options={"chunks": 1}),
     "hecate (two chunks)": Variant(of="hecate", options={"chunks": 2}),
 }
