@@ -10,16 +10,19 @@ from benchmarks.compare.cells import BOUNDS, EVEN, VARIANTS
 from benchmarks.compare.waits import KINDS, seconds_waited
 
 BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
-# LAER's layout takes more memory than Hecate's replicas; with as much Hecate is this line.
-LARGE, OURS_LARGE = "LAER", "hecate (LAER's memory)"
+# Others that are compared with Hecate in another setting, too: with as much memory as LAER's layout takes, and with
+# rows that cross to each node once.
+LIKE = {"LAER": "hecate (LAER's memory)", "static EP (node-wise)": "hecate (node-wise)"}
 # The time objective in all settings, which is not compared with itself.
 OWN = (
     OURS,
     "hecate (auto)",
     "hecate (calibrate)",
-    OURS_LARGE,
+    "hecate (LAER's memory)",
     *(name for name, variant in VARIANTS.items() if variant.of == OURS),
 )
+# Other settings that the summary has beside it: the default, and with rows that cross to each node once.
+SETTINGS = ("hecate (auto)", "hecate (node-wise)")
 FREE = "bound: free links"
 Samples = Sequence[dict[str, Any]]
 
@@ -188,15 +191,14 @@ class Mean(NamedTuple):
 
 
 def means(cells: dict[str, Any]) -> list[Mean]:
-    """Every other system beside Hecate, and LAER beside Hecate with as much memory."""
+    """Every other system beside Hecate, and those of :data:`LIKE` beside Hecate in their setting, too."""
     ratios: dict[tuple[str, str], dict[bool, list[float]]] = {}
     memory: dict[tuple[str, str], list[float]] = {}
     for name, workload in compared(cells):
         cell = cells[name]
         there = systems_of(cell, workload)
         pairs = [(system, OURS) for system in there if system not in BOUNDS and system not in OWN]
-        if LARGE in there and OURS_LARGE in there:
-            pairs.append((LARGE, OURS_LARGE))
+        pairs += [pair for pair in LIKE.items() if {*pair} <= {*there}]
         for other, ours in pairs:
             by_kind = ratios.setdefault((other, ours), {True: [], False: []})
             by_kind[workload in EVEN].append(times_as_long(cell, workload, other, ours).middle)

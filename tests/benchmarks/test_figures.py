@@ -50,10 +50,10 @@ def test_moves_are_in_the_seconds() -> None:
 
 def test_the_summary_compares_steps_of_the_same_round() -> None:
     samples = {"static EP": steps(2, 6, 4), "hecate": steps(1, 2, 2), "LAER": steps(3, 2.2, 2)}
-    samples |= {"hecate (calibrate)": steps(0.1, 0.1, 0.1), "bound: free links": steps(0.1, 0.1, 0.1)}
-    again = {"static EP": steps(3), "hecate": steps(1), "LAER": steps(2)}
+    samples |= {"hecate (auto)": steps(0.5, 0.5, 0.5), "bound: free links": steps(0.1, 0.1, 0.1)}
+    again = {"static EP": steps(3), "hecate": steps(1), "LAER": steps(2), "hecate (auto)": steps(0.75)}
     (line,) = report.summary({"one": cell(launch(samples), launch(again))}).splitlines()[2:]
-    assert line == "| one | zipf | 2.50 (2.00 - 3.00) | - | LAER: 1.55 (1.10 - 2.00) |"
+    assert line == ("| one | zipf | 2.50 (2.00 - 3.00) | - | LAER: 1.55 (1.10 - 2.00) | 0.50 (0.25 - 0.75) | - |")
 
 
 def test_balance_and_memory_of_a_line() -> None:
