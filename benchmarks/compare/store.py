@@ -14,8 +14,12 @@ ROOT = Path(__file__).parents[2]
 # What a sample depends on: the engine, and of the benchmark what ranks run.
 _MEASURES = ("rank", "systems", "moves", "waits", "routing", "shapes", "workloads", "machine", "calibrate")
 _CODE = ("hecate_compile", "passes", "runtime", "benchmarks/policies", "benchmarks/emulator", "benchmarks/traces")
-
 _KINDS = (".py", ".npz")
+# Parts of these that no step of a launch runs, so that the simulator can be mended with the samples that show how.
+# Workloads are made up with it; whether samples are of the same ones is a test (test_compare.py).
+_NOT_RUN = (
+    "hecate_compile/checkpoints", "hecate_compile/commands", "hecate_compile/reports", "hecate_compile/simulator",
+)  # fmt: skip
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -73,8 +77,9 @@ def add(folder: Path, cell: Cell, launch: dict[str, Any], *, first: bool) -> Pat
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Equal for equal code; launches of different code are not of one table."""
+    """Equal for equal code that steps depend on; launches of different code are not of one table."""
     files = [path for folder in _CODE for path in sorted((root / folder).rglob("*.*")) if path.suffix in _KINDS]
+    files = [path for path in files if not path.relative_to(root).as_posix().startswith(_NOT_RUN)]
     files += [root / "benchmarks" / "compare" / f"{name}.py" for name in _MEASURES]
     digest = hashlib.blake2b(digest_size=8)
     for path in files:

@@ -55,12 +55,13 @@ def test_a_file_of_before_is_one_launch(tmp_path: Path) -> None:
 
 
 def test_code_is_what_a_sample_depends_on(tmp_path: Path) -> None:
-    for folder in ("hecate_compile/runtime", "benchmarks/compare", "benchmarks/traces"):
+    for folder in ("hecate_compile/runtime", "hecate_compile/simulator", "benchmarks/compare", "benchmarks/traces"):
         (tmp_path / folder).mkdir(parents=True)
     for name in (*store._MEASURES, "report"):
         (tmp_path / "benchmarks" / "compare" / f"{name}.py").touch()
     before = store.code_digest(tmp_path)
     (tmp_path / "benchmarks" / "compare" / "report.py").write_text("changed")
+    (tmp_path / "hecate_compile" / "simulator" / "step.py").write_text("changed")
     assert store.code_digest(tmp_path) == before
     (tmp_path / "hecate_compile" / "runtime" / "queue.py").write_text("changed")
     after = store.code_digest(tmp_path)
