@@ -1,7 +1,7 @@
 """Hecate beside its rivals on a cluster of one machine.
 
     python -m benchmarks.compare                      the paper's GPT-MoE-S, scaled, on cluster A: 30 to 40 minutes
-    python -m benchmarks.compare --full               six shapes and links: about three and a half hours
+    python -m benchmarks.compare --full               five shapes and links: about four hours
     python -m benchmarks.compare --full --continue    the launches that are missing, after a run that was cut off
     python -m benchmarks.compare --report             the tables and plots again, from the samples on disk
 

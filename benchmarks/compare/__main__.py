@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import report, shapes, store
-from benchmarks.compare.cells import BOUNDS, EXTERNAL, LAUNCHES, ON_ENGINE, VARIANTS, Cell, full, known, short
+from benchmarks.compare.cells import LAUNCHES, NAMES, Cell, full, known, short
 from benchmarks.emulator.launch import Cluster, run
 from benchmarks.emulator.self_test import self_test
 from benchmarks.results_folder import results_folder
@@ -42,12 +42,19 @@ def cluster_of(cell: Cell, attention: float) -> Cluster:
     return Cluster(nodes=shapes.NODES, ranks=shapes.RANKS_PER_NODE, cores=shapes.CORES, between_nodes=rate)
 
 
-def run_cell(cell: Cell, attention: float, timeout: float) -> dict[str, Any]:
-    """All systems and workloads of one shape on one link, in one launch."""
+def run_cell(
+    cell: Cell, attention: float, timeout: float, *, seed: int = 0, steps: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """All systems and workloads of one shape on one link, in one launch.
+
+    Args:
+        seed: of what is drawn: steps that are timed, the turns that systems take, workloads that are made up.
+        steps: those to time instead, by workload.
+    """
     cluster = replace(cluster_of(cell, attention), quota_by_script=True)
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "cell.json", Path(folder) / "out.json"
-        given.write_text(json.dumps(cell.as_json() | {"attention": attention}))
+        given.write_text(json.dumps(cell.as_json() | {"attention": attention, "seed": seed, "steps": steps or {}}))
         try:
             code = run(cluster, [str(HERE / "rank.py"), str(given), str(out)], timeout=timeout)
         except TimeoutError as error:
@@ -55,7 +62,7 @@ def run_cell(cell: Cell, attention: float, timeout: float) -> dict[str, Any]:
         if code != 0 or not out.exists():
             raise SystemExit(f"compare: {cell.name} failed")
         found: dict[str, Any] = json.loads(out.read_text())
-    return {"cell": cell.as_json(), "link": cluster.between_nodes, "attention": attention, **found}
+    return {"cell": cell.as_json(), "link": cluster.between_nodes, "attention": attention, "seed": seed, **found}
 
 
 def environment(*, skipped: bool) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def environment(*, skipped: bool) -> dict[str, Any]:
     return {
         "cpu cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version(),
         "torch": version("torch"), "transformers": version("transformers"), "ranks": shapes.WORLD_SIZE,
-        "nodes": shapes.NODES, "cores per rank": shapes.CORES, "seed": 0, "self-test": not skipped,
+        "nodes": shapes.NODES, "cores per rank": shapes.CORES, "self-test": not skipped,
         "commit": _commit(), "command": " ".join(["python -m benchmarks.compare", *sys.argv[1:]]),
     }  # fmt: skip
 
@@ -117,12 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="six cells, about three and a half hours")
+    parser.add_argument("--full", action="store_true", help="five cells, about four hours")
     parser.add_argument(
         "--cell", action="append", help="only these, such as gpt-moe-s.a; also of those not in --full"
     )
-    names = ", ".join((*ON_ENGINE, *VARIANTS, *EXTERNAL, *BOUNDS))
-    parser.add_argument("--systems", help=f"only these, with commas: {names}")
+    parser.add_argument("--systems", help=f"only these, with commas: {', '.join(NAMES)}")
     parser.add_argument("--workloads", help="only these, with commas")
     parser.add_argument("--rounds", type=_positive, help="steps of every system in each workload of a launch")
     parser.add_argument("--launches", type=_positive, default=LAUNCHES, help="of each cell")
@@ -155,7 +161,7 @@ def main() -> None:
         if cell.link not in tested and self_test(cluster_of(cell, attention)) != 0:
             raise SystemExit("compare: the emulator is off by more than it may be; nothing was measured")
         tested.add(cell.link)
-        found = run_cell(cell, attention, args.timeout)
+        found = run_cell(cell, attention, args.timeout, seed=number)
         del found["cell"]
         found = {"environment": said, "code": code, **found}
         found["took"] = time.perf_counter() - start

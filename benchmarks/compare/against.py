@@ -4,8 +4,9 @@
     python -m benchmarks.compare.against COMMIT --cell modern.a --workloads zipf,balanced --launches 5 --auto
 
 The former commit runs its own code, engine and benchmark, in a checkout of its own, on the same links. Launches take
-turns, and every second pair in the other order. A line is the median over pairs of launches, with their range; what
-one launch says is the median over its steps, without what moves between them. With --auto there is a line more, of
+turns, and every second pair in the other order. Both time the steps that the former draws. A line is the median over
+pairs of launches, with their range; what one launch says is the median over its steps, without what moves between
+them. With --auto there is a line more, of
 today's default, replicas="auto", against the former two replicas. Results go to build/benchmarks/against.CELL.json.
 """
 
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,11 @@ _LAUNCH = """
 import json, sys
 from benchmarks.compare.__main__ import run_cell
 from benchmarks.compare import cells
-name, systems, workloads, rounds, attention, timeout, out = json.loads(sys.argv[1])
+name, systems, workloads, rounds, attention, timeout, steps, out = json.loads(sys.argv[1])
 # Former commits have all cells in full.
 (cell,) = [cell for cell in getattr(cells, "known", cells.full)() if cell.name == name]
-found = run_cell(cell.change(systems, workloads, rounds), attention, timeout)
+# Former commits cannot be told which.
+found = run_cell(cell.change(systems, workloads, rounds), attention, timeout, **({"steps": steps} if steps else {}))
 with open(out, "w") as file:
     json.dump(found, file)
 """
@@ -71,7 +73,7 @@ def launch(tree: Path, given: Sequence[Any]) -> dict[str, Any]:
     """One launch of a cell with the code in ``tree``.
 
     Args:
-        given: cell, systems, workloads, rounds, seconds of attention, seconds that it may take.
+        given: cell, systems, workloads, rounds, seconds of attention, seconds that it may take, steps by workload.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -84,10 +86,21 @@ def launch(tree: Path, given: Sequence[Any]) -> dict[str, Any]:
         return found
 
 
-def medians(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Seconds of a step: workload -> system -> median."""
+def steps_of(found: dict[str, Any]) -> dict[str, list[int]]:
+    """The steps that a launch timed: workload -> steps."""
     return {
-        workload: {name: statistics.median(s["seconds"] for s in samples) for name, samples in systems.items()}
+        workload: [sample["step"] for sample in next(iter(systems.values()))]
+        for workload, systems in found["samples"].items()
+    }
+
+
+def medians(found: dict[str, Any], steps: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
+    """Seconds of a step: workload -> system -> median over those of ``steps``."""
+    return {
+        workload: {
+            name: statistics.median(s["seconds"] for s in samples if s["step"] in steps[workload])
+            for name, samples in systems.items()
+        }
         for workload, systems in found["samples"].items()
     }
 
@@ -136,10 +149,19 @@ def main() -> None:
         attention = calibrate()
         shared = (args.workloads, args.rounds, attention, args.timeout)
         systems = {former: SYSTEMS, ROOT: (*SYSTEMS, *AUTO) if args.auto else SYSTEMS}
+        steps: dict[str, list[int]] | None = None
         for number in range(args.launches):
-            order = (former, ROOT) if number % 2 == 0 else (ROOT, former)
-            found = {tree: medians(launch(tree, (args.cell, ",".join(systems[tree]), *shared))) for tree in order}
-            pairs.append((found[former], found[ROOT]))
+            found = {}
+            for tree in (former, ROOT) if number % 2 == 0 else (ROOT, former):
+                given = steps if tree == ROOT else None
+                found[tree] = launch(tree, (args.cell, ",".join(systems[tree]), *shared, given))
+                # The first launch of all is the former's.
+                steps = steps or steps_of(found[former])
+            # A former version ended a workload when its time was up.
+            both = {
+                name: [s for s in steps_of(found[former])[name] if s in steps_of(found[ROOT])[name]] for name in steps
+            }
+            pairs.append((medians(found[former], both), medians(found[ROOT], both)))
             print(f"pair {number + 1} of {args.launches}", *lines_of(pairs[-1:]), sep="\n", flush=True)
     told = {"commit": args.commit, "cell": args.cell, "attention": attention, "pairs": pairs}
     (results_folder() / f"against.{args.cell}.json").write_text(json.dumps(told) + "\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.compare.shapes import LINKS, SHAPES
+from benchmarks.compare.variants import BOUNDS, IN_NODES, VARIANTS
 from benchmarks.compare.workloads import RECORDED, WORKLOADS
 
 # Policies on Hecate's engine, systems as they ship, and bounds, which are no systems.
@@ -15,46 +16,21 @@ ON_ENGINE = (
     "FasterMoE", "SmartMoE", "FlexMoE", "LAER", "post-gate",
 )  # fmt: skip
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A system on Hecate's engine that differs from another one in options, not in its policy.
-
-    Attributes:
-        of: the system whose policy it has.
-        options: of ``hecate.Config``.
-        shown: it is in the tables; others are only measured where ``--systems`` names them.
-    """
-
-    of: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    shown: bool = False
-
-
-# A line here is all that another one needs.
-VARIANTS: dict[str, Variant] = {
-    "static EP (node-wise)": Variant(of="static EP", options={"dispatch": "nodes"}, shown=True),
-    "hecate (node-wise)": Variant(of="hecate", options={"dispatch": "nodes"}, shown=True),
-    "hecate (one chunk)": Variant(of="hecate", options={"chunks": 1}),
-    "hecate (two chunks)": Variant(of="hecate", options={"chunks": 2}),
-}
-SHOWN = ON_ENGINE + tuple(name for name, variant in VARIANTS.items() if variant.shown)
+# Whatever can be measured.
+NAMES = (*ON_ENGINE, *VARIANTS, IN_NODES, *EXTERNAL, *BOUNDS)
 # What the committed tables do not show: policies that were changed after they were measured, and whether the engine
 # was, which makes every step another. Measuring all cells again (make bench-full) empties both.
 CHANGED_POLICIES = (
     "hecate", "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)", "SmartMoE", "FlexMoE", "post-gate",
 )  # fmt: skip
 ENGINE_CHANGED = True
-# A bound is played by a system's model: with even routing, or with links on which nothing takes time.
-BOUNDS = {"bound: balanced routing": "static EP", "bound: free links": "hecate"}
 # What of a system's transfers can run beside its compute on CPUs with gloo (docs/benchmarks.md says where that
 # stands in the code of each). All on the engine can.
-OVERLAPS = {"transformers EP": "nothing", "FSDP2": "nothing", "DDP": "gradients"}
+OVERLAPS = {"transformers EP": "nothing", "FSDP2": "nothing", "DDP": "gradients", IN_NODES: "rows, in its node"}
 # Workloads in which every expert gets the same in every step.
 EVEN = ("balanced",)
-# Steps of a trace that every policy has seen before the first one that is timed.
-FIRST = 100
+# The first step of a trace that may be timed; in earlier ones no policy knows anything yet.
+FIRST = 10
 # Of each cell, one after the other: what differs between launches shows only between launches.
 LAUNCHES = 3
 
@@ -65,16 +41,14 @@ class Cell:
 
     Attributes:
         rounds: timed steps of each system in each workload of a launch.
-        seconds: that a launch's ranks may take, if it matters; on a slow machine there are fewer rounds, but three
-            at least.
+        first: step of a trace before which none is timed.
     """
 
     shape: str
     link: str
     systems: tuple[str, ...]
     workloads: tuple[str, ...]
-    rounds: int
-    seconds: float | None = None
+    rounds: int = 3
     first: int = FIRST
 
     @property
@@ -92,7 +66,7 @@ class Cell:
         """
         cell = self if rounds is None else replace(self, rounds=rounds)
         if systems is not None:
-            cell = replace(cell, systems=_names(systems, (*ON_ENGINE, *VARIANTS, *EXTERNAL, *BOUNDS), "system"))
+            cell = replace(cell, systems=_names(systems, NAMES, "system"))
             if ON_ENGINE[0] not in cell.systems:
                 raise SystemExit(f"compare: {ON_ENGINE[0]} must be among the systems")
         if workloads is not None:
@@ -116,42 +90,45 @@ def fitting(shape: str) -> tuple[str, ...]:
     return tuple(w for w in WORKLOADS if SHAPES[shape].experts == 32 or w not in RECORDED)
 
 
-# Hecate in other settings, which one cell has to show.
-_SETTINGS = ("hecate (calibrate)", "hecate (LAER's memory)")
-_MOST = tuple(name for name in SHOWN if name not in _SETTINGS)
 # Cells of --full, and their workloads; every kind is in one of them.
 _FULL = {
-    "gpt-moe-s.a": ("natural", "zipf", "balanced"),
+    "gpt-moe-s.a": ("natural", "auxiliary", "zipf", "balanced"),
     "gpt-moe-s.b": ("natural", "zipf", "burst", "balanced"),
     "bert-moe.a": ("natural", "zipf", "balanced"),
     "bert-moe.b": ("natural", "zipf", "balanced"),
     "modern.a": ("zipf", "drift", "balanced"),
-    "modern.b": ("zipf", "drift", "balanced"),
 }
 
 
+# Hecate in other settings, and the cells that show them.
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "hecate (calibrate)": (), "hecate (LAER's memory)": ("gpt-moe-s.a", "modern.a"),
+}  # fmt: skip
+
+
+def systems_on(shape: str, link: str) -> tuple[str, ...]:
+    """What is measured there. Systems that are not on Hecate's engine are slowest, and are on link a only."""
+    top_k, cell = SHAPES[shape].top_k, f"{shape}.{link}"
+    variants = (name for name, one in VARIANTS.items() if one.top_k is not None and one.top_k <= top_k)
+    everywhere = (name for name in ON_ENGINE if cell in _SETTINGS.get(name, (cell,)))
+    return (*everywhere, *variants, IN_NODES, *(EXTERNAL if link == "a" else ()), *BOUNDS)
+
+
 def short() -> list[Cell]:
-    """One shape and link; three launches take 30 to 40 minutes with the self-test."""
-    return [
-        Cell(
-            shape="gpt-moe-s", link="a", systems=_MOST + EXTERNAL + tuple(BOUNDS), rounds=5, seconds=690,
-            workloads=_FULL["gpt-moe-s.a"],
-        )
-    ]  # fmt: skip
+    """One shape and link."""
+    return [cell for cell in known() if cell.name == "gpt-moe-s.a"]
 
 
 def full() -> list[Cell]:
-    """Six cells, the short one's with all systems; three launches of all take about three and a half hours."""
+    """Five cells, the short one among them."""
     return [cell for cell in known() if cell.name in _FULL]
 
 
 def known() -> list[Cell]:
-    """Every shape on every link. Systems that are not Hecate's engine are slowest, and are on link a only."""
+    """Every shape on every link."""
     return [
         Cell(
-            shape=shape, link=link, rounds=5, seconds=600,
-            systems=(SHOWN if (shape, link) == ("gpt-moe-s", "a") else _MOST)
-            + (EXTERNAL if link == "a" else ()) + tuple(BOUNDS),
+            shape=shape, link=link, systems=systems_on(shape, link),
             workloads=_FULL.get(f"{shape}.{link}", fitting(shape)),
         )
         for shape in SHAPES

@@ -1,4 +1,7 @@
-"""From raw samples to numbers. Every number is the median of what the launches say, each worked out by itself."""
+"""From raw samples to numbers. Every number is the median of what the launches say, each worked out by itself.
+
+What a launch says of time is a sum over its rounds, because a run takes as long as all of its steps do.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.compare.cells import BOUNDS, EVEN, VARIANTS
+from benchmarks.compare.cells import EVEN
+from benchmarks.compare.variants import BOUNDS, VARIANTS
 from benchmarks.compare.waits import KINDS, seconds_waited
 
 BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
@@ -15,12 +19,9 @@ BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
 LIKE = {"LAER": "hecate (LAER's memory)", "static EP (node-wise)": "hecate (node-wise)"}
 # The time objective in all settings, which is not compared with itself.
 OWN = (
-    OURS,
-    "hecate (auto)",
-    "hecate (calibrate)",
-    "hecate (LAER's memory)",
-    *(name for name, variant in VARIANTS.items() if variant.of == OURS),
-)
+    OURS, "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)",
+    *(name for name, one in VARIANTS.items() if one.of == OURS),
+)  # fmt: skip
 # Other settings that the summary has beside it: the default, and with rows that cross to each node once.
 SETTINGS = ("hecate (auto)", "hecate (node-wise)")
 FREE = "bound: free links"
@@ -72,13 +73,13 @@ def systems_of(cell: dict[str, Any], workload: str) -> list[str]:
 
 
 def times_as_long(cell: dict[str, Any], workload: str, system: str, other: str) -> Spread:
-    """How many times as long ``system`` takes as ``other`` in the same round."""
+    """How many times as long ``system`` takes as ``other`` for the same steps."""
+    return over_launches(cell, workload, lambda found: _seconds(found[system]) / _seconds(found[other]))
 
-    def ratio(samples: dict[str, Samples]) -> float:
-        pairs = zip(samples[system], samples[other], strict=True)
-        return statistics.median(seconds_of(one) / seconds_of(two) for one, two in pairs)
 
-    return over_launches(cell, workload, ratio)
+def _seconds(samples: Samples) -> float:
+    """Of a step, on average."""
+    return statistics.mean(map(seconds_of, samples))
 
 
 def line_of(cell: dict[str, Any], workload: str, system: str) -> dict[str, Any]:
@@ -92,16 +93,18 @@ def line_of(cell: dict[str, Any], workload: str, system: str) -> dict[str, Any]:
     first = cell["launches"][0]["samples"][workload][system][0]
     line: dict[str, Any] = {
         "system": system,
-        "seconds": over_launches(cell, workload, lambda found: statistics.median(map(seconds_of, found[system]))),
+        "seconds": over_launches(cell, workload, lambda found: _seconds(found[system])),
         "speed-up": times_as_long(cell, workload, BASE, system),
         "sent": middle(lambda sample: max(sample["sent"])),
         "bytes": memory_of(cell, workload, system),
-        "cpu": over_launches(cell, workload, lambda found: _busiest(found[system], "cpu")).middle,
+        "cpu": over_launches(cell, workload, lambda found: _busiest(found[system], lambda s: s["cpu"])).middle,
     }
     if "moves" in first:
         line["moves"] = middle(lambda sample: sample["moves"])
     if "process" in first:
-        line["beside"] = over_launches(cell, workload, lambda found: _busiest(found[system], "beside")).middle
+        line["beside"] = over_launches(cell, workload, lambda found: _busiest(found[system], _beside)).middle
+    if "planning" in first:
+        line["planning"] = [_planning(cell, workload, system, when) for when in ("before", "after")]
     if "rows" in first:
         line["imbalance"] = middle(lambda sample: imbalance(sample["rows"]))
         line["waits"] = waits_of(cell, workload, system)
@@ -128,13 +131,23 @@ def memory_of(cell: dict[str, Any], workload: str, system: str) -> float:
     return statistics.median(map(most, cell["launches"]))
 
 
-def _busiest(samples: Samples, what: str) -> float:
-    """Seconds of the rank whose median is largest: in its quota (cpu), or of all its other threads (beside)."""
-    found = []
-    for sample in samples:
-        own = sample["cpu"]
-        found.append(own if what == "cpu" else [p - o for p, o in zip(sample["process"], own, strict=True)])
-    return max(statistics.median(rank) for rank in zip(*found, strict=True))
+def _busiest(samples: Samples, seconds: Callable[[dict[str, Any]], Sequence[float]]) -> float:
+    """Seconds, by rank, of the rank whose median is largest."""
+    return max(statistics.median(rank) for rank in zip(*map(seconds, samples), strict=True))
+
+
+def _planning(cell: dict[str, Any], workload: str, system: str, when: str) -> float:
+    """CPU seconds of a policy's calls in a step, of the rank with most."""
+
+    def number(samples: dict[str, Samples]) -> float:
+        return _busiest(samples[system], lambda sample: sample["planning"][when])
+
+    return over_launches(cell, workload, number).middle
+
+
+def _beside(sample: dict[str, Any]) -> list[float]:
+    """CPU time of all threads of a rank but the one with a quota."""
+    return [whole - own for whole, own in zip(sample["process"], sample["cpu"], strict=True)]
 
 
 def imbalance(rows: Sequence[Sequence[int]]) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 import time
 from contextlib import nullcontext
@@ -24,19 +23,15 @@ import torch.distributed as dist
 from benchmarks.compare import routing, shapes
 from benchmarks.compare.machine import measure, measure_alone
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
-from benchmarks.compare.workloads import counts_of
+from benchmarks.compare.workloads import counts_of, timed_steps
 from benchmarks.emulator.throttle import throttled
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.world import World, find_topology, find_world
 from hecate.runtime.state.overlap_window import measure_hidden
 
 FREE_STEPS, HIDDEN_STEPS = 5, 3
-# However slow the machine is.
-LEAST_ROUNDS = 3
 # Steps of a system that are not timed. DDP fills its buckets anew after the first.
 WARM_UP = 2
-# Every how many steps policies change owners; of the others these are multiples.
-OWNERS_CHANGE = (10, 25)
 # A busy rank has this many times its share of rows.
 MANY = 4
 
@@ -88,8 +83,9 @@ class Runner:
         for key in ("rows", "replicas", "held"):
             if key in mine:
                 sample[key] = [one[key] for one in everyone]
-        if "waits" in mine:
-            sample["waits"] = {kind: [one["waits"][kind] for one in everyone] for kind in mine["waits"]}
+        for key in ("waits", "planning"):
+            if key in mine:
+                sample[key] = {kind: [one[key][kind] for one in everyone] for kind in mine[key]}
         if "routed" in mine:
             # What the engine counted, to compare with the trace; the same on all ranks.
             sample["routed"] = mine["routed"]
@@ -97,16 +93,6 @@ class Runner:
             # Relative to the start of the step; all ranks are on one machine, so they share a clock.
             self.spans = [[(*s[:2], *(t - start for t in s[2:])) for s in one["spans"]] for one in everyone]
         return sample
-
-
-def timed_steps(first: int, steps: int, rounds: int) -> list[int]:
-    """Drawn, because steps at equal distances would meet the periods of workloads and policies.
-
-    None is right before owners may change. The engine plans a step while it runs the one before, and again when
-    owners have changed since; a policy that remembers would then do something else here than offline.
-    """
-    drawn = np.random.default_rng(0).permutation(np.arange(first, steps))
-    return sorted([step for step in drawn.tolist() if all((step + 1) % every for every in OWNERS_CHANGE)][:rounds])
 
 
 def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> float:
@@ -126,19 +112,9 @@ def hidden_time(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor, wo
     return median(found)
 
 
-def time_is_up(last: float, until: float) -> bool:
-    """Whether a round that takes as long as the one that began at ``last`` would end too late. All ranks together."""
-    now = time.perf_counter()
-    late = torch.tensor([now + (now - last) > until])
-    # Clocks are read at different times, but either all go on or none.
-    dist.broadcast(late, 0)
-    return bool(late)
-
-
 def main() -> None:
-    began = time.perf_counter()
     cell = json.loads(Path(sys.argv[1]).read_text())
-    ends = began + (cell["seconds"] or math.inf)
+    seed = cell["seed"]
     shape = shapes.SHAPES[cell["shape"]]
     torch.set_num_threads(1)
     # All systems share the code of one model, and Dynamo counts each as a recompile.
@@ -155,7 +131,7 @@ def main() -> None:
     started = time.perf_counter()
     with routing.replayed_routers():
         entries = make_entries(cell["systems"], shape, rates)
-        traces = {name: counts_of(name, shape, world_size) for name in cell["workloads"]}
+        traces = {name: counts_of(name, shape, world_size, seed) for name in cell["workloads"]}
         even = counts_of("balanced", shape, world_size)
         ids = torch.randint(
             shapes.VOCABULARY, (shape.sequences, shape.sequence), generator=torch.Generator().manual_seed(rank)
@@ -186,22 +162,22 @@ def main() -> None:
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             for number, (workload, counts) in enumerate(traces.items()):
-                now = time.perf_counter()
-                until = now + (ends - now) / (len(traces) - number)
                 for entry in entries.values():
                     entry.system.begin()
-                steps = timed_steps(cell["first"], len(counts), cell["rounds"])
+                steps = cell["steps"].get(workload) or timed_steps(
+                    workload, counts, cell["first"], cell["rounds"], seed
+                )
                 samples: dict[str, list[Any]] = {name: [] for name in entries}
-                for done, step in enumerate(steps, 1):
-                    began = time.perf_counter()
-                    for name, entry in entries.items():
+                # Whatever a system leaves behind, in caches or on the link, is there for another one each time.
+                turns = np.random.default_rng([seed, number])
+                for step in steps:
+                    for name in turns.permutation(list(entries)).tolist():
+                        entry = entries[name]
                         runner.load(entry, even if entry.balanced else counts, step)
                         samples[name].append(runner.time(entry, ids) | {"step": step})
                         if runner.spans:
                             found["timelines"].setdefault(workload, {})[name] = runner.spans
                             runner.spans = []
-                    if done >= LEAST_ROUNDS and time_is_up(began, until):
-                        break
                 found["samples"][workload] = samples
                 if rank == 0:
                     medians = {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()}

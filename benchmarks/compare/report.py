@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import plots, shapes, store
-from benchmarks.compare.cells import BOUNDS, OVERLAPS
+from benchmarks.compare.cells import OVERLAPS
 from benchmarks.compare.figures import (
     BASE,
     FREE,
@@ -22,20 +22,23 @@ from benchmarks.compare.figures import (
     waits_of,
     workloads_of,
 )
+from benchmarks.compare.shapes import CORES
+from benchmarks.compare.variants import BOUNDS
 from benchmarks.compare.waits import KINDS
 
-_HEAD = """# Hecate beside its rivals, measured
+_HEAD = f"""# Hecate beside its rivals, measured
 
 Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`. A number is the median over launches,
-in brackets the least and the greatest launch; what a launch says is the median over its rounds, and ratios are of
-steps in the same round. A cell of a single launch has no brackets.
+in brackets the least and the greatest launch; what a launch says of time is the mean of its steps, the same steps for
+all systems. A cell of a single launch has no brackets.
 
 - *step*: with its share of the moves between steps; *of it moves* is that share. Where a column has `-`, the samples
   are older than it; older steps have no moves in their time.
 - *MB of a rank*: parameters, gradients, optimizer states, and the slots that experts are gathered into, on the rank
   with most.
 - *CPU ms*: of a rank in a step. First the thread that computes, which has a quota, then all its others, which have
-  none; the rank with most.
+  none; the rank with most. *of it planning*: in the policy, before the gate, where it can hide, and after it. A rank
+  has {CORES} of a core, so a step waits {1 / CORES:.1f} times as long for what does not hide.
 - *waits*: percent of the step in which a rank's compute stands still for rows, counts of rows, experts and dense
   gradients, the median rank's. What is left is compute, in its quota, and what no span shows.
 - *of the bound*: seconds on free links over those of the line.
@@ -70,9 +73,9 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
         lines += [
             "", f"### {workload}", "",
             "| system | step, s | of it moves, ms | times as fast as static EP | max/mean rows | MB leaving a node "
-            f"| MB of a rank | CPU ms: in its quota / beside it | waits, %: {' / '.join(KINDS)} | of the bound "
-            "| overlaps |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            f"| MB of a rank | CPU ms: in its quota / beside it | of it planning: before / after the gate "
+            f"| waits, %: {' / '.join(KINDS)} | of the bound | overlaps |",
+            f"|{'---|' * 12}",
         ]  # fmt: skip
         lines += [_row(line) for line in lines_of(cell, workload)]
     return "\n".join(lines) + "\n"
@@ -83,7 +86,7 @@ def _row(line: dict[str, Any]) -> str:
     columns = [
         line["system"], line["seconds"], _shown(line.get("moves"), 1e3, 0), line["speed-up"],
         _shown(line.get("imbalance"), 1, 2), f"{line['sent'] / 1e6:.1f}", f"{line['bytes'] / 1e6:.1f}",
-        f"{line['cpu'] * 1e3:.0f} / {_shown(line.get('beside'), 1e3, 0)}", _percents(waits),
+        f"{line['cpu'] * 1e3:.0f} / {_shown(line.get('beside'), 1e3, 0)}", _planning(line), _percents(waits),
         _shown(line.get("bound"), 1, 2), OVERLAPS.get(line["system"], "all"),
     ]  # fmt: skip
     return "| " + " | ".join(map(str, columns)) + " |"
@@ -93,12 +96,16 @@ def _shown(value: float | None, unit: float, digits: int) -> str:
     return "-" if value is None else f"{value * unit:.{digits}f}"
 
 
+def _planning(line: dict[str, Any]) -> str:
+    return " / ".join(f"{seconds * 1e3:.1f}" for seconds in line["planning"]) if "planning" in line else "-"
+
+
 def _percents(shares: dict[str, float] | None) -> str:
     return "-" if shares is None else " / ".join(f"{shares[kind] * 100:.0f}" for kind in KINDS)
 
 
 def summary(cells: dict[str, Any]) -> str:
-    """One line for every cell and workload: how many times as long as Hecate others take in the same round."""
+    """One line for every cell and workload: how many times as long as Hecate others take for the same steps."""
     lines = [
         f"| cell | workload | static EP | paper's rule | the fastest other | {' | '.join(SETTINGS)} |",
         f"|{'---|' * (5 + len(SETTINGS))}",
@@ -149,7 +156,7 @@ def text_of(cells: dict[str, Any]) -> str:
     parts = [
         _HEAD,
         "## In short\n",
-        "How many times as long as Hecate with two replicas others take in the same round. *hecate (paper)*, the\n"
+        "How many times as long as Hecate with two replicas others take for the same steps. *hecate (paper)*, the\n"
         "paper's rule on the same engine, counts as another. The last columns are Hecate in other settings.\n",
         summary(cells),
         "Geometric means over these lines. Hecate has two replicas on a rank, as others that reserve room. LAER's\n"

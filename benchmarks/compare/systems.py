@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 import hecate
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.cells import BOUNDS, VARIANTS
 from benchmarks.compare.moves import Moves, moments_seconds
+from benchmarks.compare.variants import BOUNDS, IN_NODES, VARIANTS
 from benchmarks.compare.waits import seconds_waited
+from benchmarks.emulator.throttle import unthrottled
 from benchmarks.policies import FasterMoE, FlexMoE, Laer, PostGate, SmartMoE
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
@@ -71,12 +72,15 @@ def options(name: str) -> Mapping[str, Any]:
 class System:
     """A model, its optimizer, and how to bring it to any step of a trace.
 
+    Args:
+        beside: bytes that it holds at its peak beside parameters, gradients and optimizer states.
+
     Attributes:
         replayed: where the choices of each layer's tokens are written.
     """
 
-    def __init__(self, model: nn.Module, shape: shapes.Shape, *, learns: bool = True) -> None:
-        self.model, self.replayed = model, routing.prepare(model, shape.tokens)
+    def __init__(self, model: nn.Module, shape: shapes.Shape, *, learns: bool = True, beside: int = 0) -> None:
+        self.model, self.replayed, self.beside = model, routing.prepare(model, shape.tokens), beside
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * learns)
 
     def step(self, ids: torch.Tensor) -> None:
@@ -114,8 +118,8 @@ class System:
         return {}
 
     def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state of this rank."""
-        total = 0
+        """Parameters, gradients and optimizer state of this rank, and what it holds beside them."""
+        total = self.beside
         for parameter in self.model.parameters():
             states = [v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
             # The gradient is as large as the parameter.
@@ -141,6 +145,39 @@ class Engine:
         return policy.replicates, policy.calibrates, name if policy.reshard_every else "", given
 
 
+class Planning:
+    """The CPU time of a policy's calls, in this thread.
+
+    Args:
+        policy: its calls are timed from now on.
+
+    Attributes:
+        seconds: since :meth:`begin`, ``before`` a step's gate, where planning can hide, and ``after`` it.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.begin()
+        for name, when in (("place", "before"), ("calibrate", "after"), ("assign", "after")):
+            setattr(policy, name, self._timed(getattr(policy, name), when))
+
+    def begin(self) -> None:
+        self.seconds, self._inside = {"before": 0.0, "after": 0.0}, False
+
+    def _timed(self, call: Callable[..., Any], when: str) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            if self._inside:
+                # A policy may ask itself.
+                return call(*args)
+            self._inside, begun = True, time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self.seconds[when] += time.thread_time() - begun
+                self._inside = False
+
+        return timed
+
+
 class EngineSystem(System):
     """A policy on Hecate's engine.
 
@@ -158,11 +195,16 @@ class EngineSystem(System):
     def begin(self) -> None:
         engine = self.engine
         self.policy, self.seen, self.moved = copy.deepcopy(self.fresh), 0, Moves()
+        self.planning = Planning(self.policy)
         # Experts move between timed steps, and not in them; the optimizer has noted their owners by then.
         self.policy.reshard_every = 0 if self.optimizer.state else self.every
         self.plans = [LayerPlan(loads=deque(maxlen=self.policy.window)) for _ in engine.layers]
         self.owners = [Owners.contiguous(layer.num_experts, layer.world.size) for layer in engine.layers]
         self.placed = [Placement.owned(owners) for owners in self.owners]
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.planning.begin()
+        super().step(ids)
 
     def catch_up(self, counts: Ints, step: int) -> None:
         layers = self.engine.layers
@@ -170,12 +212,13 @@ class EngineSystem(System):
         for index in range(self.seen, step + 1):
             if self.every and index and index % self.every == 0:
                 self._change_owners()
-            for number, layer in enumerate(layers):
-                layer.placer.plan_ahead()
-                self._note_replicas(number)
-                if index < step:
-                    layer.placer.plan.planned = None
-                    layer.placer.observe(counts[index, number])
+            with unthrottled():
+                for number, layer in enumerate(layers):
+                    layer.placer.plan_ahead()
+                    self._note_replicas(number)
+                    if index < step:
+                        layer.placer.plan.planned = None
+                        layer.placer.observe(counts[index, number])
         # A step may be asked for again.
         for layer in layers:
             layer.placer.plan_ahead()
@@ -210,9 +253,11 @@ class EngineSystem(System):
         begun = time.perf_counter()
         # A policy asks how long owners will stay. In timed steps it is 0, so that the engine moves none there.
         self.policy.reshard_every, engines = self.every, self.policy.reshard_every
-        new = self.policy.choose_owners([layer.placer.view for layer in layers])
+        timed = isinstance(self.policy, Hecate)
+        with nullcontext() if timed else unthrottled():
+            new = self.policy.choose_owners([layer.placer.view for layer in layers])
         self.policy.reshard_every = engines
-        if not isinstance(self.policy, Hecate):
+        if not timed:
             dist.barrier()
             begun = time.perf_counter()
         for layer in layers:
@@ -233,9 +278,7 @@ class EngineSystem(System):
         return self.moved.per_step()
 
     def check(self) -> None:
-        skipped = hecate.explain(self.model).skipped
-        if skipped:
-            raise RuntimeError(f"compare: a system is not what its name says: {skipped[0].reason}")
+        _refuse_skips(self.model)
 
     def learn(self, rates: Rates) -> None:
         self.engine.placer.set_rates(rates, because="given to the benchmark")
@@ -249,6 +292,7 @@ class EngineSystem(System):
         return {
             "spans": spans,
             "waits": seconds_waited(spans),
+            "planning": dict(self.planning.seconds),
             "rows": [layer.rows for layer in layers],
             "replicas": [layer.replicas for layer in layers],
             "held": [self._held(layer) for layer in layers],
@@ -264,8 +308,54 @@ class EngineSystem(System):
         return (held - placement.owners.counts[layer.world.rank]) * layer.sizes.expert_bytes
 
 
+class InNodes(System):
+    """Static EP in which the ranks of a node have all experts among them, and every node has the same.
+
+    No row leaves its node. Gradients are averaged over nodes behind the backward, in one sum for all parameters, and
+    each rank sends those of the experts that it owns. Every expert is on as many ranks as there are nodes, with its
+    optimizer state.
+    """
+
+    def __init__(self, shape: shapes.Shape, rates: Rates) -> None:
+        mesh = init_device_mesh("cpu", (shapes.NODES, shapes.RANKS_PER_NODE), mesh_dim_names=("nodes", "ranks"))
+        config = hecate.Config(backend="aot_eager", policy=Static(), dispatch="rows", rates=rates)
+        super().__init__(hecate.compile(shapes.build(shape), config, mesh=mesh["ranks"]), shape)
+        self.layers, self.across = compiled_model_of(self.model, "the benchmark").layers, mesh.get_group("nodes")
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=self.across)
+        together /= shapes.NODES
+        for gradient, mean in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        _refuse_skips(self.model)
+
+    def spans(self) -> list[Span]:
+        return list(self.layers[0].world.queue.spans)
+
+    def saw(self) -> dict[str, Any]:
+        spans = [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()]
+        return {"spans": spans, "waits": seconds_waited(spans), "rows": [layer.rows for layer in self.layers]}
+
+
+def _refuse_skips(model: nn.Module) -> None:
+    skipped = hecate.explain(model).skipped
+    if skipped:
+        raise RuntimeError(f"compare: a system is not what its name says: {skipped[0].reason}")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.numel() * local.element_size()
 
 
@@ -273,17 +363,21 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _transformers_ep(model: Any) -> nn.Module:
-    """It only starts from a checkpoint, so one is written first."""
+    """Experts and shards inside nodes, as its documentation advises for several nodes.
+
+    It only starts from a checkpoint, so one is written first.
+    """
     from transformers.distributed import DistributedConfig
 
-    size, folder = dist.get_world_size(), [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
+    folder = [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
         model.save_pretrained(folder[0])
     dist.barrier()
-    loaded: nn.Module = type(model).from_pretrained(
-        folder[0], distributed_config=DistributedConfig(fsdp_size=size, ep_size=size)
+    layout = DistributedConfig(
+        dp_replicate_size=shapes.NODES, fsdp_size=shapes.RANKS_PER_NODE, ep_size=shapes.RANKS_PER_NODE
     )
+    loaded: nn.Module = type(model).from_pretrained(folder[0], distributed_config=layout)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
@@ -291,9 +385,10 @@ def _transformers_ep(model: Any) -> nn.Module:
 
 
 def _fsdp(model: Any) -> nn.Module:
+    """Sharded inside nodes and replicated across them (HSDP), as one does with several nodes."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (shapes.NODES, shapes.RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -307,6 +402,21 @@ EXTERNAL: dict[str, Callable[[Any], nn.Module]] = {
     "transformers EP": _transformers_ep,
     "FSDP2": _fsdp,
     "DDP": _ddp,
+}
+
+
+def _layer_bytes(model: Any, *, experts: bool) -> int:
+    """Parameters of one layer, whole."""
+    named = model.model.layers[0].named_parameters()
+    return sum(_local_bytes(parameter) for name, parameter in named if experts or "experts" not in name)
+
+
+# What they hold beside their states, from the whole model: a layer that was gathered and its gradients, and buckets,
+# which are a copy of all gradients.
+BESIDE: dict[str, Callable[[nn.Module], int]] = {
+    "transformers EP": lambda model: 2 * _layer_bytes(model, experts=False),
+    "FSDP2": lambda model: 2 * _layer_bytes(model, experts=True),
+    "DDP": lambda model: sum(map(_local_bytes, model.parameters())),
 }
 
 
@@ -374,7 +484,12 @@ def make_entries(names: list[str], shape: shapes.Shape, rates: Rates) -> dict[st
     entries = {}
     for name in names:
         if name in EXTERNAL:
-            entries[name] = Entry(system=System(EXTERNAL[name](shapes.build(shape)), shape))
+            model = shapes.build(shape)
+            beside = BESIDE[name](model)
+            entries[name] = Entry(system=System(EXTERNAL[name](model), shape, beside=beside))
+            continue
+        if name == IN_NODES:
+            entries[name] = Entry(system=InNodes(shape, rates))
             continue
         played, free = BOUNDS.get(name, name), name == "bound: free links"
         policy = policies(shape)[played]

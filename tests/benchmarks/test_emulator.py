@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.compare.__main__ as compare
-from benchmarks.emulator import network, quota, self_test
+from benchmarks.emulator import network, quota, self_test, throttle
 from benchmarks.emulator.__main__ import parse_cores, parse_rate
 from benchmarks.emulator.launch import REPOSITORY, Cluster, run
 
@@ -135,3 +136,27 @@ def test_an_emulator_that_is_off_by_too_much_is_refused(
         monkeypatch.setattr(sys, "argv", ["compare"])
         with pytest.raises(SystemExit, match="nothing was measured"):
             compare.main()
+
+
+def test_a_block_without_quota_is_in_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Group:
+        def enter(self, thread: int) -> None:
+            assert thread == threading.get_native_id()
+            seen.append("in")
+
+        def leave(self, thread: int) -> None:
+            if thread == threading.get_native_id():
+                seen.append("out")
+
+    monkeypatch.setattr(throttle, "group_of_environment", Group)
+    with throttle.unthrottled():
+        assert seen == [], "there is no quota to leave"
+    with throttle.throttled():
+        with throttle.unthrottled():
+            assert seen == ["in", "out"]
+        assert seen == ["in", "out", "in"]
+    assert seen == ["in", "out", "in", "out"]
+    with throttle.unthrottled():
+        assert len(seen) == 4

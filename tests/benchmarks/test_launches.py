@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def test_code_is_what_a_sample_depends_on(tmp_path: Path) -> None:
 
 def test_cells_beyond_the_full_table_run_if_asked_for() -> None:
     assert [cell.name for cell in chosen(None, everything=False)] == ["gpt-moe-s.a"]
-    assert len(chosen(None, everything=True)) == 6
+    assert len(chosen(None, everything=True)) == 5
     (large,) = chosen(["gpt-moe-l.a"], everything=False)
     assert large.name == "gpt-moe-l.a" and large not in cells.full()
     # The short cell keeps its systems.
@@ -83,9 +85,11 @@ def test_cells_beyond_the_full_table_run_if_asked_for() -> None:
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cells, three launches of each; the fourth launch fails."""
     ran: list[str] = []
+    seeds: list[int] = []
 
-    def run_cell(cell: cells.Cell, attention: float, timeout: float) -> dict[str, Any]:
+    def run_cell(cell: cells.Cell, attention: float, timeout: float, *, seed: int) -> dict[str, Any]:
         ran.append(cell.name)
+        seeds.append(seed)
         if len(ran) == 4:
             raise SystemExit("cut off")
         return {"cell": cell.as_json(), "attention": attention, "timelines": {}}
@@ -107,6 +111,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     }  # fmt: skip
     main("--continue")
     assert ran[4:] == ["modern.b", "modern.a", "modern.b", "report"]
+    assert seeds == [0, 0, 1, 1, 1, 2, 2], "every launch draws anew, and draws the same again"
     assert [len(cell["launches"]) for cell in store.load(tmp_path).values()] == [3, 3]
     digests = iter("xxy")
     monkeypatch.setattr(store, "code_digest", lambda: next(digests))
@@ -116,12 +121,45 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_against_launches_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "run_cell", lambda cell, attention, timeout: {"ran": cell.as_json()})
-    given = ["gpt-moe-l.b", "static EP,hecate", "zipf", 2, 0.01, 9.0, str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["-c", json.dumps(given)])
-    exec(against._LAUNCH, {})
-    ran = json.loads((tmp_path / "out").read_text())["ran"]
-    assert (ran["shape"], ran["link"], ran["rounds"], ran["workloads"]) == ("gpt-moe-l", "b", 2, ["zipf"])
+    def run_cell(cell: cells.Cell, attention: float, timeout: float, **more: Any) -> dict[str, Any]:
+        return {"ran": cell.as_json(), "more": more}
+
+    monkeypatch.setattr(compare, "run_cell", run_cell)
+    for steps in (None, {"zipf": [3, 5]}):
+        given = ["gpt-moe-l.b", "static EP,hecate", "zipf", 2, 0.01, 9.0, steps, str(tmp_path / "out")]
+        monkeypatch.setattr("sys.argv", ["-c", json.dumps(given)])
+        exec(against._LAUNCH, {})
+        found = json.loads((tmp_path / "out").read_text())
+        ran = found["ran"]
+        assert (ran["shape"], ran["link"], ran["rounds"], ran["workloads"]) == ("gpt-moe-l", "b", 2, ["zipf"])
+        assert found["more"] == ({"steps": steps} if steps else {})
+
+
+def test_two_versions_time_the_steps_that_the_former_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former draws 1, 2 and 3, and has time for the first two only once."""
+    given: list[tuple[bool, Any]] = []
+
+    def launch(tree: Path, options: Any) -> dict[str, Any]:
+        now = tree == against.ROOT
+        given.append((now, options[-1]))
+        drawn = options[-1]["zipf"] if now else [1, 2, 3] if len(given) == 1 else [1, 2]
+        # Of step 3 today's would be far slower.
+        samples = [{"step": step, "seconds": (1.0 if step < 3 else 9.0) if now else 2.0} for step in drawn]
+        return {"samples": {"zipf": dict.fromkeys(against.SYSTEMS, samples)}}
+
+    @contextmanager
+    def checkout(commit: str) -> Iterator[Path]:
+        yield tmp_path
+
+    monkeypatch.setattr(against, "launch", launch)
+    monkeypatch.setattr(against, "checkout", checkout)
+    monkeypatch.setattr(against, "calibrate", lambda: 0.01)
+    monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["against", "former", "--launches", "2"])
+    against.main()
+    assert given == [(False, None), (True, {"zipf": [1, 2, 3]}), (True, {"zipf": [1, 2, 3]}), (False, None)]
+    pairs = json.loads((tmp_path / "against.gpt-moe-s.a.json").read_text())["pairs"]
+    assert [now["zipf"]["hecate"] for _, now in pairs] == [1.0, 1.0]
 
 
 def test_todays_default_is_held_against_the_former_two_replicas() -> None:

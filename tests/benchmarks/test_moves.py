@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.compare import systems
 from benchmarks.compare.moves import Moves, moments_seconds
-from benchmarks.compare.rank import OWNERS_CHANGE, timed_steps
 from benchmarks.compare.waits import KINDS, seconds_waited
+from benchmarks.compare.workloads import OWNERS_CHANGE, counts_of, timed_steps
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
@@ -128,12 +128,52 @@ def test_moves_are_spread_over_the_steps_of_the_workload() -> None:
     assert Moves().per_step() == {"moves": 0.0, "moments": 0.0}
 
 
+def test_timed_steps_are_of_all_parts_of_a_trace() -> None:
+    counts = counts_of("zipf", systems.shapes.SHAPES["gpt-moe-s"], 8)
+    for seed in range(20):
+        early, middle, late = steps = timed_steps("zipf", counts, 10, 3, seed)
+        assert 10 <= early < 115 and 95 < middle < 215 and 195 < late < 300
+        assert steps == timed_steps("zipf", counts, 10, 3, seed)
+    assert len({tuple(timed_steps("zipf", counts, 10, 3, seed)) for seed in range(20)}) > 15
+
+
 def test_no_timed_step_is_right_before_owners_may_change() -> None:
-    steps = timed_steps(100, 300, 50)
-    assert len(set(steps)) == 50 and steps == sorted(steps) and min(steps) >= 100
+    counts = np.ones((300, 1, W, E), dtype=np.int64)
+    steps = [step for seed in range(50) for step in timed_steps("zipf", counts, 10, 5, seed)]
     assert not any((step + 1) % every == 0 for step in steps for every in OWNERS_CHANGE)
     every = [policy.reshard_every for policy in systems.policies(systems.shapes.SHAPES["gpt-moe-s"]).values()]
     assert all(any(period % known == 0 for known in OWNERS_CHANGE) for period in every if period)
+
+
+def test_bursts_are_timed_while_they_last() -> None:
+    counts = counts_of("burst", systems.shapes.SHAPES["gpt-moe-s"], 8)
+    load = counts.sum(2)
+    for seed in range(10):
+        for step in timed_steps("burst", counts, 10, 3, seed):
+            assert (load[step].max(-1) > 8 * np.median(load[step], -1)).any()
+
+
+def test_planning_is_timed_once_and_by_when_it_is() -> None:
+    class Busy(Static):
+        def place(self, layer: Any) -> Any:
+            spin(0.01)
+
+        def calibrate(self, layer: Any, placement: Any, counts: Any) -> Any:
+            self.place(layer)
+            spin(0.01)
+
+    def spin(seconds: float) -> None:
+        begun = time.thread_time()
+        while time.thread_time() - begun < seconds:
+            pass
+
+    policy: Any = Busy()
+    planning = systems.Planning(policy)
+    policy.place(None)
+    policy.calibrate(None, None, None)
+    assert planning.seconds == {"before": pytest.approx(0.01, rel=0.3), "after": pytest.approx(0.02, rel=0.3)}
+    planning.begin()
+    assert planning.seconds == {"before": 0.0, "after": 0.0}
 
 
 def test_waits_are_by_what_a_collective_carries() -> None:
