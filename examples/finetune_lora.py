@@ -19,7 +19,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hecate  # 1
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+# Ranks share GPUs if there are too few.
+DEVICE = f"cuda:{LOCAL_RANK % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 def batches(name: str, steps: int, rows: int = 8, length: int = 64) -> list[torch.Tensor]:
@@ -33,7 +35,8 @@ def batches(name: str, steps: int, rows: int = 8, length: int = 64) -> list[torc
 def train(model: torch.nn.Module, name: str, steps: int, lr: float) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses = []
-    for step, ids in enumerate(batches(name, steps), start=1):
+    for step, batch in enumerate(batches(name, steps), start=1):
+        ids = batch.to(DEVICE)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         hecate.clip_grad_norm_(model, 1.0)  # 2
@@ -54,11 +57,11 @@ def build() -> Qwen3MoeForCausalLM:
 
 torch.manual_seed(0)
 config = hecate.Config(backend="aot_eager")  # 3; without it, Inductor
-pretrained = hecate.compile(build(), config)
+pretrained = hecate.compile(build().to(DEVICE), config)
 train(pretrained, "argparse.py", steps=60, lr=5e-3)
 weights = pretrained.state_dict()  # on all ranks, whole
 
-model = build()
+model = build().to(DEVICE)
 model.load_state_dict(weights)
 lora = LoraConfig(
     r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"],

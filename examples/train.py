@@ -152,7 +152,8 @@ def main() -> None:
     text = read_text(args.text)
     model = make_model(args)
     if torch.cuda.is_available():
-        model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        # Ranks share GPUs if there are too few.
+        model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
     model = hecate.compile(  # 2
         model, hecate.Config(backend=args.backend, policy=args.policy, dump=args.dump)
     )

@@ -7,10 +7,12 @@ Everything that is Hecate is marked.
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
 
+import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
 import hecate  # 1
@@ -29,6 +31,9 @@ model = Qwen3MoeForCausalLM(
         num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
     )
 )  # fmt: skip
+if torch.cuda.is_available():
+    # Where the Trainer will want it: behind hecate.compile a model stays where it is.
+    model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
 hecate.compile(model, hecate.Config(backend="aot_eager"))  # 2; without the Config it is compiled by Inductor
 trainer = Trainer(
     model,

@@ -32,7 +32,7 @@ from hecate.reports.units import rates_text
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.waiting import doing, meet
-from hecate.runtime.comm.world import find_topology, find_world
+from hecate.runtime.comm.world import find_topology, find_world, local_device
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
@@ -170,7 +170,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch
     )
     forward = CompiledForward(
-        compiled, records=(*layers, *shards), experts=experts, step=step, queue=world.queue, owner_mover=owner_mover,
+        compiled, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,
+        owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
@@ -288,10 +289,9 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
         )
     if devices:
         return devices.pop()
-    kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device(kind)
+    if mesh is None or mesh.device_type == "cuda":
+        return local_device()
+    return torch.device(mesh.device_type)
 
 
 def _count_dense(model: nn.Module) -> int:

@@ -23,13 +23,16 @@ def machine() -> dict[str, Any]:
 
 def text_of(report: dict[str, Any]) -> str:
     """The report as it is printed."""
-    text = (
-        "\n".join(f"{key}: {value}" for key, value in report["machine"].items()) + "\n\n" + table(report["kernels"])
-    )
-    if (tests := report["tests"]) is not None:
-        ended = {0: "passed", None: "NO END in time"}.get(tests["code"], f"FAILED with {tests['code']}")
-        text += f"\n\npytest -m gpu: {ended}\n{tests['output'].strip().splitlines()[-1] if tests['output'] else ''}"
-    return text
+    parts = ["\n".join(f"{key}: {value}" for key, value in report["machine"].items()), table(report["kernels"])]
+    return "\n\n".join(parts + [_text_of_tests(one) for one in report["tests"] or []])
+
+
+def _text_of_tests(one: dict[str, Any]) -> str:
+    """Each test of a file, also those that the time was too short for."""
+    ends = {0: "passed", None: f"NO END within {one['seconds']:.0f} s", 5: "FAILED: no tests"}
+    lines = [f"pytest -m gpu {one['file']}: {ends.get(one['code'], 'FAILED')}"]
+    lines += [f"  {ended or 'NOT ENDED':<9} {test}" for test, ended in one["tests"].items()]
+    return "\n".join(lines + one["output"].strip().splitlines()[-1:])
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

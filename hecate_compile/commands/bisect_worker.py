@@ -23,6 +23,8 @@ from hecate.commands.built import build
 from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
 from hecate.commands.script_facts import ScriptFacts
 from hecate.config import Config
+from hecate.runtime.comm.start import start_process_group
+from hecate.runtime.comm.world import backend_for, local_device, name_of
 
 SEED = 0
 
@@ -121,8 +123,8 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if trial.kind == "plain" and "RANK" in os.environ and not dist.is_initialized():
-        # A model may ask for its rank.
-        dist.init_process_group()
+        # A model may ask for its rank, and where it will be is not known yet: host and GPU both have a backend.
+        start_process_group(name_of(local_device()), backend_for)
     try:
         run_trial(trial, rank, ranks)
     except typer.BadParameter as error:

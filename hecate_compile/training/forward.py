@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
-from hecate.runtime.comm.queue import CollectiveQueue
+from hecate.runtime.comm.world import World
 from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
@@ -30,10 +32,11 @@ class CompiledForward:
 
     Args:
         compiled: the forward as torch.compile made it.
+        model: whose forward it is.
+        world: the ranks that share it, and where its collectives run.
         records: what its graphs name by number. A loss keeps them for its backward, in case the model goes first.
         experts: modules whose shards Dynamo must see without gradients.
         step: tells everything else of the model what runs now.
-        queue: where the model's collectives run.
         owner_mover: may move experts before a training forward.
         hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
@@ -54,10 +57,11 @@ class CompiledForward:
         self,
         compiled: Callable[..., Any],
         *,
+        model: nn.Module,
+        world: World,
         records: Sequence[object],
         experts: Sequence[ExpertsModule],
         step: CurrentStep,
-        queue: CollectiveQueue,
         owner_mover: OwnerMover,
         hidden_time: HiddenTime | None,
         precision: Any,
@@ -67,7 +71,9 @@ class CompiledForward:
         one_graph: bool = False,
         symmetric: Symmetric | None = None,
     ) -> None:
-        self._compiled, self._experts, self._step, self._queue = compiled, experts, step, queue
+        self._compiled, self._experts, self._step = compiled, experts, step
+        # Weak: the model holds this.
+        self._model, self._world = weakref.ref(model), world
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self._outside_gradients = additions, outside_gradients
         self._check_compiled, self._one_graph = check_compiled, one_graph
@@ -96,6 +102,7 @@ class CompiledForward:
             self._symmetric.forget()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
+        self._check_device()
         # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
         # whole, and then what this forward is for.
         self.settle()
@@ -127,9 +134,21 @@ class CompiledForward:
             self.after()
         return self._cast_output(out)
 
+    def _check_device(self) -> None:
+        """A model that is moved is moved whole, so one parameter tells. Alone, nothing travels, and it may."""
+        model, world = self._model(), self._world
+        parameter = next(model.parameters(), None) if model is not None and world.group is not None else None
+        if parameter is not None and parameter.device != world.device:
+            raise RuntimeError(
+                f"hecate: on rank {world.rank} the model was on {world.device} in hecate.compile and is on "
+                f"{parameter.device} now, but what ranks send each other is where it was. Move it before "
+                "hecate.compile, model.to(device) with this rank's device; transformers.Trainer and accelerate "
+                "move it to a GPU by themselves, unless they are told to use the CPU."
+            )
+
     @contextmanager
     def _running(self, mode: StepMode) -> Iterator[None]:
-        self._queue.begin_step()
+        self._world.queue.begin_step()
         self._step.mode = mode
         try:
             with torch._dynamo.config.patch(self._dynamo), _without_gradients(self._experts):

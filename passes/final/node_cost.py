@@ -1,13 +1,13 @@
 """What a node of an ATen graph costs: operations, bytes, and seconds on a machine.
 
-Operations come from torch's own formulas (``torch.utils.flop_counter``), bytes from the tensors that a node reads and
-writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get a guess: as many rows arrive
-as leave, and every slot for a replica is used.
+Operations come from torch's own formulas (``torch.utils.flop_counter``), those of attention from here; bytes from the
+tensors that a node reads and writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get
+a guess: as many rows arrive as leave, and every slot for a replica is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import (
-    flop_registry,
-    register_flop_formula,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
@@ -32,33 +27,49 @@ from hecate.runtime.state.layer import get_layer
 aten = torch.ops.aten
 
 
-def _register_cpu_attention() -> None:
-    """torch has formulas for the attention of GPUs only."""
-    if aten._scaled_dot_product_flash_attention_for_cpu in flop_registry:
-        return
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    """Of ``[B, H, Q, D]``, ``[B, h, K, D]`` and ``[B, h, K, V]``: scores, and their product with values.
 
-    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
-    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any) -> Any:
-        return sdpa_flop_count(query, key, value)
-
-    @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
-    def backward(
-        grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any
-    ) -> Any:
-        return sdpa_backward_flop_count(grad, query, key, value)
+    Every head of queries has its own product, also where several share a head of keys.
+    """
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
 
 
-_register_cpu_attention()
+def _attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> Any:
+    """Scores anew, their gradient and that of values, gradients of queries and of keys."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[3])
+
+
+# torch has none for CPUs, and before 2.13 its own refuse fewer heads of keys than of queries.
+_ATTENTION: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention: _attention_flops,
+    aten._scaled_dot_product_efficient_attention: _attention_flops,
+    aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+}
+
+
+def _formula_of(node: Node) -> Callable[..., Any] | None:
+    packet = getattr(node.target, "overloadpacket", None)
+    return _ATTENTION.get(packet) or flop_registry.get(packet)
 
 
 def is_heavy(node: Node) -> bool:
     """Whether it is a matmul, a convolution or an attention."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+    return _formula_of(node) is not None
 
 
 def flops(node: Node) -> sympy.Expr:
     """Floating-point operations of matmuls, convolutions and attention; 0 for all else."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = _formula_of(node)
     if node.op != "call_function" or formula is None:
         return sympy.S.Zero
     args, kwargs = tree_map(_value, (node.args, node.kwargs))

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,37 +27,54 @@ _fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _starts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
-def start_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+def start_process_group(
+    own: str, backend_for: Callable[[list[str]], str | None], *, timeout: timedelta | None = None
+) -> None:
     """``dist.init_process_group()`` for what torchrun started, whatever an earlier start left in the store.
 
     Args:
-        backend: as there; None for torch's own choice.
+        own: what this rank tells the others before there is a group.
+        backend_for: gets what all ranks told, by rank; returns the backend, None for torch's own choice.
         timeout: how long ranks wait for each other here; by default torch's.
 
     Raises:
         TimeoutError: names the ranks that did not come.
     """
-    if not _store_outlives_ranks():
-        dist.init_process_group(backend)
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=timeout
-    )
-    text = agree_on_start(store, rank, size, timeout)
-    dist.init_process_group(backend, store=dist.PrefixStore(f"hecate/{text}", store), rank=rank, world_size=size)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    start = agree_on_start(store, rank, size, timeout) if _store_outlives_ranks() else "start"
+    store = dist.PrefixStore(f"hecate/{start}", store)
+    backend = backend_for(_exchange(store, own, rank, size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     _fresh.add(dist.distributed_c10d._get_default_group())
 
 
-def new_group_beside(group: dist.ProcessGroup, *, backend: str, timeout: timedelta | None, what: str) -> Any:
+def _exchange(store: dist.Store, own: str, rank: int, size: int) -> list[str]:
+    """What each rank has to tell, by rank."""
+    store.set(f"told/{rank}", own)
+    if rank == 0:
+        # For all in one key: a rank reads once, however many there are.
+        store.set("told", json.dumps([store.get(f"told/{number}").decode() for number in range(size)]))
+    found: list[str] = json.loads(store.get("told"))
+    return found
+
+
+def new_group_beside(
+    group: dist.ProcessGroup,
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    what: str,
+    device: torch.device | None = None,
+) -> Any:
     """A group of the same ranks. A collective of these ranks.
 
     Args:
         what: for torch's logs.
+        device: where this rank has its tensors, by default the current one: ``group`` may know of no CPU.
     """
     ranks = dist.get_process_group_ranks(group)
-    with _own_keys(group):
+    with _own_keys(group, device):
         own = dist.new_group(
             ranks,
             backend=backend,
@@ -121,9 +138,9 @@ def _read(store: dist.Store, key: str) -> str:
 
 
 @contextmanager
-def _own_keys(group: dist.ProcessGroup) -> Iterator[None]:
+def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator[None]:
     """While a group is made beside ``group``: its addresses are under keys of this start."""
-    text = _text_of(group)
+    text = _text_of(group, device)
     if text is None:
         yield
         return
@@ -136,14 +153,14 @@ def _own_keys(group: dist.ProcessGroup) -> Iterator[None]:
         groups[default] = before
 
 
-def _text_of(group: dist.ProcessGroup) -> str | None:
+def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | None:
     """The text of a group that the user started: rank 0's. A collective when it is first asked for."""
     default = dist.distributed_c10d._get_default_group()
     if group in _starts or default in _fresh or not _store_outlives_ranks():
         return _starts.get(group)
     kinds = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
-    device = "cpu" if "cpu" in kinds else next(iter(kinds))
-    number = torch.tensor([uuid.uuid4().int >> 65], device=device)
+    own = device if device is not None and device.type in kinds else torch.device(next(iter(kinds)))
+    number = torch.tensor([uuid.uuid4().int >> 65], device="cpu" if "cpu" in kinds else own)
     dist.broadcast(number, group=group, group_src=0)
     _starts[group] = f"{int(number):x}"
     return _starts[group]

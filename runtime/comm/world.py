@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,42 +72,72 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     Starts ``torch.distributed`` when torchrun's environment is there and nobody has done it yet.
 
     Raises:
-        ValueError: the mesh has more than one dimension.
+        ValueError: the mesh has more than one dimension, or ranks have their model on devices of other kinds.
     """
     end_with_agent()
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"hecate.compile: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}, one is needed. "
-                "Pass the sub-mesh that the batch is split over, for example mesh['dp']."
-            )
-        return _world_of(mesh.get_group(), device)
-    if not dist.is_available():
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"hecate.compile: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}, one is needed. "
+            "Pass the sub-mesh that the batch is split over, for example mesh['dp']."
+        )
+    started = dist.is_available() and dist.is_initialized()
+    torchrun = dist.is_available() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if mesh is None and not started and not torchrun:
         return World(rank=0, size=1, group=None, device=device)
-    if not dist.is_initialized():
-        if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-            return World(rank=0, size=1, group=None, device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        start_process_group(backend_for(device))
-    return _world_of(dist.group.WORLD, device)
+    if device.type == "cuda":
+        # Where torch and NCCL take the current device, ranks would meet on the first GPU.
+        torch.cuda.set_device(device)
+    if mesh is None and not started:
+        start_process_group(name_of(device), backend_for)
+    return _world_of(mesh.get_group() if mesh is not None else dist.group.WORLD, device)
 
 
-def backend_for(device: torch.device) -> str | None:
-    """What ``torch.distributed`` is started with for a model on ``device``; None for its own choice.
+def local_device() -> torch.device:
+    """A GPU for this rank, which others share if there are too few; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
-    NCCL for tensors on GPUs, gloo for those of the host. NCCL refuses two ranks on one GPU, so if torchrun started
-    more ranks here than there are GPUs, gloo takes both.
-    """
+
+def name_of(device: torch.device) -> str:
+    """A text for other ranks: the kind of device, and which of all GPUs it is, whatever number it has here."""
     if device.type != "cuda":
+        return device.type
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+
+
+def backend_for(names: Sequence[str]) -> str | None:
+    """What ``torch.distributed`` is started with for models on devices of these names; None for torch's choice.
+
+    NCCL for tensors on GPUs, gloo for those of the host. By itself torch would take NCCL alone where it sees a GPU,
+    and then a model on the CPU could send nothing. NCCL refuses two ranks on one GPU: there gloo takes both.
+
+    Args:
+        names: of every rank, see :func:`name_of`.
+
+    Raises:
+        ValueError: devices are of several kinds.
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        kinds.setdefault(name.partition(" ")[0], []).append(rank)
+    if len(kinds) > 1:
+        found = ", ".join(f"on {kind} on ranks {ranks}" for kind, ranks in kinds.items())
+        raise ValueError(f"hecate.compile: the model is {found}. Move it to the same kind of device on all ranks.")
+    if "cpu" in kinds:
+        return "cpu:gloo"
+    if "cuda" not in kinds:
         return None
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if ranks <= gpus:
+    gpus = len(set(names))
+    if gpus == len(names):
         return "cpu:gloo,cuda:nccl"
     warnings.warn(
-        f"hecate: {ranks} ranks on {gpus} GPU(s). NCCL refuses ranks that share one, so they talk over gloo, through "
-        "the host: right, but slow. Start torchrun with --nproc-per-node=" + str(gpus) + " for speed.",
-        stacklevel=4,
+        f"hecate: {len(names)} ranks on {gpus} GPU(s). NCCL refuses ranks that share one, so they talk over gloo, "
+        "through the host: right, but slow. For speed start one rank for each GPU (torchrun --nproc-per-node) and "
+        "give each its own, as model.to(f\"cuda:{os.environ['LOCAL_RANK']}\") does.",
+        # The line with hecate.compile.
+        stacklevel=6,
     )
     return "gloo"
 
@@ -116,9 +147,10 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
     if size > 1 and device.type == "cpu" and "cpu" not in _backends(group):
         raise ValueError(
             "hecate.compile: the process group is NCCL but the model is on the CPU. "
-            "Move the model to this rank's GPU first, or start torch.distributed with gloo."
+            "Move the model to this rank's GPU first, or start torch.distributed with gloo, "
+            'init_process_group("gloo"): without a backend it takes NCCL alone where there is a GPU.'
         )
-    own = _own_group(group) if group is not None and size > 1 else None
+    own = _own_group(group, device) if group is not None and size > 1 else None
     return World(rank=dist.get_rank(group), size=size, group=own, device=device)
 
 
@@ -132,7 +164,7 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
 _own: dict[str, dist.ProcessGroup] = {}
 
 
-def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A group of the same ranks, backend and timeout. A collective of these ranks when it is first asked for."""
     own = _own.get(group.group_name)
     # Those of before destroy_process_group are gone.
@@ -140,7 +172,8 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         # A fake group has no options.
         options = group._get_backend(torch.device(next(iter(_backends(group))))).options
         timeout = options._timeout if options is not None else None
-        own = new_group_beside(group, backend=dist.get_backend_config(group), timeout=timeout, what="hecate")
+        backend = dist.get_backend_config(group)
+        own = new_group_beside(group, backend=backend, timeout=timeout, what="hecate", device=device)
         _own[group.group_name] = own
     return own
 

@@ -87,7 +87,7 @@ def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
     matrices.masked_fill_(empty[:, None, None], 0)
 
 
-@tuned(CONFIGS, key=[], varying=["count"])
+@tuned(CONFIGS, key=[], varying=["count"], unaligned=["last"])
 def _clear_rows_behind(rows, last, count, width, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     end = tl.load(last).to(tl.int32)
     start = tl.program_id(0) * BLOCK_ROWS

@@ -64,7 +64,7 @@ def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tenso
     return torch.where(which < len(ends), found, 0)
 
 
-@tuned(CONFIGS, key=[], varying=["segments", "total", "steps"])
+@tuned(CONFIGS, key=[], varying=["segments", "total", "steps"], unaligned=["starts", "ends"])
 def _expand_segments(starts, ends, out, segments, total, steps, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < total

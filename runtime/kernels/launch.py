@@ -56,6 +56,7 @@ def tuned(
     key: Sequence[str],
     *,
     varying: Sequence[str] = (),
+    unaligned: Sequence[str] = (),
     restore: Sequence[str] = (),
     suits: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[Any], Any]:
@@ -68,6 +69,7 @@ def tuned(
         configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
         key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step.
         varying: numbers that change each step: the kernel is not compiled again for them.
+        unaligned: tensors that begin anywhere in memory, as parts of others do: nor is it for those.
         restore: tensors that the kernel changes in place; each trial is undone.
         suits: whether a configuration is worth a trial, from its numbers and the arguments by name.
     """
@@ -82,9 +84,15 @@ def tuned(
             restore_value=list(restore) if restore and len(chosen) > 1 else None,
             prune_configs_by=None if suits is None else {"early_config_prune": _only(suits)},
             **_KEPT,
-        )(triton.jit(do_not_specialize=list(varying))(kernel))
+        )(triton.jit(do_not_specialize=list(varying), **_beginning_anywhere(unaligned))(kernel))
 
     return declare
+
+
+def _beginning_anywhere(names: Sequence[str]) -> dict[str, Any]:
+    """By default Triton compiles another kernel for a tensor that begins at 16 bytes than for one that does not."""
+    option = "do_not_specialize_on_alignment"
+    return {option: list(names)} if option in signature(triton.jit).parameters else {}
 
 
 def jit(function: Any) -> Any:

@@ -75,7 +75,8 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """After each kernel, also if time runs out; those that did not begin are named."""
     monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
     monkeypatch.setattr(command, "machine", lambda: {"gpu": "none"})
-    monkeypatch.setattr(command, "run_tests", lambda seconds: {"code": None, "output": "3 passed"})
+    unfinished = {"file": "one.py", "code": None, "seconds": 60.0, "tests": {"one.py::slow": None}, "output": ""}
+    monkeypatch.setattr(command, "run_tests", lambda seconds: iter([unfinished]))
     seen = []
 
     def measured(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
@@ -93,7 +94,8 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     found = json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]
     assert [one["kernel"] for one in found] == [first, second, *others]
     assert all("no time was left" in one["error"] for one in found[2:])
-    assert "NO END in time" in (tmp_path / "gpu_check.txt").read_text()
+    text = (tmp_path / "gpu_check.txt").read_text()
+    assert "one.py: NO END within 60 s" in text and "NOT ENDED one.py::slow" in text
 
 
 def test_a_case_that_cannot_be_made_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,13 +120,38 @@ def test_a_command_ends_in_time() -> None:
     assert command.run([sys.executable, "-c", "print('done')"], 60) == (0, "done\n")
 
 
+def test_a_file_of_tests_without_end_is_said_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = """
+import time, pytest
+pytestmark = pytest.mark.gpu
+def test_a(): pass
+def test_b(): pytest.skip("not here")
+def test_c(): time.sleep({})
+def test_d(): assert not {}
+"""
+    slow, quick = tmp_path / "test_slow.py", tmp_path / "test_quick.py"
+    slow.write_text(program.format(1000, 0))
+    quick.write_text(program.format(0, 1))
+    monkeypatch.setattr(command, "TESTS", {str(slow): 1, str(quick): 3})
+    first, second = command.run_tests(40)
+    assert first["code"] is None and 9 < first["seconds"] <= 10 < second["seconds"]
+    assert list(first["tests"].values()) == ["passed", "skipped", None, None]
+    assert second["code"] == 1 and list(second["tests"].values()) == ["passed", "skipped", "passed", "failed"]
+    said = report.text_of({"machine": {}, "kernels": [], "tests": [first, second]})
+    assert "test_slow.py: NO END within 10 s" in said and "NOT ENDED test_slow.py::test_d" in said
+    assert "test_quick.py: FAILED" in said and "passed    test_quick.py::test_c" in said
+
+
 def test_tests_for_gpus_need_no_more_than_a_gpu_has() -> None:
-    """They are found where torch's own tests cannot be imported."""
+    """They are found where torch's own tests cannot be imported, and pytest-timeout is missing."""
     program = """
 import sys, torch, pytest
 sys.modules["expecttest"] = None
 torch.cuda.is_available = lambda: True
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu", *sys.argv[1:]]))
+options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-m", "gpu"]
+sys.exit(pytest.main([*options, *sys.argv[1:]]))
 """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
     done = subprocess.run(

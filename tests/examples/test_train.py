@@ -127,3 +127,27 @@ def test_wrong_folder_and_too_little_text(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("sys.argv", ["train.py", "--text", str(folder)])
         with pytest.raises(SystemExit, match=said):
             runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="__main__")
+
+
+class Moved(Exception):
+    """Where a model was to go."""
+
+
+@pytest.mark.parametrize("example", ["train.py", "trainer.py", "finetune_lora.py"])
+def test_ranks_share_gpus_if_there_are_too_few(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before hecate.compile, which takes the device from the model."""
+
+    def move(model: torch.nn.Module, device: str) -> None:
+        raise Moved(device)
+
+    def compile(*given: object) -> None:
+        raise AssertionError("not moved before")
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", [example, *(_SMALL if example == "train.py" else [])])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    monkeypatch.setattr(hecate, "compile", compile)
+    with pytest.raises(Moved, match=r"^cuda:1$"):
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")

@@ -381,3 +381,17 @@ def test_mesh_of_two_dimensions() -> None:
     for refused, shape in run_ranks(f"{_HERE}:two_dimensional_mesh", 2):
         assert "mesh has 2 dimensions" in refused and "mesh['dp']" in refused
         assert shape == "[4, 32, 16]"
+
+
+def moved_after_compile() -> str:
+    model = hecate.compile(build("plain"), EAGER)
+    # As far away as a GPU, and everywhere.
+    model.to("meta")
+    return message_of(lambda: model(batch(0), batch(0)))
+
+
+@pytest.mark.distributed
+def test_a_model_that_was_moved_after_compile() -> None:
+    for rank, message in enumerate(run_ranks(f"{_HERE}:moved_after_compile", 2)):
+        assert f"on rank {rank} the model was on cpu in hecate.compile and is on meta now" in message
+        assert "Move it before hecate.compile" in message and "Trainer" in message

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 from hecate.cli import app
+from hecate.commands import bisect_worker
 from hecate.commands.bisect import NAMES, _notes, _reason, _script, _search, _Trials
 from hecate.commands.bisect_search import Difference, RankResult, compare, first_wrong, read_result
 from hecate.commands.bisect_worker import Trial, config_of
@@ -28,6 +29,7 @@ from hecate.config import Config
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.runtime.attention.options import S2Attention
 from tests.support.extent import ALL
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -323,6 +325,28 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
         [sys.executable, "-m", "hecate.cli", "bisect", f"{script}:{function}", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
+
+
+def plain_beside_a_gpu(script: str, folder: str) -> str:
+    """The model as it is, on the CPU of a machine that has a GPU."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch._C, "_get_accelerator", lambda *given: torch.device("cuda"))
+    trial = Trial(script=script, out=folder, disabled=(), kind="plain", steps=1)
+    patch.setattr(sys, "argv", ["bisect_worker", trial.as_text()])
+    # Whoever runs this ends the group.
+    patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    bisect_worker.main()
+    patch.undo()
+    return torch.distributed.get_backend_config()
+
+
+@pytest.mark.distributed
+def test_a_plain_model_runs_beside_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(plant=""))
+    found = run_ranks(f"{__name__}:plain_beside_a_gpu", 2, script=f"{script}:build", folder=str(tmp_path))
+    assert found == ["cpu:gloo", "cpu:gloo"]
+    assert len(read_result(tmp_path / "rank1.npz").loss) == 1
 
 
 @_ONLY_ALL

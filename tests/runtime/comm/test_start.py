@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm.start import agree_on_start, store_of
+from hecate.runtime.comm.start import agree_on_start, start_process_group, store_of
 from hecate.runtime.comm.world import find_world
 from tests.support.ranks import run_ranks
 
@@ -69,3 +71,30 @@ def of_the_user() -> dict[str, bool]:
 def test_keys_of_a_group_beside_the_users_are_of_this_start() -> None:
     for found in run_ranks("tests.runtime.comm.test_start:of_the_user", 2):
         assert found == {"ours": True, "theirs": False}
+
+
+def tell(port: int | None) -> list[str]:
+    """Each rank its name; ``port`` for a store of rank 0, where there is none of torchrun's."""
+    if port is not None:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    found: list[str] = []
+
+    def backend_for(names: list[str]) -> str:
+        found.extend(names)
+        return "gloo"
+
+    start_process_group(f"I am rank {os.environ['RANK']}", backend_for)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("own_store", [False, True])
+def test_ranks_tell_each_other_before_there_is_a_group(own_store: bool) -> None:
+    port = None
+    if own_store:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    told = [f"I am rank {rank}" for rank in range(3)]
+    assert run_ranks(f"{__name__}:tell", 3, port=port) == 3 * [told]

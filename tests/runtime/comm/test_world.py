@@ -1,12 +1,18 @@
-"""Which ranks share a node."""
+"""Which ranks share a node, where they compute, and what their process group is started with."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from hecate.runtime.comm.world import SINGLE, World, backend_for, find_topology
+from hecate.runtime.comm import world as world_module
+from hecate.runtime.comm.world import SINGLE, World, backend_for, find_topology, find_world, local_device, name_of
 from hecate.runtime.placement.topology import Topology
+from tests.support.ranks import run_ranks
 from tests.support.threads import on_threads
 
 
@@ -33,11 +39,100 @@ def test_a_given_topology_must_fit() -> None:
     assert find_topology(None, SINGLE) == Topology((0,))
 
 
-def test_ranks_that_share_a_gpu_talk_over_gloo_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_started_with_what_its_devices_need() -> None:
+    assert backend_for(["cpu", "cpu"]) == "cpu:gloo"
+    assert backend_for(["cuda a", "cuda b"]) == "cpu:gloo,cuda:nccl"
+    assert backend_for(["xpu", "xpu"]) is None
+    with pytest.raises(ValueError, match=r"on cpu on ranks \[0, 2\], on cuda on ranks \[1\]\. Move it"):
+        backend_for(["cpu", "cuda a", "cpu"])
+
+
+def test_ranks_that_share_a_gpu_talk_over_gloo_and_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"4 ranks on 2 GPU\(s\).*one rank for each GPU"):
+        assert backend_for(["cuda a", "cuda b", "cuda a", "cuda b"]) == "gloo"
+
+
+def test_a_gpu_has_the_same_name_whatever_its_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {0: "GPU 7 of this machine", 1: "another"}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=seen[torch.device(device).index])
+    )
+    assert name_of(torch.device("cpu")) == "cpu"
+    one, other = name_of(torch.device("cuda", 0)), name_of(torch.device("cuda", 1))
+    assert backend_for([one, other]) == "cpu:gloo,cuda:nccl"
+    # Another process sees this GPU alone.
+    seen[0] = "another"
+    assert name_of(torch.device("cuda", 0)) == other
+
+
+def test_the_device_of_a_rank_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert local_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert backend_for(torch.device("cpu")) is None
-    assert backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.warns(UserWarning, match=r"4 ranks on 2 GPU\(s\).*--nproc-per-node=2"):
-        assert backend_for(torch.device("cuda", 1)) == "gloo"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert local_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert local_device() == torch.device("cuda", 0)
+
+
+def test_the_models_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a group that the user started, who may not have done it."""
+    found: list[torch.device] = []
+    mesh: Any = SimpleNamespace(ndim=1, get_group=lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    monkeypatch.setattr(world_module, "_world_of", lambda group, device: SINGLE)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    find_world(None, torch.device("cuda", 1))
+    find_world(mesh, torch.device("cuda", 2))
+    find_world(None, torch.device("cpu"))
+    assert found == [torch.device("cuda", 1), torch.device("cuda", 2)]
+
+
+class Group:
+    """A group that the user started, as far as it is looked at."""
+
+    group_name = "of the user"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=None)
+
+
+def test_a_group_beside_one_of_nccl_alone_begins_on_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = Group()
+    made: list[torch.device] = []
+    tensor = torch.tensor
+
+    def take_note(data: Any, *, device: Any) -> torch.Tensor:
+        made.append(torch.device(device))
+        return tensor(data)
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(world_module, "_own", {})
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("cuda:nccl", dist.HashStore()))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda *ranks, **options: Group())
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **options: None)
+    monkeypatch.setattr(torch, "tensor", take_note)
+    world_module._own_group(group, torch.device("cuda", 1))
+    assert made == [torch.device("cuda", 1)]
+
+
+def beside_a_gpu() -> list[str]:
+    """A model on the CPU of a machine that has a GPU."""
+    pytest.MonkeyPatch().setattr(torch._C, "_get_accelerator", lambda *given: torch.device("cuda"))
+    world = find_world(None, torch.device("cpu"))
+    assert world.group is not None
+    number = torch.ones(1)
+    dist.all_reduce(number, group=world.group)
+    assert number.item() == 2
+    return [dist.get_backend_config(world.group), dist.get_backend_config(dist.group.WORLD)]
+
+
+@pytest.mark.distributed
+def test_a_model_on_the_cpu_runs_beside_a_gpu() -> None:
+    assert run_ranks(f"{__name__}:beside_a_gpu", 2) == 2 * [["cpu:gloo", "cpu:gloo"]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from benchmarks.gpu_check.case import Sizes
 from benchmarks.gpu_check.cases import KERNELS, cases_of
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels import launch
-from hecate.runtime.ops import s2_attention
+from hecate.runtime.ops import s2_attention, ticket
+from hecate.runtime.ops.ticket import join_on_device
 from tests.runtime.kernels.device import kernel_modules
 from tests.support.extent import ALL
 
@@ -92,35 +95,58 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
         assert made.metadata.shared <= SHARED[capability]
 
 
+def launched(run: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """Of each launch, that by which Triton finds a compiled kernel and the tuner a configuration."""
+    found: list[tuple[Any, ...]] = []
+
+    def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+        parameters = {one.name: one for one in kernel.fn.params}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        numbers = {
+            key: value for key, value in given.items()
+            if not isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize
+        }  # fmt: skip
+        aligned = {
+            key: value.data_ptr() % 16 == 0 for key, value in given.items()
+            if isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize_on_alignment
+        }  # fmt: skip
+        assert set(kernel.keys) <= set(numbers)
+        found.append((kernel.base_fn.__name__, args[0].dtype, tuple(numbers.items()), tuple(aligned.items())))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (*MODULES, ticket):
+            if hasattr(module, "launch"):
+                patch.setattr(module, "launch", take_notes)
+            if hasattr(module, "runs_on"):
+                patch.setattr(module, "runs_on", lambda _: True)
+        run()
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str) -> None:
     """Another number of rows, of replicas or of segments: nothing is tuned or compiled anew."""
 
-    def launched(sizes: Sizes) -> list[tuple[Any, ...]]:
-        found: list[tuple[Any, ...]] = []
+    def run(sizes: Sizes) -> None:
+        for case in cases_of(name, sizes, torch.device("cpu")):
+            case.ours()
 
-        def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-            parameters = {one.name: one for one in kernel.fn.params}
-            given = dict(zip(kernel.arg_names, args, strict=False)) | constants
-            numbers = {
-                key: value for key, value in given.items()
-                if not isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize
-            }  # fmt: skip
-            assert set(kernel.keys) <= set(numbers)
-            found.append((kernel.base_fn.__name__, args[0].dtype, tuple(numbers.items())))
+    one = launched(lambda: run(Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2)))
+    # With two more, and not with four more, the last offset begins at 16 bytes no longer.
+    for replicas in (150, 151, 152):
+        sizes = Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=replicas)
+        assert one and one == launched(lambda sizes=sizes: run(sizes))  # type: ignore[misc]
 
-        with pytest.MonkeyPatch.context() as patch:
-            for module in MODULES:
-                patch.setattr(module, "launch", take_notes)
-                if hasattr(module, "runs_on"):
-                    patch.setattr(module, "runs_on", lambda _: True)
-            for case in cases_of(name, sizes, torch.device("cpu")):
-                case.ours()
-        return found
 
-    one = launched(Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2))
-    other = launched(Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=150))
-    assert one and one == other
+def test_parts_of_a_table_make_no_other_kernel() -> None:
+    """Starts and ends of segments travel as one tensor, and begin in it where those before them end."""
+
+    def join(*lengths: int) -> list[tuple[Any, ...]]:
+        ranges = [(np.arange(length), np.arange(1, length + 1)) for length in lengths]
+        return launched(lambda: join_on_device(ranges, torch.device("cpu")))
+
+    one = join(4, 2)
+    assert len(one) == 2 and one == join(3, 5) == join(5, 1)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
