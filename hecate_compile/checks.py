@@ -133,7 +133,7 @@ def warn_float16(model: nn.Module, world: World) -> None:
     if world.rank == 0 and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
         warnings.warn(
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero, and "
-            "torch.amp.GradScaler does not take float16 gradients. Use bfloat16, or float32 with autocast or "
+            "torch.amp.GradScaler does not take float16 gradients. Use bfloat16, or float32 with "
             "Config(mixed_precision=...).",
             stacklevel=4,
         )

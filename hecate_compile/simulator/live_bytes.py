@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.final.node_cost import Clock, bytes_of, payload_of, tensors_of, wire_itemsize
+from hecate.passes.final.node_cost import Clock, bytes_of, bytes_of_sums, tensors_of, wire_itemsize
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import start_of, wait_of
 from hecate.simulator.capture import Capture
@@ -74,12 +74,12 @@ class _InFlight:
     """What a collective holds from its start on.
 
     Attributes:
-        results: of its wait, unless they are made at the very end.
+        results: of its wait.
         buffers: until it is waited for.
         passing: until just before.
     """
 
-    results: list[Storages] = field(default_factory=list)
+    results: list[Storages]
     buffers: Storages = ()
     passing: Storages = ()
 
@@ -228,13 +228,11 @@ class _Walk:
             # Copies of experts that leave; those chosen for a stage, packed, and replicas as they came.
             buffers, passing = self._new(leaving), self._new(2 * leaving + arriving)
             return _InFlight(results=self._results(wait, "gathered"), buffers=buffers, passing=passing)
-        replicas = bytes_of([node.meta["val"] for node in arguments_of(start)["replicas"]])
-        size = payload_of(start)[0].meta["val"].element_size()
-        wider = sympy.Rational(max(size, 4), size)
-        # What is added up, in float32 at least; gradients of replicas chosen, packed, and what holders returned. The
-        # results are made of the sums when all that is gone.
-        buffers = self._new(wider * sent)
-        return _InFlight(buffers=buffers, passing=self._new((wider + 1) * replicas + self._leaving(replicas)))
+        replicas = [node.meta["val"] for node in arguments_of(start)["replicas"]]
+        # Gradients of replicas, packed, and sums of those for which parts come; and the parts.
+        buffers = self._new(bytes_of(replicas) + self._leaving(bytes_of_sums(replicas)))
+        passing = self._new(self._leaving(bytes_of(replicas)))
+        return _InFlight(results=self._results(wait, "activations"), buffers=buffers, passing=passing)
 
     def _wait(self, wait: Node, in_flight: dict[Node, _InFlight]) -> list[Storages]:
         (start,) = (node for node in wait.all_input_nodes if node in in_flight)
@@ -242,7 +240,7 @@ class _Walk:
         self._touch([*found.results, found.buffers])
         for number in found.passing:
             self.storages[number].last = self.position - 1
-        return found.results or self._results(wait, "activations")
+        return found.results
 
     def _leaving(self, replicas: sympy.Expr) -> sympy.Expr:
         """Bytes of own experts that others have, each once, from those of a rank's replicas."""

@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import (
+    NO_AUTOCAST,
     ONE_GRAD_MODE,
     GraphFacts,
     gathers_by_layer,
@@ -111,7 +112,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     if under_autocast(facts.graph):
         raise Refused(
             "it runs under autocast, which a grouped matmul does not know",
-            fix="Config(mixed_precision=...) in place of autocast",
+            fix=NO_AUTOCAST,
         )
     if len({facts.grad_mode(node) for node in inside}) != 1:
         raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.captured.rowwise import Kind, check_rowwise
 from hecate.passes.captured.torch_values import (
+    NO_AUTOCAST,
     ONE_GRAD_MODE,
     PLAIN_FORM,
     GraphFacts,
@@ -294,7 +295,7 @@ def _check_order(facts: GraphFacts, loop: _Loop) -> None:
     if under_autocast(facts.graph):
         raise Refused(
             "it runs under autocast, which a grouped matmul does not know",
-            fix="Config(mixed_precision=...) in place of autocast",
+            fix=NO_AUTOCAST,
         )
     changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
     if None in changed:

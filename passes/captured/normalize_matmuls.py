@@ -5,6 +5,8 @@ Changes  torch._grouped_mm(x, w, offs=o)                       becomes
          torch.nn.functional.grouped_mm(x, w, offs=o)          hecate.grouped_mm(x, w, o)
          transformers.grouped_mm_fallback(x, w, offs=o)
 Never    touches a grouped matmul whose weights are not gathered experts, or one with a bias or out_dtype.
+
+Autocast reaches none of these spellings, so under it float32 experts compute in float32: that stays, and is told.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext, Skip
+from hecate.passes.captured.torch_values import NO_AUTOCAST, under_autocast, value_of
 from hecate.passes.fx import arg, calls, describe, line_of
 
 _SPELLING = "call torch.nn.functional.grouped_mm(rows, weight, offs=offsets) without bias and out_dtype"
+_NOT_CAST = "its experts compute in float32, and rows travel so: autocast does not reach grouped matmuls"
 
 
 def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the spellings in place."""
-    rewritten, skipped = 0, []
+    rewritten, skipped, autocast = 0, [], under_autocast(gm.graph)
     for node in list(gm.graph.nodes):
         if not calls(node, *_spellings()):
             continue
@@ -36,6 +40,9 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
             line = str(line_of(node) or "")
             skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason, line=line, fix=_SPELLING))
             continue
+        if autocast and getattr(value_of(operands["weight"]), "dtype", None) == torch.float32:
+            where = context.name(arg(gathered[0], 2))
+            skipped.append(Skip(where=where, reason=_NOT_CAST, fallback=False, fix=NO_AUTOCAST))
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(
                 torch.ops.hecate.grouped_mm.default,
@@ -45,7 +52,7 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         rewritten += 1
-    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+    return Outcome(rewritten=rewritten, skipped=tuple(dict.fromkeys(skipped)))
 
 
 def _gathers_behind(weight: Node) -> list[Node]:

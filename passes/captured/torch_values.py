@@ -76,9 +76,15 @@ def storage_of(node: Any) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
+# What to do where autocast is in the way.
+NO_AUTOCAST = "Config(mixed_precision=...) in place of autocast"
+
+
 def under_autocast(graph: Graph) -> bool:
     """Whether the model runs under autocast, or some of it does; a grouped matmul does not know it."""
-    inside = any(calls(node, torch.amp.autocast_mode._enter_autocast) for node in graph.nodes)
+    enters = [node for node in graph.nodes if calls(node, torch.amp.autocast_mode._enter_autocast)]
+    # Models also switch it off, around a gate.
+    inside = any(arg(node, 2) is not False for node in enters)
     return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 

@@ -7,7 +7,7 @@ a guess: as many rows arrive as leave, and every slot for a replica is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -21,6 +21,7 @@ from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
+from hecate.runtime.ops.sparse_collectives import sum_dtype
 from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.runtime.state.layer import get_layer
 
@@ -82,6 +83,11 @@ def bytes_of(values: Any) -> sympy.Expr:
         (_expression(value.numel()) * value.element_size() for value in tree_leaves(values) if _is_tensor(value)),
         start=sympy.S.Zero,
     )
+
+
+def bytes_of_sums(grads: Sequence[Tensor]) -> sympy.Expr:
+    """Bytes of what gradients are added up in."""
+    return sum((_expression(grad.numel()) * sum_dtype(grad.dtype).itemsize for grad in grads), start=sympy.S.Zero)
 
 
 def memory_bytes(node: Node) -> sympy.Expr:
@@ -182,18 +188,23 @@ class Clock:
         return payload * others * max(1, collective.ring_rounds)
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
-        """Memory that parameters or gradients on their way hold: what is sent, and what arrives.
+        """Memory that parameters or gradients on their way hold: what is sent, what arrives, and sums.
 
         The same on every rank: sizes that depend on data, replicas and shards, count as the most a rank may have.
         """
-        arrives = bytes_of(_value(wait))
-        if _started_by(start).carries == "replicas" and _started_by(start).role == "gather":
-            # Of its own experts a rank sends about as many as it gets replicas.
-            size = 2 * arrives
-        else:
+        arrives, collective, numbers = bytes_of(_value(wait)), _started_by(start), {}
+        if collective.carries != "replicas":
             size = arrives + bytes_of([_value(n) for n in tensors_of(start)])
+        else:
+            gathers = collective.role == "gather"
+            replicas = _value(wait) if gathers else [_value(n) for n in arguments_of(start)["replicas"]]
+            # Of its own experts a rank sends about as many as it gets replicas, and so many gradients come back.
+            size = 2 * bytes_of(replicas)
+            if not gathers:
+                size += arrives + bytes_of_sums(replicas)
+            numbers = dict.fromkeys(_expression(replicas[0].shape[0]).free_symbols, self.context.slots)
         most = max(self.context.owned, self.context.slots)
-        return int(size.subs(dict.fromkeys(size.free_symbols, most)))
+        return int(size.subs({symbol: numbers.get(symbol, most) for symbol in size.free_symbols}))
 
 
 def _started_by(start: Node) -> Collective:

@@ -148,12 +148,11 @@ def _sparse_reduce_scatter(
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
     stages = record.placer.stages(used)
-    totals = sparse_collectives.totals_of(own, replicas, used)
+    gradients = sparse_collectives.new_gradients(own, replicas, used, stages, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, own, record.world.rank, homeward=True)
-    dtypes = [grad.dtype for grad in own]
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.scatter(totals, dtypes, used, stages, record),
+        lambda: sparse_collectives.scatter(gradients, record),
         label=record.placer.label("sparse_reduce_scatter"),
     )
 

@@ -100,39 +100,74 @@ def bytes_leaving(stages: Stages, tensors: Sequence[Tensor], rank: int, *, homew
     return expert * sum(int((ranks == rank).sum()) for ranks in senders)
 
 
-def totals_of(own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement) -> list[Tensor]:
-    """Copies of the slots' gradients ``[S, ...]`` to add up in: float32 for narrower dtypes, if there is to add.
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of this rank's slots on their way to the owners.
+
+    Attributes:
+        means: of own experts, divided by W: ``[E_r, ...]``, one for each tensor of the layer. Where others have parts
+            of a gradient, they come from the sums at the end.
+        summed: slots that get parts: own experts, then replicas that pass them on, int64 ``[P]``.
+        sums: gradients of these to add up in, ``[P, width]``, one for each tensor; float32 for narrower dtypes.
+        legs: what is sent, in the order in which it is.
+    """
+
+    means: list[Tensor]
+    summed: Ints
+    sums: list[Tensor]
+    legs: list[_Leg]
+
+
+def new_gradients(
+    own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer
+) -> Gradients:
+    """Copies of gradients, so that those may go. One for which no parts come stays in its dtype.
 
     Args:
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
     """
-    totals = []
-    for first, second in zip(own, replicas, strict=True):
-        dtype = _sum_dtype(first.dtype) if placement.num_replicas > 0 else first.dtype
-        total = torch.empty((len(first) + len(second), *first.shape[1:]), dtype=dtype, device=first.device)
-        total[: len(first)] = first
-        total[len(first) :] = second
-        totals.append(total)
-    return totals
+    rank, world_size, owned, device = layer.world.rank, layer.world.size, len(own[0]), own[0].device
+    slots, groups, legs = slots_of(placement, rank), _by_dtype([grad.dtype for grad in own]), []
+    for stage in reversed(stages):
+        if len(stage.experts):
+            mine = _stage_of_rank(slots, stage, layer)
+            leave = on_device(mine.arrive - owned, device)
+            legs.append(_Leg(mine, [pack_experts([replicas[place] for place in group], leave) for group in groups]))
+    summed = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(leg.mine.leave for leg in legs)]))
+    index, in_own = on_device(summed, device), _below(summed, owned)
+    return Gradients(
+        means=[torch.div(grad, world_size, out=_room_like(grad)) for grad in own],
+        summed=summed,
+        sums=[
+            pack_experts([first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own)
+            for first, second in zip(own, replicas, strict=True)
+        ],
+        legs=legs,
+    )
 
 
-def scatter(
-    totals: list[Tensor], dtypes: Sequence[torch.dtype], placement: Placement, stages: Stages, layer: Layer
-) -> list[Tensor]:
+def scatter(gradients: Gradients, layer: Layer) -> list[Tensor]:
     """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...]``. SparseReduceScatter.
 
-    A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Sums are
-    in the dtype of ``totals``, and travel in the dtype of the gradient. So one placement has one order of sums.
+    A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Gradients
+    travel in their own dtype. So one placement has one order of sums.
 
     Args:
-        totals: from :func:`totals_of`; overwritten.
-        dtypes: of the gradients.
+        gradients: overwritten.
     """
-    rank, world_size = layer.world.rank, layer.world.size
-    slots, owned = slots_of(placement, rank), placement.owners.counts[rank]
-    for stage in reversed(stages):
-        _backward(totals, list(dtypes), slots, stage, layer)
-    return [(total[:owned] / world_size).to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+    for leg in gradients.legs:
+        _backward(gradients, leg, layer)
+    means, world_size = gradients.means, layer.world.size
+    if home := _below(gradients.summed, len(means[0])):
+        rows = on_device(gradients.summed[:home], means[0].device)
+        for mean, total in zip(means, gradients.sums, strict=True):
+            mean.index_copy_(0, rows, (total[:home] / world_size).to(mean.dtype).view(home, *mean.shape[1:]))
+    return means
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of ``dtype`` are added up."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _places(experts: Ints, among: Ints, num_experts: int) -> Ints:
@@ -155,6 +190,19 @@ class _StageOfRank:
     arrive: Ints
     send: list[int]
     receive: list[int]
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """One stage of the way back.
+
+    Attributes:
+        mine: the stage as experts came, of slots.
+        packed: gradients of replicas that leave, ``[n, width]``, one for each dtype.
+    """
+
+    mine: _StageOfRank
+    packed: list[Tensor]
 
 
 def _stage_of_rank(at_hand: Ints, stage: Stage, layer: Layer) -> _StageOfRank:
@@ -184,23 +232,24 @@ def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
         unpack_experts(received, tensors, arrive)
 
 
-def _backward(totals: list[Tensor], dtypes: list[torch.dtype], slots: Ints, stage: Stage, layer: Layer) -> None:
+def _backward(gradients: Gradients, leg: _Leg, layer: Layer) -> None:
     """Return gradients the way the experts came, and add them up where they came from."""
-    if len(stage.experts) == 0:
-        return
-    mine = _stage_of_rank(slots, stage, layer)
-    device = totals[0].device
-    arrive = on_device(mine.arrive, device)
+    mine, summed, device = leg.mine, gradients.summed, gradients.means[0].device
+    # A replica that got parts leaves with its sum.
+    passed_on = np.flatnonzero(np.isin(mine.arrive, summed))
+    there, which = (on_device(i, device) for i in (passed_on, np.searchsorted(summed, mine.arrive[passed_on])))
     # Parts come ordered by rank, and a slot's keep that order.
     order = on_device(np.argsort(mine.leave, kind="stable"), device)
-    lengths = np.bincount(mine.leave, minlength=len(slots))
+    lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))
     begins, rounds = on_device(np.cumsum([0, *lengths]), device), rounds_of(lengths)
-    for group in _by_dtype(dtypes):
-        tensors = [totals[index] for index in group]
-        packed = pack_experts(tensors, arrive, dtype=dtypes[group[0]])
+    groups = _by_dtype([mean.dtype for mean in gradients.means])
+    for group, packed in zip(groups, leg.packed, strict=True):
+        sums = [gradients.sums[place] for place in group]
+        if len(passed_on):
+            packed.index_copy_(0, there, pack_experts(sums, which, dtype=packed.dtype))
         received = collectives.all_to_all(packed, mine.receive, mine.send, layer.world)
-        for tensor, part in zip(tensors, received.split(widths_of(tensors), dim=1), strict=True):
-            sum_replicas(tensor, part, begins, order, rounds)
+        for total, part in zip(sums, received.split(widths_of(sums), dim=1), strict=True):
+            sum_replicas(total, part, begins, order, rounds)
 
 
 def _by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
@@ -210,5 +259,11 @@ def _by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def _below(slots: Ints, owned: int) -> int:
+    """How many of ``slots`` are own experts."""
+    return int((slots < owned).sum())
+
+
+def _room_like(tensor: Tensor) -> Tensor:
+    """Contiguous, whatever the gradient is."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

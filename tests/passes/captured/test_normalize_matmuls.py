@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hecate
+from hecate.passes import PassContext
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
 from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
+from tests.support.models import batch, build
 
 
 def _with_transformers_operator() -> None:
@@ -54,7 +57,61 @@ def test_leaves_other_weights_and_other_forms_alone() -> None:
     assert "no offs" in outcome.skipped[0].reason
 
 
-def _context() -> object:
-    from hecate.passes import PassContext
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float32_under_autocast_is_told_once_and_computed(autocast: bool, dtype: torch.dtype) -> None:
+    """Autocast has no rule for it, so operands stay as they are, here and in the model."""
+    _with_transformers_operator()
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    rows, weights = g.method("to", rows, dtype), [g.method("to", g.experts(H, H), dtype) for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for weight in weights:
+            rows = g.call(torch.ops.transformers.grouped_mm_fallback, rows, weight, offs=offsets)
+        gm = g.finish(rows)
+        (expected,) = gm(*g.inputs)
+        outcome = normalize_matmuls(gm, PassContext(world_size=1, layer_names={g.layer: "experts"}))
+        gm.recompile()
+        (found,) = gm(*g.inputs)
+    assert outcome.rewritten == 2 and targets(gm).count("grouped_mm.default") == 2
+    told = ["experts"] if autocast and dtype == torch.float32 else []
+    assert [skip.where for skip in outcome.skipped] == told
+    assert not any(skip.fallback for skip in outcome.skipped)
+    assert found.dtype == expected.dtype == dtype
+    torch.testing.assert_close(found, expected)
 
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_inside_of_the_model(enabled: bool) -> None:
+    """It may also be there to be switched off, as around a gate."""
+    _with_transformers_operator()
+    g = GraphUnderTest()
+    rows, _, offsets = g.routing()
+    mode = g.call(torch.amp.autocast_mode._enter_autocast, "cpu", torch.bfloat16, enabled, None)
+    out = g.call(torch.ops.transformers.grouped_mm_fallback, rows, g.experts(H, I), offs=offsets)
+    g.call(torch.amp.autocast_mode._exit_autocast, mode)
+    outcome = normalize_matmuls(g.finish(out), _context())
+    assert (outcome.rewritten, len(outcome.skipped)) == (1, int(enabled))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_explain_says_that_experts_are_not_cast(autocast: bool) -> None:
+    torch._dynamo.reset()
+    model, reference = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager")), build("qwen3_moe")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=batch(0)).logits
+        expected = reference(input_ids=batch(0)).logits
+    assert logits.dtype == expected.dtype == (torch.bfloat16 if autocast else torch.float32)
+    torch.testing.assert_close(logits, expected, rtol=5e-2, atol=5e-2)
+    explanation = hecate.explain(model)
+    assert all(region.rewritten for region in explanation.regions)
+    skips = [skip for skip in explanation.skipped if "autocast" in skip.reason]
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)] if autocast else []
+    assert [skip.where for skip in skips] == names
+    text = str(explanation)
+    assert ("experts compute in float32" in text) == autocast
+    assert ("Config(mixed_precision=...) in place of autocast" in text) == autocast
+
+
+def _context() -> PassContext:
     return PassContext(world_size=1)
