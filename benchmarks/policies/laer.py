@@ -23,8 +23,9 @@ class Laer(Policy):
     stay in the node where it holds their expert, and are split evenly otherwise.
 
     In FSEP every rank keeps a slice of every expert and an all-to-all rebuilds C of them, so C * (W - 1) / W experts
-    arrive at and leave every rank. Here experts have owners: what a rank does not own of its layout travels, which may
-    be all of it, and a hot expert leaves from one rank. Owners keep theirs beside the layout, and get no rows for it.
+    arrive at and leave every rank. Here experts have owners: what a rank does not own of its layout travels, which
+    may be all of it, and a hot expert leaves from one rank. Owners keep theirs beside the layout, and get no rows for
+    it.
 
     Attributes:
         replicas: C, less a rank's share of the experts.
