@@ -126,7 +126,7 @@ def backend_for(names: Sequence[str]) -> str | None:
         found = ", ".join(f"on {kind} on ranks {ranks}" for kind, ranks in kinds.items())
         raise ValueError(f"hecate.compile: the model is {found}. Move it to the same kind of device on all ranks.")
     if "cpu" in kinds:
-        return "cpu:gloo"
+        return "gloo"
     if "cuda" not in kinds:
         return None
     gpus = len(set(names))

@@ -345,7 +345,7 @@ def test_a_plain_model_runs_beside_a_gpu(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(plant=""))
     found = run_ranks(f"{__name__}:plain_beside_a_gpu", 2, script=f"{script}:build", folder=str(tmp_path))
-    assert found == ["cpu:gloo", "cpu:gloo"]
+    assert all("cpu:gloo" in one.split(",") for one in found)
     assert len(read_result(tmp_path / "rank1.npz").loss) == 1
 
 
