@@ -13,7 +13,8 @@ from benchmarks.compare.cells import Cell
 ROOT = Path(__file__).parents[2]
 # What a sample depends on: the engine, and of the benchmark what ranks run.
 _MEASURES = (
-    "rank", "systems", "variants", "moves", "waits", "routing", "shapes", "workloads", "machine", "calibrate",
+    "rank", "systems", "shipped", "variants", "moves", "waits", "routing", "shapes", "workloads", "machine",
+    "calibrate",
 )  # fmt: skip
 _CODE = ("hecate_compile", "passes", "runtime", "benchmarks/policies", "benchmarks/emulator", "benchmarks/traces")
 _KINDS = (".py", ".npz")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +17,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import hecate
 from benchmarks.compare import routing, shapes
 from benchmarks.compare.moves import Moves, moments_seconds
+from benchmarks.compare.shipped import BESIDE, EXTERNAL, local_bytes, local_part
 from benchmarks.compare.variants import BOUNDS, IN_NODES, VARIANTS
 from benchmarks.compare.waits import seconds_waited
 from benchmarks.emulator.throttle import unthrottled
@@ -123,7 +121,7 @@ class System:
         for parameter in self.model.parameters():
             states = [v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
             # The gradient is as large as the parameter.
-            total += sum(_local_bytes(tensor) for tensor in (parameter, parameter, *states))
+            total += sum(local_bytes(tensor) for tensor in (parameter, parameter, *states))
         return total
 
 
@@ -288,12 +286,8 @@ class EngineSystem(System):
 
     def saw(self) -> dict[str, Any]:
         layers = self.engine.layers
-        spans = [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()]
-        return {
-            "spans": spans,
-            "waits": seconds_waited(spans),
+        return _seen(self.spans(), layers) | {
             "planning": dict(self.planning.seconds),
-            "rows": [layer.rows for layer in layers],
             "replicas": [layer.replicas for layer in layers],
             "held": [self._held(layer) for layer in layers],
             "routed": [layer.counts.sum(0).tolist() for layer in layers],
@@ -324,7 +318,7 @@ class InNodes(System):
 
     def step(self, ids: torch.Tensor) -> None:
         self.model(input_ids=ids, labels=ids).loss.backward()
-        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
         together = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(together, group=self.across)
         together /= shapes.NODES
@@ -340,84 +334,19 @@ class InNodes(System):
         return list(self.layers[0].world.queue.spans)
 
     def saw(self) -> dict[str, Any]:
-        spans = [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in self.spans()]
-        return {"spans": spans, "waits": seconds_waited(spans), "rows": [layer.rows for layer in self.layers]}
+        return _seen(self.spans(), self.layers)
+
+
+def _seen(spans: Sequence[Span], layers: Sequence[Any]) -> dict[str, Any]:
+    """Collectives, waits and rows of a step on Hecate's engine."""
+    drawn = [(s.part, s.operator, s.begun, s.ended, s.waited, s.ready) for s in spans]
+    return {"spans": drawn, "waits": seconds_waited(drawn), "rows": [layer.rows for layer in layers]}
 
 
 def _refuse_skips(model: nn.Module) -> None:
     skipped = hecate.explain(model).skipped
     if skipped:
         raise RuntimeError(f"compare: a system is not what its name says: {skipped[0].reason}")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = _local(tensor)
-    return local.numel() * local.element_size()
-
-
-# --- as they ship ---
-
-
-def _transformers_ep(model: Any) -> nn.Module:
-    """Experts and shards inside nodes, as its documentation advises for several nodes.
-
-    It only starts from a checkpoint, so one is written first.
-    """
-    from transformers.distributed import DistributedConfig
-
-    folder = [tempfile.mkdtemp(prefix="hecate-compare-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
-    layout = DistributedConfig(
-        dp_replicate_size=shapes.NODES, fsdp_size=shapes.RANKS_PER_NODE, ep_size=shapes.RANKS_PER_NODE
-    )
-    loaded: nn.Module = type(model).from_pretrained(folder[0], distributed_config=layout)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-    return loaded.train()
-
-
-def _fsdp(model: Any) -> nn.Module:
-    """Sharded inside nodes and replicated across them (HSDP), as one does with several nodes."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (shapes.NODES, shapes.RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _ddp(model: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=shapes.BUCKET_MB)
-
-
-EXTERNAL: dict[str, Callable[[Any], nn.Module]] = {
-    "transformers EP": _transformers_ep,
-    "FSDP2": _fsdp,
-    "DDP": _ddp,
-}
-
-
-def _layer_bytes(model: Any, *, experts: bool) -> int:
-    """Parameters of one layer, whole."""
-    named = model.model.layers[0].named_parameters()
-    return sum(_local_bytes(parameter) for name, parameter in named if experts or "experts" not in name)
-
-
-# What they hold beside their states, from the whole model: a layer that was gathered and its gradients, and buckets,
-# which are a copy of all gradients.
-BESIDE: dict[str, Callable[[nn.Module], int]] = {
-    "transformers EP": lambda model: 2 * _layer_bytes(model, experts=False),
-    "FSDP2": lambda model: 2 * _layer_bytes(model, experts=True),
-    "DDP": lambda model: sum(map(_local_bytes, model.parameters())),
-}
 
 
 class Alone:
