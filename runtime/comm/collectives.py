@@ -6,7 +6,8 @@ NCCL work alike. Sums run in rank order, which makes them deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from hecate.runtime.placement.topology import Topology
 
 # Bytes of a rank that gloo gathers sooner straight from everybody than around a ring, which takes W - 1 turns.
 _STRAIGHT_BYTES = 2**14
+# What a CUDA graph that is being captured will copy from the host, for whoever captures it to keep.
+_constants: list[torch.Tensor] | None = None
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -37,10 +40,39 @@ def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     return full[list(experts)].clone()
 
 
-def on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers of the host on ``device``, without waiting for what the device does meanwhile."""
+def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = False) -> torch.Tensor:
+    """Numbers of the host on ``device``, without waiting for what the device does meanwhile.
+
+    Args:
+        constant: they follow from shapes alone, so a CUDA graph that is being captured may copy them in each replay.
+
+    Raises:
+        RuntimeError: a graph is being captured, and they are not constant: replays would copy these again.
+    """
     tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    pinned = tensor.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        if not constant or _constants is None:
+            raise RuntimeError(
+                "hecate: a CUDA graph is being captured, and needs numbers that the host finds anew in each step. "
+                "Use hecate.capture, for a model that exchanges all its rows"
+            )
+        _constants.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+@contextmanager
+def keeping_constants() -> Iterator[list[torch.Tensor]]:
+    """Around a capture: what its graphs copy from the host in each replay, to be kept as long as they are."""
+    global _constants
+    kept: list[torch.Tensor] = []
+    _constants = kept
+    try:
+        yield kept
+    finally:
+        _constants = None
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,10 @@ class StreamLane:
         launched.events["ready"] = self._record(current)
         if on_host:
             ended.synchronize()
+        if self._cuda.is_current_stream_capturing():
+            # In a capture it would keep the memory until the end. What is freed is taken again in a later job, which
+            # begins behind all that the compute has been told by then.
+            return
         for tensor in _tensors(result):
             if tensor.is_cuda:
                 tensor.record_stream(current)

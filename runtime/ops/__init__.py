@@ -17,7 +17,8 @@ imported, and lists them at its top:
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
 | ``symmetric``, ``one_sided`` | how rows travel one-sided, without operators (``route_fixed`` is in ``exchange``) |
-| ``device_dispatch`` | their tickets, made on the device, without operators |
+| ``one_sided_experts`` | how replicas do, without operators |
+| ``device_dispatch``, ``device_tables`` | tickets made on the device, and placements there, without operators |
 | ``s2_blocks`` | S2-Attention on CPUs, without operators |
 
 R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile (R' is a

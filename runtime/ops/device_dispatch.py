@@ -19,13 +19,16 @@ from hecate.runtime.kernels.ticket_segments import ticket_segments
 from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner.balance import local_ends
+from hecate.runtime.placement.planner.balance import PARTS_BITS, local_ends
 from hecate.runtime.placement.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceTables:
     """A placement, as one rank's device reads it; made once for each placement.
+
+    Behind the E experts there may be some that do not exist, to which no rows go. They stand where tables have more
+    room than the placement takes, the first in ``slots``, and as many as it takes in ``replicated``.
 
     Attributes:
         owners: of each expert, int64 ``[E]``.
@@ -46,17 +49,35 @@ class DeviceTables:
 
     @classmethod
     def from_placement(
-        cls, placement: Placement, topology: Topology, rank: int, device: torch.device
+        cls,
+        placement: Placement,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        *,
+        replicas: int = 0,
+        replicated: int = 0,
     ) -> DeviceTables:
-        """The tables on ``device``, without waiting for what it does meanwhile."""
-        order = np.argsort(topology.position)
-        replicated = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
+        """The tables on ``device``, without waiting for what it does meanwhile.
+
+        Args:
+            replicas: with room for so many beside own experts; 0 for as many as there are.
+            replicated: with room for so many experts that have some; 0 for as many as there are.
+        """
+        order, experts = np.argsort(topology.position), len(placement.holders)
+        copied = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
+        slots, parts = slots_of(placement, rank), _parts(placement, topology, copied)
+        vacant = max(0, placement.owners.counts[rank] + replicas - len(slots))
+        lines = max(0, replicated - len(copied))
+        # As many for all placements with this room. Rank 0 owns them, alone.
+        nobody = np.arange(experts, experts + max(replicated, min(replicas, 1)))
+        whole = np.tile(np.minimum(np.arange(topology.world_size + 1), 1) << PARTS_BITS, (lines, 1))
         return cls(
             rank=rank,
-            owners=on_device(placement.owner_array, device),
-            slots=on_device(slots_of(placement, rank), device),
-            replicated=on_device(np.asarray(replicated, dtype=np.int64), device),
-            parts=on_device(_parts(placement, topology, replicated), device),
+            owners=on_device(np.concatenate([placement.owner_array, np.zeros_like(nobody)]), device),
+            slots=on_device(np.pad(slots, (0, vacant), constant_values=experts), device),
+            replicated=on_device(np.array([*copied, *nobody[:lines]], dtype=np.int64), device),
+            parts=on_device(np.concatenate([parts, whole]), device),
             order=on_device(order, device),
             nodes=on_device(topology.nodes[order], device),
         )
@@ -120,9 +141,10 @@ def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, per
     them see who has not, and none begins what another refuses.
 
     Args:
-        counts: rows that each rank has for each expert, int64 ``[W, E]``.
+        counts: rows that each rank has for each expert that exists, int64 ``[W, E]``.
         rows: that this rank has, with those that stay.
     """
+    counts = torch.nn.functional.pad(counts, (0, len(tables.owners) - counts.shape[1]))
     wanted, sends, receives = device_quotas(counts, tables)
     # What a rank has for experts is at most all its rows, so the bound is at most the room.
     excess = (wanted.sum(0) - counts.sum(1) * percent // 100).clamp_min(0)

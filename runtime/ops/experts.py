@@ -23,7 +23,8 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
-from hecate.runtime.ops import sparse_collectives
+from hecate.runtime.ops import one_sided_experts, sparse_collectives
+from hecate.runtime.ops.device_tables import Fixed
 from hecate.runtime.ops.registration import define, define_collective, differentiate
 from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.placement import Placement
@@ -98,6 +99,12 @@ differentiate("gather_experts", _gather_backward, _gather_setup)
 def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
     record.expert_bytes_sent = 0
+    fixed: Fixed | None = record.symmetric.fixed if record.symmetric is not None else None
+    if fixed is not None:
+        # Whoever replays this takes placements. Graphs carry the first, and for how many replicas there is room.
+        tables = fixed.layers[layer]
+        record.replicas = tables.placement.num_replicas
+        return torch.from_numpy(tables.first.matrix.copy()), torch.full((tables.room.replicas,), -1, device="cpu")
     placement = record.placer.take()
     record.replicas = placement.num_replicas
     return as_tensors(placement, record)
@@ -122,8 +129,10 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, replicas: Te
     record = get_layer(layer)
     used = record.placer.find(placement)
     stages = record.placer.stages(used)
-    coming = sparse_collectives.new_replicas(shards, used, stages, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
+    if record.symmetric is not None:
+        return one_sided_experts.sparse_all_gather(record, shards, used)
+    coming = sparse_collectives.new_replicas(shards, used, stages, record)
     return Job(
         record.world.queue,
         lambda: sparse_collectives.gather(coming, stages, record),
@@ -148,8 +157,10 @@ def _sparse_reduce_scatter(
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
     stages = record.placer.stages(used)
-    gradients = sparse_collectives.new_gradients(own, replicas, used, stages, record)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, own, record.world.rank, homeward=True)
+    if record.symmetric is not None:
+        return one_sided_experts.sparse_reduce_scatter(record, own, replicas, used)
+    gradients = sparse_collectives.new_gradients(own, replicas, used, stages, record)
     return Job(
         record.world.queue,
         lambda: sparse_collectives.scatter(gradients, record),

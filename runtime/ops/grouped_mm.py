@@ -183,7 +183,7 @@ def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:
 
 
 def _sizes_to_offsets(sizes: list[int], like: Tensor) -> Tensor:
-    return on_device(np.cumsum(sizes, dtype=np.int64).astype(np.int32), like.device)
+    return on_device(np.cumsum(sizes, dtype=np.int64).astype(np.int32), like.device, constant=True)
 
 
 def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:

@@ -34,14 +34,14 @@ def visible(heads: int, queries: int, keys: int, pattern: Pattern, device: torch
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
     i, j = query // pattern.block, key // pattern.block
-    residues = on_device(np.array(pattern.residues(heads)), device)[:, None, None]
+    residues = on_device(np.array(pattern.residues(heads)), device, constant=True)[:, None, None]
     return ((i - j < pattern.local) | (j % pattern.stride == residues)) & (key <= query)
 
 
 def stored_visible(heads: int, tokens: int, pattern: Pattern, device: torch.device) -> Tensor:
     """Of what a cache keeps, what is there: bool ``[heads, T]``. Some heads have a strided block less than others."""
     groups, first = pattern.groups(tokens), pattern.first_local(tokens)
-    residues = on_device(np.array(pattern.residues(heads)), device)[:, None]
+    residues = on_device(np.array(pattern.residues(heads)), device, constant=True)[:, None]
     there = torch.arange(groups, device=device) * pattern.stride + residues < first
     local = torch.ones((heads, tokens - first * pattern.block), dtype=torch.bool, device=device)
     return torch.cat([there.repeat_interleave(pattern.block, 1), local], 1)

@@ -1,8 +1,8 @@
 """SparseAllGather and SparseReduceScatter: experts to their replicas, and gradients back (paper, section 2).
 
-All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype. With several
-nodes there are two stages: an expert crosses to a node once and fans out inside it. Bytes that travel are the
-number of replicas times the bytes of an expert: O(lambda S) of the paper.
+All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype (one-sided they
+are in ``one_sided_experts``). With several nodes there are two stages: an expert crosses to a node once and fans out
+inside it. Bytes that travel are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
 """
 
 from __future__ import annotations
@@ -127,16 +127,16 @@ def new_gradients(
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
     """
     rank, world_size, owned, device = layer.world.rank, layer.world.size, len(own[0]), own[0].device
-    slots, groups, legs = slots_of(placement, rank), _by_dtype([grad.dtype for grad in own]), []
+    slots, groups, legs = slots_of(placement, rank), by_dtype([grad.dtype for grad in own]), []
     for stage in reversed(stages):
         if len(stage.experts):
-            mine = _stage_of_rank(slots, stage, layer)
+            mine = stage_of_rank(slots, stage, layer)
             leave = on_device(mine.arrive - owned, device)
             legs.append(_Leg(mine, [pack_experts([replicas[place] for place in group], leave) for group in groups]))
     summed = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(leg.mine.leave for leg in legs)]))
     index, in_own = on_device(summed, device), _below(summed, owned)
     return Gradients(
-        means=[torch.div(grad, world_size, out=_room_like(grad)) for grad in own],
+        means=[torch.div(grad, world_size, out=room_like(grad)) for grad in own],
         summed=summed,
         sums=[
             pack_experts([first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own)
@@ -178,7 +178,7 @@ def _places(experts: Ints, among: Ints, num_experts: int) -> Ints:
 
 
 @dataclass(frozen=True)
-class _StageOfRank:
+class StageOfRank:
     """One stage seen from one rank.
 
     Attributes:
@@ -201,14 +201,14 @@ class _Leg:
         packed: gradients of replicas that leave, ``[n, width]``, one for each dtype.
     """
 
-    mine: _StageOfRank
+    mine: StageOfRank
     packed: list[Tensor]
 
 
-def _stage_of_rank(at_hand: Ints, stage: Stage, layer: Layer) -> _StageOfRank:
+def stage_of_rank(at_hand: Ints, stage: Stage, layer: Layer) -> StageOfRank:
     rank, world_size = layer.world.rank, layer.world.size
     out, come = stage.sources == rank, stage.destinations == rank
-    return _StageOfRank(
+    return StageOfRank(
         leave=_places(stage.experts[out], at_hand, layer.num_experts),
         arrive=_places(stage.experts[come], at_hand, layer.num_experts),
         send=np.bincount(stage.destinations[out], minlength=world_size).tolist(),
@@ -221,10 +221,10 @@ def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
     if len(stage.experts) == 0:
         return
     own = len(replicas.leaving)
-    mine = _stage_of_rank(np.concatenate([replicas.leaving, replicas.experts]), stage, layer)
+    mine = stage_of_rank(np.concatenate([replicas.leaving, replicas.experts]), stage, layer)
     device = replicas.tensors[0].device
     leave, arrive = on_device(mine.leave, device), on_device(mine.arrive - own, device)
-    for group in _by_dtype([tensor.dtype for tensor in replicas.tensors]):
+    for group in by_dtype([tensor.dtype for tensor in replicas.tensors]):
         tensors = [replicas.tensors[index] for index in group]
         copies = [replicas.copies[index] for index in group]
         packed = pack_experts(copies, leave, behind=tensors, in_first=int((mine.leave < own).sum()))
@@ -242,7 +242,7 @@ def _backward(gradients: Gradients, leg: _Leg, layer: Layer) -> None:
     order = on_device(np.argsort(mine.leave, kind="stable"), device)
     lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))
     begins, rounds = on_device(np.cumsum([0, *lengths]), device), rounds_of(lengths)
-    groups = _by_dtype([mean.dtype for mean in gradients.means])
+    groups = by_dtype([mean.dtype for mean in gradients.means])
     for group, packed in zip(groups, leg.packed, strict=True):
         sums = [gradients.sums[place] for place in group]
         if len(passed_on):
@@ -252,7 +252,7 @@ def _backward(gradients: Gradients, leg: _Leg, layer: Layer) -> None:
             sum_replicas(total, part, begins, order, rounds)
 
 
-def _by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
+def by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
     groups: dict[torch.dtype, list[int]] = {}
     for index, dtype in enumerate(dtypes):
         groups.setdefault(dtype, []).append(index)
@@ -264,6 +264,6 @@ def _below(slots: Ints, owned: int) -> int:
     return int((slots < owned).sum())
 
 
-def _room_like(tensor: Tensor) -> Tensor:
+def room_like(tensor: Tensor) -> Tensor:
     """Contiguous, whatever the gradient is."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
 """Exchanges in which the host never learns how many rows go where: one-sided, with a bound of the rows that come.
 
-With ``Config(transport="symmetric")`` counts and rows travel over :class:`~hecate.runtime.ops.one_sided.Transport`.
-Counts stay on the device, and tickets are made there (``device_dispatch``). A rank that has R rows has room for so
-many percent of R, so every shape is known before anything has run. What comes lies in the front of that room, and
-behind it are zeros.
+With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients (``one_sided_experts``) travel over
+:class:`~hecate.runtime.ops.one_sided.Transport`. Counts stay on the device, and tickets are made there
+(``device_dispatch``). A rank that has R rows has room for so many percent of R, so every shape is known before
+anything has run. What comes lies in the front of that room, and behind it are zeros.
 
 **The host learns late.** Counts, and whether there was room, are copied to the host while it goes on, and read at
 :meth:`Symmetric.settle`: when the next forward begins, before an optimizer steps or a scaler looks at gradients, when
@@ -26,7 +26,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,13 +45,16 @@ from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.kernels.wait_words import LONGEST_PAUSE
-from hecate.runtime.ops.device_dispatch import BoundedTicket, DeviceTables, bounded_ticket
+from hecate.runtime.ops.device_dispatch import BoundedTicket, bounded_ticket
+from hecate.runtime.ops.device_tables import Fixed, LayerTables
 from hecate.runtime.ops.one_sided import POLLS, ExchangeFailed, Transport
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
 
 # Bytes of a chunk of a link. A rank's window has two for each rank. Not tuned.
 _SEGMENT = {"cpu": 2**20, "cuda": 2**22}
+# Most bytes of the pieces that an expert travels in: it is megabytes, and kernels take rows of some thousand numbers.
+_PIECE = 2**14
 
 
 @dataclass(eq=False)
@@ -66,17 +69,19 @@ class _Unread:
 
 @dataclass(eq=False)
 class Symmetric:
-    """What all layers of a model exchange rows with.
+    """What all layers of a model exchange rows and replicas with.
 
     Attributes:
         percent: for so many percent of the rows that a rank has it has room.
+        fixed: while launches are recorded, what they read in place of the placements that graphs carry.
     """
 
     world: World
     transport: Transport
     percent: int
+    fixed: Fixed | None = field(default=None, repr=False)
     _unread: list[_Unread] = field(default_factory=list, repr=False)
-    _tables: dict[int, tuple[Placement, DeviceTables]] = field(default_factory=dict, repr=False)
+    _tables: dict[int, tuple[Placement, LayerTables]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         _living[next(_numbers)] = self
@@ -98,11 +103,14 @@ class Symmetric:
         torch.cuda.synchronize(world.device)
         return cls(world, transport, percent)
 
-    def tables_of(self, placement: Placement, layer: Layer) -> DeviceTables:
+    def tables_of(self, placement: Placement, layer: Layer) -> LayerTables:
         """A placement on the device; the last one of each layer is kept."""
+        if self.fixed is not None:
+            return self.fixed.layers[layer.id].tables
         known = self._tables.get(layer.id)
         if known is None or known[0] != placement:
-            known = self._tables[layer.id] = placement, _tables(placement, layer, self.world.device)
+            tables = LayerTables.from_placement(placement, layer, self.world.device)
+            known = self._tables[layer.id] = placement, tables
         return known[1]
 
     def exchange(
@@ -126,6 +134,33 @@ class Symmetric:
                 _walk(steps(stop=stop))
                 self.transport.check()
 
+    def carry(self, experts: Tensor, sends: Tensor, receives: Tensor, *, room: int, most: int) -> Tensor:
+        """Experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view; unwritten behind what comes.
+
+        Args:
+            experts: rank by rank, and perhaps others behind those that leave.
+            sends, receives: how many leave for each rank, and come from each, int64 ``[W]`` on the device.
+            most: experts that no link has more of.
+        """
+        width = experts.shape[1]
+        piece = piece_of(width, experts.dtype, self.transport.windows.segment)
+        pieces = -(-width // piece)
+        rest = pieces * piece - width
+        padded = (torch.nn.functional.pad(experts, (0, rest)) if rest else experts).contiguous()
+        leaving = Rows(padded.view(len(experts) * pieces, piece))
+        arriving = padded.new_empty((room * pieces, piece))
+        self.exchange(
+            leaving, sends * pieces, Rows(arriving), most=most * pieces, wire=experts.dtype, expects=receives * pieces
+        )
+        return arriving.view(room, pieces * piece)[:, :width]
+
+    def signature(self, plans: int) -> Tensor:
+        """What travels with counts, int64 ``[3]`` on the device: a digest of plans, and proof of all collectives."""
+        if self.fixed is not None:
+            return self.fixed.signature
+        numbers = np.array([plans, *collectives.proof(self.world)], dtype=np.int64)
+        return collectives.on_device(numbers, self.world.device)
+
     # --- what the host learns ---
 
     def tell_later(self, numbers: Tensor, tell: Callable[[Tensor], None]) -> None:
@@ -137,6 +172,19 @@ class Symmetric:
             there = torch.cuda.Event()
             there.record(torch.cuda.current_stream(message.device))
         self._unread.append(_Unread(copy, numbers.shape, there, tell))
+
+    def take_unread(self) -> list[_Unread]:
+        """What a recorded forward would tell the host; :meth:`tell_again` for each time that it is replayed."""
+        unread, self._unread = self._unread, []
+        return unread
+
+    def tell_again(self, unread: list[_Unread], there: Any) -> None:
+        """The same numbers are on their way once more.
+
+        Args:
+            there: an event behind them, or None where they have come.
+        """
+        self._unread = [replace(one, there=there) for one in unread]
 
     def settle(self, *, whole: bool = False) -> None:
         """Let the host learn what it was to be told.
@@ -162,6 +210,23 @@ class Symmetric:
     def forget(self) -> None:
         """What the host was to be told is of no interest any more."""
         self._unread.clear()
+
+
+def piece_of(width: int, dtype: torch.dtype, segment: int) -> int:
+    """Numbers of ``dtype`` in the pieces that an expert of ``width`` travels in, of ``segment`` bytes at most.
+
+    >>> piece_of(3 * 2048 * 768, torch.bfloat16, 2**22), piece_of(10_007, torch.float32, 2**20)
+    (8192, 3336)
+
+    The most that make up a whole expert, if that is not few; else about as many in each, and the last is not full.
+    Pieces begin at multiples of 16 bytes, which is what kernels load at once.
+    """
+    most, step = max(1, min(_PIECE, segment) // dtype.itemsize), max(1, 16 // dtype.itemsize)
+    if width <= most:
+        return max(1, width)
+    even = -(-width // -(-width // most))
+    whole = (piece for piece in range(most - most % step, most // 4, -step) if width % piece == 0)
+    return next(whole, -(-even // step) * step)
 
 
 def _walk(steps: Iterator[object]) -> None:
@@ -198,10 +263,6 @@ def settle_all() -> None:
                 raise
 
 
-def _tables(placement: Placement, layer: Layer, device: torch.device) -> DeviceTables:
-    return DeviceTables.from_placement(placement, layer.placer.model.topology, layer.world.rank, device)
-
-
 # --- the operators ---
 
 
@@ -216,8 +277,7 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
     plans, learning = placer.model.signature, placer.model.learning
 
     def run() -> Tensor:
-        signature = np.array([plans, *collectives.proof(record.world)], dtype=np.int64)
-        message = torch.cat([counts, collectives.on_device(signature, counts.device)])
+        message = torch.cat([counts, symmetric.signature(plans)])
         leaving = message.expand(size, -1).contiguous()
         # A rank that does not come has no rows, and not whatever lies in memory.
         out = torch.zeros_like(leaving)
@@ -243,15 +303,14 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
 def route(record: Layer, counts: Tensor, placement: Placement, rows: int, percent: int) -> BoundedTicket:
     """Where each of this rank's ``rows`` goes, with room for ``percent`` of them; the host is told later."""
     symmetric: Symmetric = record.symmetric
-    ticket = bounded_ticket(counts, symmetric.tables_of(placement, record), rows=rows, percent=percent)
+    ticket = bounded_ticket(counts, symmetric.tables_of(placement, record).rows, rows=rows, percent=percent)
     # A copy: a graph may use the memory of its values again.
     record.arrived = ticket.splits[1].clone()
-    what = record.placer.label("rows")
 
     def tell(numbers: Tensor) -> None:
         excess, own = numbers.tolist()
         if any(excess):
-            raise ExchangeFailed(_no_room(what, excess, own, percent))
+            raise ExchangeFailed(_no_room(record.placer.label("rows"), excess, own, percent))
 
     symmetric.tell_later(torch.stack([ticket.splits[2], counts.sum(1)]), tell)
     return ticket

@@ -49,6 +49,7 @@ class Cuda:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.current = Stream("compute", self.log)
+        self.capturing = False
 
     def Stream(self, device: Any, priority: int) -> Stream:
         assert priority < 0
@@ -59,6 +60,9 @@ class Cuda:
 
     def current_stream(self, device: Any) -> Stream:
         return self.current
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -116,6 +120,25 @@ def test_memory_of_the_stream_that_started_a_job_is_kept_until_its_end(cuda: Cud
     cuda.current = Stream("side", cuda.log)
     queue.wait(number)
     assert set(cuda.log[-2:]) == {"compute waits for event on lane", "side waits for event on lane"}
+
+
+class Result(torch.Tensor):
+    """Looks as if it were on a GPU, and notes who uses it."""
+
+    is_cuda = True
+    used_on: list[str]
+
+    def record_stream(self, stream: Any) -> None:
+        self.used_on.append(stream.name)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_result_is_told_who_uses_it_unless_a_graph_is_captured(cuda: Cuda, capturing: bool) -> None:
+    """In a capture it would keep its memory until the end."""
+    own, result = make(cuda), torch.ones(1).as_subclass(Result)
+    result.used_on, cuda.capturing = [], capturing
+    queue.wait(queue.start(Job(own, lambda: result), NOTE))
+    assert result.used_on == ([] if capturing else ["compute"])
 
 
 def test_a_step_waits_for_what_the_one_before_dropped(cuda: Cuda) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hecate.runtime.kernels import balance_rows, expand_segments, split_rows, ticket_segments
-from hecate.runtime.ops.device_dispatch import DeviceTables, device_quotas, device_ticket
+from hecate.runtime.ops.device_dispatch import DeviceTables, bounded_ticket, device_quotas, device_ticket
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
@@ -48,6 +48,25 @@ def test_more_ranks_than_a_kernel_has_lanes() -> None:
     replicas = [set(rng.integers(0, 130, 3).tolist()) for _ in range(140)]
     counts = rng.integers(0, 9, (130, 140)) ** 2
     check_dispatch(Dispatch(counts, Placement.with_replicas(owners, replicas), topology, rank=129), CPU)
+
+
+def test_tables_with_more_room_make_the_same_tickets() -> None:
+    """Experts that do not exist get no rows, and slots that hold them are empty."""
+    for seed in range(300):
+        given = random_dispatch(seed)
+        rank, counts = given.rank, torch.from_numpy(given.counts)
+        exact, roomy = (
+            DeviceTables.from_placement(given.placement, given.topology, rank, CPU, replicas=more, replicated=lines)
+            for more, lines in ((0, 0), (len(given.placement.holders) + 2, len(given.placement.holders) + seed % 3))
+        )
+        rows, percent = int(counts[rank].sum()) + 1, 100 * given.topology.world_size
+        found, expected = (bounded_ticket(counts, t, rows=rows, percent=percent) for t in (roomy, exact))
+        held = len(exact.slots)
+        assert len(roomy.slots) == given.placement.owners.counts[rank] + len(given.placement.holders) + 2
+        assert torch.equal(found.slot_offsets[:held], expected.slot_offsets)
+        assert (found.slot_offsets[held:] == (expected.slot_offsets[-1] if held else 0)).all()
+        for name in ("splits", "send_index", "receive_index"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (seed, name)
 
 
 MODULES = (balance_rows, split_rows, ticket_segments, expand_segments)

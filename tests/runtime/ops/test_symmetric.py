@@ -22,17 +22,21 @@ from hecate.runtime.kernels import (
     balance_rows,
     expand_segments,
     gather_rows,
+    pack_experts,
     post_words,
     put_rows,
     split_rows,
+    sum_replicas,
     take_rows,
     ticket_segments,
     wait_words,
 )
 from hecate.runtime.kernels.links import Rows
-from hecate.runtime.ops import reference, symmetric
+from hecate.runtime.ops import one_sided_experts, reference, symmetric
+from hecate.runtime.ops.device_tables import Fixed, FixedTables, Room
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from hecate.runtime.ops.symmetric import Symmetric
+from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
@@ -122,6 +126,105 @@ def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wi
         assert np.array_equal(layer.placer.plan.loads[-1], counts.sum(0).numpy())
 
     on_threads(check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("name", OWNERS)
+def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: str, dtype: torch.dtype) -> None:
+    """Bit by bit, whether an expert is one piece, several, or more than several."""
+    placement = Placement.with_replicas(OWNERS[name], REPLICAS[replicas])
+    transports = windows()
+
+    def check(world: World) -> None:
+        rank = world.rank
+        owned, slots = placement.owners.counts[rank], len(slots_of(placement, rank))
+        plain = replicating_layer(world, placement, ONE_NODE)
+        one_sided = layer_over(transports[rank], world, placement, PLENTY)
+        for width in (3, 48, 49):
+            generator = torch.Generator().manual_seed(rank)
+            shards, grads = (
+                [torch.randn(n, *shape, generator=generator).to(dtype) for shape in ((width, 2), ())]
+                for n in (owned, slots)
+            )
+            own, others = ([grad[part] for grad in grads] for part in (slice(owned), slice(owned, None)))
+            found = []
+            for layer in (plain, one_sided):
+                placed, held = ops.place(shards[0], layer.id)
+                came = ops.sparse_all_gather(shards, placed, held, layer.id)
+                found.append([*came, *ops.sparse_reduce_scatter(own, others, placed, owned, layer.id)])
+            assert all(map(torch.equal, *found)), width
+        one_sided.symmetric.settle(whole=True)
+        assert one_sided.expert_bytes_sent == plain.expert_bytes_sent
+
+    on_threads(check)
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_what_was_recorded_reads_other_placements(name: str) -> None:
+    """Operators are called with the first placement, as graphs carry it, and do what tables say by now."""
+    placements = [Placement.with_replicas(OWNERS[name], replicas) for replicas in REPLICAS.values()]
+    transports = windows()
+
+    def check(world: World) -> None:
+        rank = world.rank
+        owned = OWNERS[name].counts[rank]
+        (rows, offsets), generator = even(rank), torch.Generator().manual_seed(rank)
+        shards = [torch.randn(owned, *shape, generator=generator) for shape in ((7, 2), ())]
+        recorded = layer_over(transports[rank], world, placements[-1], PLENTY)
+        tables = FixedTables.of(placements[-1], recorded)
+        assert all(map(tables.has_room_for, placements))
+        fixed = Fixed({recorded.id: tables}, recorded.symmetric.signature(recorded.placer.model.signature))
+        recorded.symmetric.fixed = fixed
+        handle, room = ops.place(rows, recorded.id)
+        slots = owned + len(room)
+        for placement in placements:
+            tables.write(placement, recorded)
+            expected = layer_over(transports[rank], world, placement, PLENTY)
+            found = []
+            for layer in (expected, recorded):
+                placed, held = ops.place(rows, layer.id) if layer is expected else (handle, room)
+                ends, *ticket = ops.route_fixed(
+                    ops.gather_counts(offsets, placed, layer.id), placed, offsets, owned + len(held), 10, PLENTY,
+                    layer.id,
+                )  # fmt: skip
+                out = ops.exchange(rows, *ticket, layer.id)
+                back = ops.exchange_back(out * 2, *ticket, 10, layer.id)
+                replicas = ops.sparse_all_gather(shards, placed, held, layer.id)
+                grads = [torch.randn(slots, *shard.shape[1:], generator=torch.Generator().manual_seed(rank)) for
+                         shard in shards]  # fmt: skip
+                halves = [[grad[part] for grad in grads] for part in (slice(owned), slice(owned, owned + len(held)))]
+                home = ops.sparse_reduce_scatter(*halves, placed, owned, layer.id)
+                count = placement.num_replicas and len(slots_of(placement, rank)) - owned
+                found.append([out, back, ends[: owned + count], *home, *(part[:count] for part in replicas)])
+            assert all(map(torch.equal, *found))
+            # Slots that nobody fills get no rows.
+            assert (ends[owned + count :] == (ends[owned + count - 1] if owned + count else 0)).all()
+        recorded.symmetric.settle(whole=True)
+
+    on_threads(check)
+
+
+def test_room_is_for_what_fits() -> None:
+    owners = OWNERS["contiguous"]
+    none, some, everything = (Placement.with_replicas(owners, replicas) for replicas in REPLICAS.values())
+    assert Room.needed(none) == Room(replicas=0, leaving=0, replicated=0)
+    assert Room.needed(some) == Room(replicas=2, leaving=2, replicated=3)
+    assert Room.needed(everything) == Room(replicas=4, leaving=4, replicated=5)
+    assert Room.generous(none).holds(Room.needed(none)) and Room.generous(none).replicas == 2
+    assert not Room.generous(none).holds(Room.needed(everything))
+    assert Room.generous(everything) == Room(replicas=4, leaving=4, replicated=5), "there are no more"
+
+
+@pytest.mark.parametrize("segment", [128, 4096, 2**22])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3, 8192, 8193, 99_991, 3 * 2048 * 768])
+def test_pieces_of_an_expert_fit(width: int, dtype: torch.dtype, segment: int) -> None:
+    piece = symmetric.piece_of(width, dtype, segment)
+    size, pieces = piece * dtype.itemsize, -(-width // piece)
+    assert size <= min(segment, 2**14)
+    assert pieces == 1 or size % 16 == 0, "each begins where kernels load vectors"
+    assert pieces * piece <= 1.2 * width, "little is added"
 
 
 def test_counts_are_learned_from_when_the_host_settles() -> None:
@@ -240,6 +343,24 @@ def test_of_a_model_that_is_gone_nobody_is_told(monkeypatch: pytest.MonkeyPatch)
     here.symmetric.settle()
 
 
+def test_what_is_replayed_is_told_again_behind_its_event() -> None:
+    class Event:
+        def synchronize(self) -> None:
+            told.append("there")
+
+    told: list[Any] = []
+    one = Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0]), 100)
+    numbers = torch.arange(2)
+    one.tell_later(numbers, lambda numbers: told.append(numbers.tolist()))
+    unread = one.take_unread()
+    one.settle()
+    assert not told
+    for _ in range(2):
+        one.tell_again(unread, Event())
+        one.settle()
+    assert told == ["there", [0, 1]] * 2
+
+
 def wait_for_one_that_failed() -> dict[str, Any]:
     """On one rank: the last one raises in front of an exchange, its program catches that, and it stays."""
     world = find_world(None, CPU)
@@ -275,24 +396,62 @@ def test_a_rank_that_failed_is_named_before_the_groups_timeout() -> None:
 
 MODULES = (
     balance_rows, split_rows, ticket_segments, expand_segments, gather_rows, put_rows, take_rows, post_words,
-    wait_words,
+    wait_words, pack_experts, sum_replicas,
 )  # fmt: skip
 
 
-def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have no numbers, so whoever asks for one fails."""
-    launched: list[str] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels in the order in which they would run on a GPU."""
+    names: list[str] = []
 
     def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-        launched.append(getattr(kernel, "__name__", None) or kernel.base_fn.__name__)
+        names.append(getattr(kernel, "__name__", None) or kernel.base_fn.__name__)
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", take_notes)
         monkeypatch.setattr(module, "runs_on", lambda _: True)
+    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
+    return names
+
+
+def test_a_captured_step_launches_the_same_for_all_placements(launched: list[str]) -> None:
+    """And reads no numbers of the device: fake tensors have none."""
+    owners = OWNERS["contiguous"]
+    placements = [Placement.with_replicas(owners, replicas) for replicas in REPLICAS.values()]
+    layer = layer_over(windows()[1], World(rank=1, size=3, group=None, device=CPU), placements[1], PLENTY)
+    tables = FixedTables.of(placements[1], layer)
+    layer.symmetric.fixed = Fixed({layer.id: tables}, torch.zeros(3, dtype=torch.int64, device=CPU))
+    handle, room = ops.place(torch.zeros(1), layer.id)
+    used, found = layer.placer.find(handle), []
+    for placement in placements:
+        tables.write(placement, layer)
+        launched.clear()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            counts = torch.zeros(5, dtype=torch.int64, device=CPU)
+            job = symmetric.gather_counts(layer, counts)
+            ticket = symmetric.route(layer, job.finish(job.run()), used, 10, 200)
+            out = symmetric.exchange(
+                layer, torch.zeros(10, 4, device=CPU), ticket.splits, ticket.send_index, ticket.receive_index
+            ).run()
+            shards, replicas = (
+                [torch.zeros(n, *shape, device=CPU) for shape in ((5, 9), ())] for n in (2, len(room))
+            )
+            came = one_sided_experts.sparse_all_gather(layer, shards, used).run()
+            home = one_sided_experts.sparse_reduce_scatter(layer, shards, replicas, used).run()
+        assert out.shape == (20, 4)
+        assert [part.shape for part in came] == [part.shape for part in replicas]
+        assert [part.shape for part in home] == [part.shape for part in shards]
+        found.append(list(launched))
+    assert found[0] == found[1] == found[2]
+    assert {"_pack_experts", "_put_rows", "_wait_words", "_sum_replicas"} <= set(found[0])
+
+
+def test_the_host_reads_nothing_where_kernels_run(launched: list[str]) -> None:
+    """Fake tensors have no numbers, so whoever asks for one fails."""
     world = World(rank=1, size=3, group=None, device=CPU)
     placement = Placement.with_replicas(OWNERS["contiguous"], REPLICAS["some replicas"])
     layer = layer_over(windows()[1], world, placement, 200)
-    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
     placed, _ = ops.place(torch.zeros(1), layer.id)
     placed, (_, offsets) = layer.placer.find(placed), even(1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -305,8 +464,11 @@ def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatc
         out = symmetric.exchange(layer, rows, *parts).run()
         back = symmetric.exchange_back(layer, out, *parts, 10).run()
         assert out.shape == (20, 4) and back.shape == (10, 4)
+        sends, receives = (torch.tensor(n, device=CPU) for n in ([2, 0, 1], [1, 1, 0]))
+        experts = layer.symmetric.carry(torch.zeros(3, 40, device=CPU), sends, receives, room=2, most=2)
+        assert experts.shape == (2, 40)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             layer.symmetric.settle()
-    # Counts in one chunk, and room for 20 rows in three, there and back.
-    assert launched.count("_put_rows") == launched.count("_take_rows") == 1 + 2 * 3
+    # Counts in one chunk, room for 20 rows in three, there and back, and two experts of two pieces in four.
+    assert launched.count("_put_rows") == launched.count("_take_rows") == 1 + 2 * 3 + 4
     assert {"_even_out", "_arriving", "_wait_words", "_post_words", "_gather_rows"} <= set(launched)

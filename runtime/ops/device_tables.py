@@ -1,0 +1,237 @@
+"""A placement as tables on a rank's device: what one-sided exchanges of rows and of experts read.
+
+Tables are as long as a placement needs. With more :class:`Room` they are longer, and what is left over names nobody:
+experts that do not exist, to which no rows go, and places that no rank reads. Tables with the same room have the same
+shapes, so that another placement can be written over one, under kernels that have been launched with its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.kernels.sum_replicas import rounds_of
+from hecate.runtime.ops.device_dispatch import DeviceTables
+from hecate.runtime.ops.sparse_collectives import stage_of_rank
+from hecate.runtime.ops.ticket import slots_of
+from hecate.runtime.placement.owners import Ints
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.state.layer import Layer
+
+Part = TypeVar("Part", DeviceTables, "ExpertTables")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """For which placements of the same owners tables are long enough. The same on all ranks.
+
+    Attributes:
+        replicas: most that a rank holds.
+        leaving: most that others hold of one rank's own experts.
+        replicated: experts that have replicas.
+    """
+
+    replicas: int
+    leaving: int
+    replicated: int
+
+    @classmethod
+    def needed(cls, placement: Placement) -> Room:
+        """No more than ``placement`` takes."""
+        experts, ranks = placement.pairs
+        size, owners = placement.owners.world_size, placement.owner_array[experts]
+        away = ranks != owners
+        return cls(
+            replicas=int(np.bincount(ranks[away], minlength=size).max()),
+            leaving=int(np.bincount(owners[away], minlength=size).max()),
+            replicated=len(np.unique(experts[away])),
+        )
+
+    @classmethod
+    def generous(cls, placement: Placement) -> Room:
+        """Twice what ``placement`` takes, and at least one replica, but no more than can be."""
+        need, counts = cls.needed(placement), placement.owners.counts
+        replicas = min(2 * max(1, need.replicas), max(1, len(placement.holders) - min(counts)))
+        leaving = min(2 * max(1, need.leaving), (len(counts) - 1) * min(replicas, max(counts)))
+        return cls(
+            replicas=replicas, leaving=max(1, leaving), replicated=min(len(counts) * replicas, len(placement.holders))
+        )
+
+    def joined(self, other: Room) -> Room:
+        """For what either has room for."""
+        return Room(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+
+    def holds(self, need: Room) -> bool:
+        """Whether what needs ``need`` has room."""
+        return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertTables:
+    """Which experts travel to replicas, and their gradients back, on one node.
+
+    Attributes:
+        travels: whether any do, at any rank.
+        leave: own experts in the order in which they leave, by rank and expert, int64 ``[L]``.
+        sends, receives: how many leave for each rank, and come from each, int64 ``[W]``. They come in slot order.
+        summed: own experts that get parts of gradients, ascending, int64 ``[P]``.
+        begins, order: their parts, as ``sum_replicas`` takes them: int64 ``[P + 1]`` and ``[L]``.
+        rounds: how many parts they have, as it takes them; None where that changes under the tables.
+        replicas: for how many this rank has room.
+        most: experts that no link has more of.
+    """
+
+    travels: bool
+    leave: torch.Tensor
+    sends: torch.Tensor
+    receives: torch.Tensor
+    summed: torch.Tensor
+    begins: torch.Tensor
+    order: torch.Tensor
+    rounds: tuple[int, ...] | None
+    replicas: int
+    most: int
+
+    @classmethod
+    def from_placement(
+        cls, placement: Placement, layer: Layer, device: torch.device, room: Room | None = None
+    ) -> ExpertTables:
+        """The tables on ``device``, without waiting for what it does meanwhile."""
+        rank = layer.world.rank
+        # On one node an expert travels once, straight from its owner.
+        _, stage = layer.placer.stages(placement)
+        mine = stage_of_rank(slots_of(placement, rank), stage, layer)
+        owned = placement.owners.counts[rank]
+        summed = np.unique(mine.leave) if room is None else np.arange(owned)
+        lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))
+        # Who owns nothing has nothing to leave, not even in places that nobody reads.
+        places = len(mine.leave) if room is None else room.leaving if owned else 0
+        return cls(
+            travels=room is not None or len(stage.experts) > 0,
+            leave=on_device(_fill(mine.leave, places), device),
+            sends=on_device(np.array(mine.send, dtype=np.int64), device),
+            receives=on_device(np.array(mine.receive, dtype=np.int64), device),
+            summed=on_device(summed, device),
+            begins=on_device(np.cumsum([0, *lengths]), device),
+            order=on_device(_fill(np.argsort(mine.leave, kind="stable"), places), device),
+            rounds=tuple(rounds_of(lengths)) if room is None else None,
+            replicas=len(mine.arrive) if room is None else room.replicas,
+            most=max(*mine.send, *mine.receive) if room is None else min(room.replicas, room.leaving),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerTables:
+    """All of a placement that is on the device."""
+
+    rows: DeviceTables
+    experts: ExpertTables
+
+    @classmethod
+    def from_placement(
+        cls, placement: Placement, layer: Layer, device: torch.device, room: Room | None = None
+    ) -> LayerTables:
+        """The tables of one rank, with more room than the placement takes if ``room`` says so."""
+        more = (0, 0) if room is None else (room.replicas, room.replicated)
+        rows = DeviceTables.from_placement(
+            placement, layer.placer.model.topology, layer.world.rank, device, replicas=more[0], replicated=more[1]
+        )
+        return cls(rows=rows, experts=ExpertTables.from_placement(placement, layer, device, room))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, int64."""
+        return [value for part in (self.rows, self.experts) for value in vars(part).values() if _is_tensor(value)]
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> LayerTables:
+        """The same with others, in the order of :attr:`tensors`."""
+        others = iter(tensors)
+        return LayerTables(rows=_with_tensors(self.rows, others), experts=_with_tensors(self.experts, others))
+
+
+@dataclass(eq=False)
+class FixedTables:
+    """A layer's tables at addresses that stay, for launches that are repeated with other placements.
+
+    Attributes:
+        room: of all placements that come.
+        tables: what is launched reads them; all are parts of ``numbers``.
+        numbers: int64 ``[n]``.
+        placement: what they say now.
+        first: what they said when the launches were recorded, and graphs carry.
+    """
+
+    room: Room
+    tables: LayerTables
+    numbers: torch.Tensor
+    placement: Placement
+    first: Placement
+
+    @classmethod
+    def of(cls, placement: Placement, layer: Layer, before: FixedTables | None = None) -> FixedTables:
+        """Tables that say ``placement``, with room for others.
+
+        Args:
+            before: tables that had no room. With the same owners, what these had room for has room.
+        """
+        # Where a policy makes no replicas, graphs have no slots for any.
+        room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
+        if before is not None and before.first.owners == placement.owners:
+            room = room.joined(before.room)
+        host = LayerTables.from_placement(placement, layer, _HOST, room)
+        numbers = _joined(host, layer)
+        parts = numbers.split([part.numel() for part in host.tensors])
+        tables = host.with_tensors([part.view(like.shape) for part, like in zip(parts, host.tensors, strict=True)])
+        return cls(room, tables, numbers, placement, placement)
+
+    def has_room_for(self, placement: Placement) -> bool:
+        """Whether they can say ``placement``; the same on all ranks."""
+        return placement.owners == self.first.owners and self.room.holds(Room.needed(placement))
+
+    def write(self, placement: Placement, layer: Layer) -> None:
+        """Say ``placement`` from now on, for what is launched behind this."""
+        if placement != self.placement:
+            host = LayerTables.from_placement(placement, layer, _HOST, self.room)
+            self.numbers.copy_(_joined(host, layer), non_blocking=True)
+            self.placement = placement
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """All that changes between replays of what was recorded once.
+
+    Attributes:
+        layers: by their numbers.
+        signature: what travels with counts, int64 ``[3]``; see ``Symmetric.signature``.
+    """
+
+    layers: dict[int, FixedTables]
+    signature: torch.Tensor
+
+
+_HOST = torch.device("cpu")
+
+
+def _with_tensors(part: Part, others: Iterator[torch.Tensor]) -> Part:
+    """``part`` with the next of ``others`` for each of its tensors."""
+    changes: dict[str, Any] = {name: next(others) for name, value in vars(part).items() if _is_tensor(value)}
+    return replace(part, **changes)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _joined(tables: LayerTables, layer: Layer) -> torch.Tensor:
+    """All numbers of tables on the host, on the layer's device: one copy."""
+    return on_device(torch.cat([part.flatten() for part in tables.tensors]).numpy(), layer.world.device)
+
+
+def _fill(numbers: Ints, length: int) -> Ints:
+    """``numbers`` and zeros behind them."""
+    return np.pad(numbers, (0, length - len(numbers)))

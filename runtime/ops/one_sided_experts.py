@@ -1,0 +1,76 @@
+"""SparseAllGather and SparseReduceScatter as one-sided writes on one node (paper, section 2).
+
+What ``sparse_collectives`` does with collectives, for ``Config(transport="symmetric")``. Who sends which expert to
+whom is in ``ExpertTables`` on the device, and kernels read it there: what is launched is the same for all placements
+that tables have room for. Sums are made in the order of ``sparse_collectives``: gradients are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.kernels.pack_experts import pack_experts, widths_of
+from hecate.runtime.kernels.sum_replicas import sum_replicas
+from hecate.runtime.ops.sparse_collectives import by_dtype, room_like, sum_dtype
+from hecate.runtime.ops.symmetric import Symmetric
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.state.layer import Layer
+
+
+def sparse_all_gather(record: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
+    """A rank's replicas: ``[E_r, ...] -> [K, ...]`` of each tensor."""
+    symmetric: Symmetric = record.symmetric
+    tables = symmetric.tables_of(placement, record).experts
+    groups = by_dtype([shard.dtype for shard in shards])
+    widths, shapes = widths_of(shards), [shard.shape[1:] for shard in shards]
+    # Copies of what leaves: an optimizer may step before it has left.
+    packed = [pack_experts([shards[place] for place in group], tables.leave) for group in groups]
+
+    def run() -> list[Tensor]:
+        replicas: dict[int, Tensor] = {}
+        for group, leaving in zip(groups, packed, strict=True):
+            came = leaving[:0]
+            if tables.travels:
+                came = symmetric.carry(
+                    leaving, tables.sends, tables.receives, room=tables.replicas, most=tables.most
+                )  # fmt: skip
+            for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
+                # A copy, also where a single replica is in one piece: results share no memory.
+                replicas[place] = part.clone(memory_format=torch.contiguous_format).view(len(part), *shapes[place])
+        return [replicas[place] for place in range(len(shapes))]
+
+    return Job(record.world.queue, run, label=record.placer.label("sparse_all_gather"))
+
+
+def sparse_reduce_scatter(
+    record: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
+) -> Job:
+    """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...], [K, ...] -> [E_r, ...]``."""
+    symmetric: Symmetric = record.symmetric
+    tables, world_size = symmetric.tables_of(placement, record).experts, record.world.size
+    groups, widths = by_dtype([grad.dtype for grad in own]), widths_of(own)
+    packed = [
+        torch.cat([replicas[place].reshape(len(replicas[place]), widths[place]) for place in group], dim=1)
+        for group in groups
+    ]
+    means = [torch.div(grad, world_size, out=room_like(grad)) for grad in own]
+    sums = [pack_experts([grad], tables.summed, dtype=sum_dtype(grad.dtype)) for grad in own]
+
+    def run() -> list[Tensor]:
+        if not tables.travels:
+            return means
+        for group, leaving in zip(groups, packed, strict=True):
+            came = symmetric.carry(
+                leaving, tables.receives, tables.sends, room=len(tables.order), most=tables.most
+            )  # fmt: skip
+            for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
+                sum_replicas(sums[place], part, tables.begins, tables.order, tables.rounds)
+        for mean, total in zip(means, sums, strict=True):
+            mean.index_copy_(0, tables.summed, (total / world_size).to(mean.dtype).view(len(total), *mean.shape[1:]))
+        return means
+
+    return Job(record.world.queue, run, label=record.placer.label("sparse_reduce_scatter"))
