@@ -3,7 +3,7 @@
 model = hecate.compile(model)
 """
 
-from hecate.api import compile, explain, save_timeline, set_requires_gradient_sync, stats
+from hecate.api import capture, compile, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.checkpoints.coordination import CheckpointError
 from hecate.checkpoints.export import export
 from hecate.checkpoints.load import Loaded, MismatchError, NoCheckpointError, load
@@ -53,6 +53,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "UntracedReadError",
     "async_save",
+    "capture",
     "clip_grad_norm_",
     "compile",
     "explain",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -33,12 +34,15 @@ from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import find_topology, find_world, local_device
+from hecate.runtime.kernels.launch import runs_on
+from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
+from hecate.training.captured_step import CapturedStep, CudaGraphs, Recorder
 from hecate.training.clip_grad_norm import watch_clipping
 from hecate.training.forward import CompiledForward
 from hecate.training.grad_scaler import watch_scalers
@@ -225,6 +229,75 @@ def explain(model: nn.Module) -> Explanation:
         world=state.world, policy=policy, experts=state.experts, passed_over=state.passed_over, layers=state.layers,
         graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans), disabled=state.backend.disabled,
         loops=state.loops, parameters=kept_parameters(model),
+    )  # fmt: skip
+
+
+def capture(
+    model: nn.Module, forward: Callable[..., torch.Tensor], *inputs: torch.Tensor, warm_up: int = 3
+) -> Callable[..., torch.Tensor]:
+    """A training step's forward and backward as CUDA graphs; call what is returned in their place.
+
+    >>> step = hecate.capture(model, lambda ids: model(ids, labels=ids).loss, ids)  # doctest: +SKIP
+    >>> for ids in batches:  # doctest: +SKIP
+    ...     loss = step(ids)
+    ...     optimizer.step()
+
+    ``step`` copies its inputs to where the graphs read them, launches both, and returns the loss. The next call
+    writes over that, and over all gradients: nothing adds up, and nothing is to be cleared, but in front of a
+    backward of the model itself. Placements change from
+    step to step; a plan for which there is no room, other owners and other parameters are captured anew. If rows had
+    no room on some rank it raises ``ExchangeFailed``, and the step can be made again with another batch. The
+    optimizer is not in the graphs. All ranks make all calls together. Not run on a GPU yet (docs/gpu.md).
+
+    Args:
+        model: on a GPU; compiled with ``Config(transport="symmetric")`` where there are several ranks.
+        forward: calls the model and returns a scalar loss. What else it does on the host is not repeated.
+        inputs: tensors on the model's device, in the shapes and dtypes of all batches.
+        warm_up: forwards and backwards in front, in which kernels are compiled and tuned, as in one in front of each
+            capture. No parameter is updated; what a forward updates itself is, policies learn from the routing, and
+            gradients are cleared. Delete losses of earlier steps first: they keep autograd on another stream.
+
+    Raises:
+        ValueError: the model was not compiled, is not on a GPU, or exchanges rows by collectives; no kernel takes its
+            dtype, or there are none; or an input is on another device.
+        TypeError: ``forward`` returned something else than a scalar loss.
+        RuntimeError: gradients are averaged on the host behind a backward, because something outside of the compiled
+            forward uses parameters.
+    """
+    state = compiled_model_of(model, "capture")
+    device, alone = state.world.device, state.world.size == 1
+    problem = ""
+    if not alone and state.config.transport != "symmetric":
+        problem = (
+            'with transport="collectives" the host says in each layer how many rows come, and is not there when a '
+            'CUDA graph is replayed. Use hecate.Config(transport="symmetric")'
+        )
+    elif device.type != "cuda":
+        problem = f"CUDA graphs need a model on a GPU, and this one is on {device}"
+    elif not runs_on(device):
+        problem = "without Triton, or with HECATE_KERNELS=0, the host reads numbers of the device in each layer"
+    elif not alone and not state.world.queue.on_stream:
+        problem = "ranks talk through the host over gloo, which no CUDA graph holds; each rank needs a GPU, for NCCL"
+    elif wrong := [layer.name for layer in state.layers if layer.dtype not in FLOATS]:
+        problem = f"no kernel takes the dtype of {wrong[0]}; expected one of {', '.join(map(str, FLOATS))}"
+    if problem:
+        raise ValueError(f"hecate.capture: {problem}")
+    return captured_step(model, state, forward, inputs, warm_up=warm_up, recorder=CudaGraphs(device))
+
+
+def captured_step(
+    model: nn.Module,
+    state: CompiledModel,
+    forward: Callable[..., torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    *,
+    warm_up: int,
+    recorder: Recorder,
+) -> CapturedStep:
+    """:func:`capture` with anything that records and replays."""
+    return CapturedStep(
+        model, state.forward, forward, inputs, layers=state.layers, placer=state.placer, world=state.world,
+        gathers=2 if state.config.rematerialize else 1, warm_up=warm_up, recorder=recorder,
     )  # fmt: skip
 
 

@@ -59,12 +59,12 @@ class Config:
             to the holders; results are summed there, and cross once. A layer in which that cannot be proven right
             stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay
             and the policy makes no replicas, which keep rows in their node already.
-        transport: what carries rows, and counts of rows. ``"collectives"``: torch.distributed; the host waits for the
-            counts in each layer, and knows how many rows come. ``"symmetric"``: ranks of one machine write into each
-            other's memory, and sizes are fixed, so that the host need not know. Rows are then split over holders so
-            that ranks are even, in one part; replicas still travel by collectives. One node, at most 128 ranks; not
-            with ``chunks`` above 1, ``dispatch="nodes"``, ``calibrate``, ``objective="paper"``, ``"gather"``,
-            ``"replicate"`` or a policy that splits rows itself.
+        transport: what carries rows, counts of rows, and replicas. ``"collectives"``: torch.distributed; the host
+            waits for the counts in each layer, and knows how many rows come. ``"symmetric"``: ranks of one machine
+            write into each other's memory, and sizes are fixed, so that the host need not know. Rows are then split
+            over holders so that ranks are even, in one part. One node, at most 128 ranks; not with ``chunks`` above
+            1, ``dispatch="nodes"``, ``calibrate``, ``objective="paper"``, ``"gather"``, ``"replicate"`` or a policy
+            that splits rows itself.
         capacity: with ``"symmetric"``, for how many times the rows that it has itself a rank has room. A step with
             more is refused with an error, and nothing of it is applied. With as many tokens on every rank, the number
             of ranks is always enough. Memory and compute of rows grow with it.

@@ -51,6 +51,7 @@ class CompiledForward:
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
+        recording: a forward is recorded to be replayed; what comes between two is up to whoever replays it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class CompiledForward:
         self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
+        self.recording = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with telling("in its forward"):
@@ -96,25 +98,31 @@ class CompiledForward:
         if self._symmetric is not None:
             self._symmetric.settle(whole=whole)
 
+    @property
+    def symmetric(self) -> Symmetric | None:
+        """What its layers exchange rows with, if the host learns late of them."""
+        return self._symmetric
+
+    @property
+    def averages_outside(self) -> bool:
+        """Whether the host averages gradients from outside of the compiled forward behind a backward."""
+        return self._outside_gradients.averages
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether dense gradients are averaged now."""
+        return self._outside_gradients.synchronizes
+
     def forget(self) -> None:
         """The last forward is undone: the host need not learn of it."""
         if self._symmetric is not None:
             self._symmetric.forget()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        self._check_device()
-        # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
-        # whole, and then what this forward is for.
-        self.settle()
-        if self.before is not None:
-            self.before()
         training = torch.is_grad_enabled()
         mode = StepMode(training=training, first=training not in self._compiled_modes)
-        # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
-        self._additions.before_forward()
-        self._owner_mover.before_forward(mode)
-        if self.hidden_time is not None:
-            self.hidden_time.before_forward(mode)
+        if not self.recording:
+            self.begin(mode)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.
@@ -124,15 +132,29 @@ class CompiledForward:
             self._check_compiled()
             self._check_compiled = None
         self._compiled_modes.add(training)
-        if not training:
+        if not training and not self.recording:
             # No optimizer will ask whether there was room for all rows.
             self.settle()
         self._keep_records(out)
         self._outside_gradients.after_forward(out)
         # Step 5: whoever watches, and the output's dtype.
-        if self.after is not None:
+        if self.after is not None and not self.recording:
             self.after()
         return self._cast_output(out)
+
+    def begin(self, mode: StepMode) -> None:
+        """What comes between two forwards."""
+        self._check_device()
+        # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
+        # whole, and then what this forward is for.
+        self.settle()
+        if self.before is not None:
+            self.before()
+        # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
+        self._additions.before_forward()
+        self._owner_mover.before_forward(mode)
+        if self.hidden_time is not None:
+            self.hidden_time.before_forward(mode)
 
     def _check_device(self) -> None:
         """A model that is moved is moved whole, so one parameter tells. Alone, nothing travels, and it may."""

@@ -68,6 +68,16 @@ class OutsideGradients:
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
         self._warned = False
 
+    @property
+    def averages(self) -> bool:
+        """Whether a backward has ended with averages, or will: all ranks compare in each from then on."""
+        return self._outside or bool(self._local) or not self._sync.in_graph
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether gradients are averaged now."""
+        return self._sync.enabled
+
     def watch(self, record: ReplicatedParameter) -> None:
         """Look at each gradient that arrives at the parameter of ``record``, if it gets any."""
         parameter = record.parameter

@@ -1,0 +1,356 @@
+"""A training step's forward and backward as CUDA graphs, replayed with another placement in each step.
+
+The host launches two graphs in place of some hundred kernels. What changes from step to step lies at addresses that
+stay: inputs, gradients, and the tables that say who holds which replicas
+(:class:`~hecate.runtime.ops.device_tables.FixedTables`). While the backward runs the host reads the counts of the
+forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
+
+Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come. **Not run on
+a GPU yet** (docs/gpu.md); tested without one by a recorder that runs the same code again, while graphs still carry
+the first placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hecate.runtime.comm.collectives import keeping_constants
+from hecate.runtime.comm.failures import telling
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.device_tables import Fixed, FixedTables
+from hecate.runtime.ops.ticket import replicas_of
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.placer import Placer
+from hecate.runtime.state.step_mode import StepMode
+from hecate.training.forward import CompiledForward
+
+_TRAINING = StepMode(training=True, first=False)
+
+
+class Recorder(Protocol):
+    """Takes notes of what is launched, and launches it again.
+
+    Attributes:
+        host_runs: in a replay the host's part happens again, too.
+    """
+
+    host_runs: bool
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Let ``run`` happen, where it would be recorded."""
+
+    def record(self, *runs: Callable[[], None]) -> tuple[Callable[[], None], ...]:
+        """Record each of ``runs``, which need not have happened when this returns, and return what replays them."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs that share memory; they are replayed in the order in which they were recorded."""
+
+    host_runs = False
+
+    def __init__(self, device: torch.device) -> None:
+        # One for all: autograd adds gradients up on the stream where it met a parameter first.
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()
+        current.wait_stream(self._stream)
+
+    def record(self, *runs: Callable[[], None]) -> tuple[Callable[[], None], ...]:
+        # Memory of its own each time: what is left of earlier graphs may still be in use.
+        pool, replays = torch.cuda.graph_pool_handle(), []
+        for run in runs:
+            graph = torch.cuda.CUDAGraph()
+            # Relaxed: what the host is to read is copied to pinned memory, which may be allocated meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
+                run()
+            replays.append(graph.replay)
+        return tuple(replays)
+
+
+@dataclass(eq=False)
+class _Figures:
+    """What a recorded forward and backward left in a layer's record, for each time that they are replayed."""
+
+    counts: Tensor | None
+    unread: list[tuple[int, Tensor]]
+    arrived: Tensor | None
+
+    @classmethod
+    def of(cls, layer: Layer) -> _Figures:
+        return cls(layer.counts, list(layer.unread), layer.arrived)
+
+    def restore(self, layer: Layer) -> None:
+        layer.counts, layer.unread, layer.arrived = self.counts, list(self.unread), self.arrived
+        layer.bytes_sent = layer.node_bytes_sent = 0
+
+
+def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> None:
+    """What the host notes of replicas in a step, with ``placement`` on one node.
+
+    Args:
+        gathers: how often they are gathered.
+    """
+    rank = layer.world.rank
+    own = placement.owner_array == rank
+    leaving = int((placement.matrix[own] > 0).sum() - own.sum())
+    experts = gathers * leaving + len(replicas_of(placement, rank))
+    layer.replicas, layer.expert_bytes_sent = placement.num_replicas, int(layer.sizes.expert_bytes * experts)
+
+
+class CapturedStep:
+    """See :func:`hecate.capture`, which makes it. A collective, as each call is.
+
+    Args:
+        model: whose step it is.
+        compiled: what ``model(...)`` calls.
+        layers: its MoE layers.
+        gathers: how often replicas are gathered in a step.
+        forward: calls the model and returns a scalar loss.
+        inputs: of ``forward``, in the shapes of all steps.
+        warm_up: forwards and backwards in front.
+        recorder: of CUDA graphs.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as ``hecate.capture``.
+
+    Attributes:
+        captures: how often it was captured: anew where a plan has no room, owners changed, or parameters are others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: CompiledForward,
+        forward: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        *,
+        layers: Sequence[Layer],
+        placer: Placer,
+        world: World,
+        gathers: int,
+        warm_up: int,
+        recorder: Recorder,
+    ) -> None:
+        self._model, self._compiled, self._forward, self._recorder = model, compiled, forward, recorder
+        self._placer, self._world, self._gathers = placer, world, gathers
+        self._check_devices(inputs)
+        self._inputs = tuple(value.detach().clone() for value in inputs)
+        self._loss: Tensor | None = None
+        self._replays: tuple[Callable[[], None], ...] = ()
+        self._fixed: Fixed | None = None
+        self._unread: list[Any] = []
+        self._figures: list[_Figures] = []
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        # Kept, so that an equal address is equal memory: else ranks could come to different answers.
+        self._tensors: list[Tensor] = []
+        self._trained: list[bool] = []
+        self._constants: list[Tensor] = []
+        self.captures = 0
+        for _ in range(max(1, warm_up)):
+            recorder.warm_up(self._run_both)
+        self._clear_gradients()
+        compiled.settle(whole=True)
+        self._check_averages()
+        self._all_layers = tuple(dict.fromkeys(layers))
+        # At one rank none is placed, nor are those that gather their experts.
+        self._layers = tuple(layer for layer in self._all_layers if layer.placer.plan.current is not None)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """One forward and backward; the loss, detached."""
+        with telling("in a captured step"):
+            return self._step(inputs)
+
+    def _step(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._check(inputs)
+        compiled = self._compiled
+        if not compiled.synchronizes:
+            raise RuntimeError(
+                "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
+                "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
+            )
+        # Step 1: what comes between two steps, and who holds what in this one.
+        compiled.begin(_TRAINING)
+        placements = [layer.placer.take() for layer in self._layers]
+        for place, value in zip(self._inputs, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
+        if self._replays and self._have_room(placements) and self._same_tensors():
+            self._write(placements)
+        else:
+            self._capture(placements)
+        # Step 2: both graphs, and nothing to wait for between them.
+        self._clear_gradients()
+        replay_forward, replay_backward = self._replays
+        with self._recording():
+            replay_forward()
+            forward_ends = self._mark()
+            replay_backward()
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        # Step 3: while the backward runs, the host learns of the forward, and plans.
+        if not self._recorder.host_runs:
+            for layer, figures in zip(self._all_layers, self._figures, strict=True):
+                figures.restore(layer)
+            for layer, placement in zip(self._layers, placements, strict=True):
+                count_experts_sent(layer, placement, gathers=self._gathers)
+            if compiled.symmetric is not None:
+                compiled.symmetric.tell_again(self._unread, forward_ends)
+        compiled.settle()
+        for layer in self._layers:
+            layer.placer.plan_ahead()
+        if compiled.after is not None:
+            compiled.after()
+        assert self._loss is not None
+        return self._loss.detach()
+
+    # --- recording ---
+
+    def _capture(self, placements: Sequence[Placement]) -> None:
+        """Record forward and backward, with room for ``placements`` and more."""
+        before, symmetric = self._fixed, self._compiled.symmetric
+        self._replays, self._fixed, self._gradients, self._figures, self._unread = (), None, [], [], []
+        if symmetric is not None:
+            had = {} if before is None else before.layers
+            tables = {
+                layer.id: FixedTables.of(placement, layer, had.get(layer.id))
+                for layer, placement in zip(self._layers, placements, strict=True)
+            }
+            self._fixed = Fixed(tables, symmetric.signature(self._placer.signature))
+        recorded = False
+        try:
+            with self._recording():
+                # Once as it is: kernels meet the sizes of this room.
+                self._recorder.warm_up(self._run_both)
+                self._check_averages()
+                self._compiled.forget()
+                self._clear_gradients()
+                with keeping_constants() as self._constants:
+                    self._replays = self._recorder.record(self._run_forward, self._run_backward)
+            recorded = True
+        finally:
+            self._unread = [] if symmetric is None else symmetric.take_unread()
+            # Events of a capture have no times.
+            self._world.queue.begin_step()
+            if not recorded:
+                for layer in self._all_layers:
+                    layer.counts, layer.unread, layer.arrived = None, [], None
+        self._figures = [_Figures.of(layer) for layer in self._all_layers]
+        self._gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        self._tensors = [tensor.detach() for tensor in self._state()]
+        self._trained = [parameter.requires_grad for parameter in self._model.parameters()]
+        self.captures += 1
+
+    def _check_averages(self) -> None:
+        if self._compiled.averages_outside:
+            raise RuntimeError(
+                "hecate.capture: gradients of some parameters are averaged on the host when a backward ends, which "
+                "is in no CUDA graph: something outside of the compiled forward uses them, synchronization is off, "
+                'or policy="replicate" is on'
+            )
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Host code that runs in here reads and writes what graphs do."""
+        compiled, symmetric = self._compiled, self._compiled.symmetric
+        compiled.recording = True
+        if symmetric is not None:
+            symmetric.fixed = self._fixed
+        try:
+            yield
+        finally:
+            compiled.recording = False
+            if symmetric is not None:
+                symmetric.fixed = None
+
+    def _have_room(self, placements: Sequence[Placement]) -> bool:
+        """Whether the graphs' tables do, for these; the same on all ranks."""
+        fixed = self._fixed
+        return fixed is None or all(
+            fixed.layers[layer.id].has_room_for(placement)
+            for layer, placement in zip(self._layers, placements, strict=True)
+        )
+
+    def _state(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+    def _same_tensors(self) -> bool:
+        """Whether graphs find all parameters and buffers, and train the same; all ranks replace and freeze alike."""
+        now, trained = list(self._state()), [parameter.requires_grad for parameter in self._model.parameters()]
+        return (
+            len(now) == len(self._tensors)
+            and all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
+            and trained == self._trained
+        )
+
+    def _write(self, placements: Sequence[Placement]) -> None:
+        """What the next replay reads."""
+        fixed, symmetric = self._fixed, self._compiled.symmetric
+        if fixed is None or symmetric is None:
+            return
+        for layer, placement in zip(self._layers, placements, strict=True):
+            fixed.layers[layer.id].write(placement, layer)
+        fixed.signature.copy_(symmetric.signature(self._placer.signature), non_blocking=True)
+
+    def _run_both(self) -> None:
+        self._clear_gradients()
+        self._run_forward()
+        self._run_backward()
+
+    def _run_forward(self) -> None:
+        loss = self._forward(*self._inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(f"hecate.capture: forward returned {what}, expected a scalar loss with a gradient")
+        self._loss = loss
+
+    def _run_backward(self) -> None:
+        assert self._loss is not None
+        self._loss.backward()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _mark(self) -> Any:
+        """An event behind what has been launched; None where nothing is launched ahead."""
+        if self._world.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    # --- what is given ---
+
+    def _check_devices(self, inputs: Sequence[object]) -> None:
+        device = self._world.device
+        for place, value in enumerate(inputs):
+            if not isinstance(value, Tensor) or value.device != device:
+                what = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise ValueError(f"hecate.capture: input {place} is {what}, expected a tensor on {device}")
+
+    def _check(self, inputs: Sequence[object]) -> None:
+        """Graphs read inputs of one shape."""
+        self._check_devices(inputs)
+        given = [_form(value) for value in inputs if isinstance(value, Tensor)]
+        if given != (wanted := [_form(value) for value in self._inputs]):
+            raise ValueError(
+                f"hecate.capture: inputs {'; '.join(given)}, but captured were {'; '.join(wanted)}. CUDA graphs have "
+                "fixed shapes: pad the batch, drop a last one that is shorter, or clear the gradients and call the "
+                "model itself for it"
+            )
+
+
+def _form(value: Tensor) -> str:
+    return f"{value.dtype} {list(value.shape)}"
