@@ -174,7 +174,7 @@ class CapturedStep:
     def _step(self, inputs: tuple[Tensor, ...]) -> Tensor:
         self._check(inputs)
         compiled = self._compiled
-        if not compiled.synchronizes:
+        if not compiled.outside_gradients.synchronizes:
             raise RuntimeError(
                 "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
                 "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
@@ -252,7 +252,7 @@ class CapturedStep:
         self.captures += 1
 
     def _check_averages(self) -> None:
-        if self._compiled.averages_outside:
+        if self._compiled.outside_gradients.averages:
             raise RuntimeError(
                 "hecate.capture: gradients of some parameters are averaged on the host when a backward ends, which "
                 "is in no CUDA graph: something outside of the compiled forward uses them, synchronization is off, "

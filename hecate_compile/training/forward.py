@@ -47,7 +47,7 @@ class CompiledForward:
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        hidden_time: as given.
+        hidden_time, outside_gradients, symmetric: as given.
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
@@ -76,9 +76,9 @@ class CompiledForward:
         # Weak: the model holds this.
         self._model, self._world = weakref.ref(model), world
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
-        self._additions, self._outside_gradients = additions, outside_gradients
+        self._additions, self.outside_gradients = additions, outside_gradients
         self._check_compiled, self._one_graph = check_compiled, one_graph
-        self._symmetric = symmetric
+        self.symmetric = symmetric
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
@@ -95,28 +95,13 @@ class CompiledForward:
         Args:
             whole: of its backward, too; waits for the device.
         """
-        if self._symmetric is not None:
-            self._symmetric.settle(whole=whole)
-
-    @property
-    def symmetric(self) -> Symmetric | None:
-        """What its layers exchange rows with, if the host learns late of them."""
-        return self._symmetric
-
-    @property
-    def averages_outside(self) -> bool:
-        """Whether the host averages gradients from outside of the compiled forward behind a backward."""
-        return self._outside_gradients.averages
-
-    @property
-    def synchronizes(self) -> bool:
-        """Whether dense gradients are averaged now."""
-        return self._outside_gradients.synchronizes
+        if self.symmetric is not None:
+            self.symmetric.settle(whole=whole)
 
     def forget(self) -> None:
         """The last forward is undone: the host need not learn of it."""
-        if self._symmetric is not None:
-            self._symmetric.forget()
+        if self.symmetric is not None:
+            self.symmetric.forget()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
@@ -136,7 +121,7 @@ class CompiledForward:
             # No optimizer will ask whether there was room for all rows.
             self.settle()
         self._keep_records(out)
-        self._outside_gradients.after_forward(out)
+        self.outside_gradients.after_forward(out)
         # Step 5: whoever watches, and the output's dtype.
         if self.after is not None and not self.recording:
             self.after()

@@ -30,7 +30,7 @@ class Layer:
         placer: decides who holds what.
         dtype: what its experts compute in.
         wire_dtype: what wider rows travel in; None for their own.
-        symmetric: carries its rows one-sided (``hecate.runtime.ops.symmetric``); None where collectives do.
+        symmetric: carries rows and replicas one-sided (``hecate.runtime.ops.symmetric``); None where collectives do.
         counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
             (at one rank, or one-sided, it may still be on the device); None before the first step.
         unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
+import os
 import re
-import shutil
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
-_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_ROOT = Path(__file__).parents[2]
+_PAGE = _ROOT / "docs" / "models.md"
 
 
 @cache
 def code_of_page() -> ModuleType:
     """All blocks of Python on the page, one after another."""
     code = "\n\n".join(re.findall(r"```python\n(.*?)```", _PAGE.read_text(), flags=re.DOTALL))
-    folder = tempfile.mkdtemp(prefix="hecate-docs-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    file = Path(folder, "code_of_models_md.py")
-    file.write_text(code)
+    file = _ROOT / "build" / "docs" / "code_of_models_md.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Other ranks read and write it, too, and Dynamo reads it again later: it is whole at any time, and stays.
+    draft = file.with_name(f"{os.getpid()}.draft")
+    draft.write_text(code)
+    os.replace(draft, file)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
