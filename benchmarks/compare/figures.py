@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.compare.cells import EVEN
 from benchmarks.compare.variants import BOUNDS, VARIANTS
-from benchmarks.compare.waits import KINDS, seconds_waited
+from benchmarks.compare.waits import KINDS
 
 BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
 # Others that are compared with Hecate in another setting, too: with as much memory as LAER's layout takes, and with
@@ -51,8 +51,8 @@ class Spread(NamedTuple):
 
 
 def seconds_of(sample: dict[str, Any]) -> float:
-    """A step, and its share of what moved between steps. Older samples do not have that share."""
-    seconds: float = sample["seconds"] + sample.get("moves", 0.0)
+    """A step, and its share of what moved between steps."""
+    seconds: float = sample["seconds"] + sample["moves"]
     return seconds
 
 
@@ -97,12 +97,10 @@ def line_of(cell: dict[str, Any], workload: str, system: str) -> dict[str, Any]:
         "speed-up": times_as_long(cell, workload, BASE, system),
         "sent": middle(lambda sample: max(sample["sent"])),
         "bytes": memory_of(cell, workload, system),
+        "moves": middle(lambda sample: sample["moves"]),
         "cpu": over_launches(cell, workload, lambda found: _busiest(found[system], lambda s: s["cpu"])).middle,
+        "beside": over_launches(cell, workload, lambda found: _busiest(found[system], _beside)).middle,
     }
-    if "moves" in first:
-        line["moves"] = middle(lambda sample: sample["moves"])
-    if "process" in first:
-        line["beside"] = over_launches(cell, workload, lambda found: _busiest(found[system], _beside)).middle
     if "planning" in first:
         line["planning"] = [_planning(cell, workload, system, when) for when in ("before", "after")]
     if "rows" in first:
@@ -157,24 +155,17 @@ def imbalance(rows: Sequence[Sequence[int]]) -> float:
 
 
 def waits_of(cell: dict[str, Any], workload: str, system: str) -> dict[str, float] | None:
-    """Shares of a step in which the median rank's compute stood still, by what it waited for; None if not kept."""
-    found = [shares for launch in cell["launches"] if (shares := _waits(launch, workload, system)) is not None]
-    return {kind: statistics.median(shares[kind] for shares in found) for kind in KINDS} if found else None
-
-
-def _waits(launch: dict[str, Any], workload: str, system: str) -> dict[str, float] | None:
-    samples = launch["samples"][workload][system]
-    if "waits" in samples[0]:
-        return {
-            kind: statistics.median(statistics.median(s["waits"][kind]) / s["seconds"] for s in samples)
-            for kind in KINDS
-        }
-    spans = launch.get("timelines", {}).get(workload, {}).get(system)
-    if spans is None:
+    """Shares of a step in which the median rank's compute stood still, by what it waited for; None if unknown."""
+    if "waits" not in cell["launches"][0]["samples"][workload][system][0]:
         return None
-    # Older samples have spans of the last round only.
-    ranks = [seconds_waited(one) for one in spans]
-    return {kind: statistics.median(rank[kind] for rank in ranks) / samples[-1]["seconds"] for kind in KINDS}
+
+    def share(kind: str) -> float:
+        def number(samples: dict[str, Samples]) -> float:
+            return statistics.median(statistics.median(s["waits"][kind]) / s["seconds"] for s in samples[system])
+
+        return over_launches(cell, workload, number).middle
+
+    return {kind: share(kind) for kind in KINDS}
 
 
 def compared(cells: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -129,7 +129,7 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
         made = captured[key]
         simulator = Simulator(made, cluster)
         for workload in found:
-            counts = counts_of(workload, shape, cluster.ranks, launch.get("seed", 0))
+            counts = counts_of(workload, shape, cluster.ranks, launch["seed"])
             steps = [sample["step"] for sample in launch["samples"][workload][name]]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
             # A policy remembers steps, so each workload gets its own.

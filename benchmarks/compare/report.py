@@ -32,8 +32,8 @@ Made by `python -m benchmarks.compare` from the raw samples in `compare.*.json`.
 in brackets the least and the greatest launch; what a launch says of time is the mean of its steps, the same steps for
 all systems. A cell of a single launch has no brackets.
 
-- *step*: with its share of the moves between steps; *of it moves* is that share. Where a column has `-`, the samples
-  are older than it; older steps have no moves in their time.
+- *step*: with its share of the moves between steps; *of it moves* is that share. A column has `-` where a system does
+  not tell.
 - *MB of a rank*: parameters, gradients, optimizer states, and the slots that experts are gathered into, on the rank
   with most.
 - *CPU ms*: of a rank in a step. First the thread that computes, which has a quota, then all its others, which have
@@ -84,16 +84,16 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
 def _row(line: dict[str, Any]) -> str:
     waits = line.get("waits")
     columns = [
-        line["system"], line["seconds"], _shown(line.get("moves"), 1e3, 0), line["speed-up"],
-        _shown(line.get("imbalance"), 1, 2), f"{line['sent'] / 1e6:.1f}", f"{line['bytes'] / 1e6:.1f}",
-        f"{line['cpu'] * 1e3:.0f} / {_shown(line.get('beside'), 1e3, 0)}", _planning(line), _percents(waits),
-        _shown(line.get("bound"), 1, 2), OVERLAPS.get(line["system"], "all"),
+        line["system"], line["seconds"], f"{line['moves'] * 1e3:.0f}", line["speed-up"],
+        _shown(line.get("imbalance")), f"{line['sent'] / 1e6:.1f}", f"{line['bytes'] / 1e6:.1f}",
+        f"{line['cpu'] * 1e3:.0f} / {line['beside'] * 1e3:.0f}", _planning(line), _percents(waits),
+        _shown(line.get("bound")), OVERLAPS.get(line["system"], "all"),
     ]  # fmt: skip
     return "| " + " | ".join(map(str, columns)) + " |"
 
 
-def _shown(value: float | None, unit: float, digits: int) -> str:
-    return "-" if value is None else f"{value * unit:.{digits}f}"
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _planning(line: dict[str, Any]) -> str:

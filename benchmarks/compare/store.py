@@ -28,16 +28,9 @@ _NOT_RUN = (
 def load(folder: Path) -> dict[str, Any]:
     """What was measured: name of a cell -> its ``cell`` and its ``launches``, the last of which has timelines."""
     return {
-        path.name[len("compare.") : -len(".json")]: _as_launches(json.loads(path.read_text()))
+        path.name[len("compare.") : -len(".json")]: json.loads(path.read_text())
         for path in sorted(folder.glob("compare.*.json"))
     }
-
-
-def _as_launches(found: dict[str, Any]) -> dict[str, Any]:
-    """Files used to have one launch, and nothing around it."""
-    if "launches" in found:
-        return found
-    return {"cell": found["cell"], "launches": [{key: value for key, value in found.items() if key != "cell"}]}
 
 
 def path_of(folder: Path, name: str) -> Path:
@@ -58,7 +51,7 @@ def launches_of(folder: Path, cell: Cell, code: str) -> int:
     if found is None:
         return 0
     same = found["cell"] == json.loads(json.dumps(cell.as_json()))
-    if not same or any(launch.get("code") != code for launch in found["launches"]):
+    if not same or any(launch["code"] != code for launch in found["launches"]):
         what = "code" if same else "options"
         raise SystemExit(
             f"compare: {path_of(folder, cell.name)} was measured with other {what}; without --continue it is replaced"
@@ -69,7 +62,7 @@ def launches_of(folder: Path, cell: Cell, code: str) -> int:
 def add(folder: Path, cell: Cell, launch: dict[str, Any], *, first: bool) -> Path:
     """Write a launch beside those that are there; the first one replaces what was there."""
     target = path_of(folder, cell.name)
-    before = [] if first or not target.exists() else _as_launches(json.loads(target.read_text()))["launches"]
+    before = [] if first or not target.exists() else json.loads(target.read_text())["launches"]
     # Only the last one is drawn, and spans are most of a file.
     before = [{key: value for key, value in one.items() if key != "timelines"} for one in before]
     # A run that is cut off here leaves the old file.

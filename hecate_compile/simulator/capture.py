@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         model: not compiled yet; on the meta device it needs no memory for the experts of other ranks.
         inputs: a batch of one rank. Its tensors' values do not matter.
         config: its topology is replaced by the cluster's, its rates if it has none, and ``dispatch="auto"`` by
-            ``"rows"``: counts do not say which rows are of one token.
+            ``"rows"``. With ``"nodes"``, counts do not say which rows are of one token: see ``CostModel``.
 
     Raises:
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
@@ -79,6 +79,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         )
     state = compiled_model_of(compiled, "simulate")
     rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0, device="cpu")
+    _learn_choices(graphs[0], state.layers)
     return Capture(
         graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
         row_bytes=rows.shape[1:].numel() * state.layers[0].travels_as(rows.dtype).itemsize,
@@ -86,6 +87,16 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         dense_parameters=state.backend.dense_parameters,
         dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if not is_expert_shard(shard_of(p))),
     )  # fmt: skip
+
+
+def _learn_choices(forward: Captured, layers: Sequence[Layer]) -> None:
+    """Tell the planner how many rows a token has, as the first step would."""
+    by_id = {layer.id: layer for layer in layers}
+    for node in forward.graph.graph.find_nodes(op="call_function", target=torch.ops.hecate.route_nodes_start.default):
+        arguments = arguments_of(node)
+        if arguments["choices"]:
+            placer = by_id[arguments["layer"]].placer
+            placer.sizes = replace(placer.sizes, together=arguments["choices"])
 
 
 def _rows(forward: Captured) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hecate.runtime.ops.node_ticket import relays_of
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import stages_of
 from hecate.runtime.placement.topology import Topology
@@ -73,6 +74,7 @@ class Simulator:
     def __init__(self, capture: Capture, cluster: ClusterSpec) -> None:
         self.cluster = cluster
         self.layers = [layer.id for layer in capture.layers]
+        self.together = {layer.id: layer.sizes.together for layer in capture.layers}
         symbols: Symbols = {}
         self.parts = [(c.context.part, program_of(c, symbols)) for c in capture.graphs]
 
@@ -84,7 +86,10 @@ class Simulator:
             update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
         """
         of = dict(zip(self.layers, layers, strict=True))
-        links = _Links(self.cluster, of)
+        topology = self.cluster.topology
+        links = _Links(
+            self.cluster, {id: _Carried(layer, topology, self.together[id]) for id, layer in of.items()}
+        )  # fmt: skip
         sizes = rank_sizes(self.layers, layers)
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
@@ -130,9 +135,8 @@ class Simulator:
 class _Links:
     """What the collectives of one step carry, between ranks and between nodes."""
 
-    def __init__(self, cluster: ClusterSpec, layers: Mapping[int, LayerStep]) -> None:
-        self.cluster, self.topology = cluster, cluster.topology
-        self.layers = {id: _Carried(layer, cluster.topology) for id, layer in layers.items()}
+    def __init__(self, cluster: ClusterSpec, layers: Mapping[int, _Carried]) -> None:
+        self.cluster, self.topology, self.layers = cluster, cluster.topology, layers
         # Until when links out of and into nodes, and out of and into ranks, have something to carry.
         self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
@@ -162,7 +166,8 @@ class _Links:
         assert start.layer is not None
         carried = self.layers[start.layer]
         if collective.carries in ("rows", "tickets"):
-            return carried.rows.sum(0 if collective.homeward else 1) * start.unit
+            rows = carried.to_relays if collective.hops == 2 and not collective.homeward else carried.rows
+            return rows.sum(0 if collective.homeward else 1) * start.unit
         if collective.carries == "replicas" and collective.role == "reduce":
             return _per_rank(carried.layer.placement) * start.unit
         if collective.carries == "replicas":
@@ -185,10 +190,11 @@ class _Links:
             return [np.full((size, size), 1 / size)]
         if carried is None:
             raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
-        if collective.carries in ("rows", "tickets"):
-            # As if rows that cross to a node once went straight to each holder: counts do not say which are of one
-            # token.
-            return [carried.rows.T if collective.homeward else carried.rows]
+        if collective.carries == "tickets":
+            return [carried.told]
+        if collective.carries == "rows":
+            stages = [carried.to_relays, carried.from_relays] if collective.hops == 2 else [carried.rows]
+            return [stage.T for stage in reversed(stages)] if collective.homeward else stages
         if collective.carries == "replicas":
             if collective.role == "reduce":
                 # First inside nodes, then between them.
@@ -261,12 +267,47 @@ def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
 
 
 class _Carried:
-    """Rows and experts of one layer between ranks."""
+    """Rows and experts of one layer between ranks, ``[W, W]``.
 
-    def __init__(self, layer: LayerStep, topology: Topology) -> None:
-        self.layer, self.topology = layer, topology
+    Args:
+        together: rows of a token, where its row crosses to each node once; 1 if that is not known.
+    """
+
+    def __init__(self, layer: LayerStep, topology: Topology, together: int) -> None:
+        self.layer, self.topology, self.together = layer, topology, together
         self.rows = layer.rows.astype(np.float64)
         self.owned = layer.placement.owners.counts
+
+    @cached_property
+    def told(self) -> Floats:
+        """Rows that each rank tells each relay of (``hecate.runtime.ops.node_ticket``)."""
+        return self._at_relays(self._to_nodes)
+
+    @cached_property
+    def to_relays(self) -> Floats:
+        """Rows that cross once for their token. Counts do not say which these are, so as the planner takes it."""
+        total = np.maximum(self.rows.sum(1, keepdims=True), 1.0)
+        alone = (1 - self._to_nodes / total) ** self.together
+        return self._at_relays(total / self.together * (1 - alone))
+
+    @cached_property
+    def from_relays(self) -> Floats:
+        """All rows, from relays to holders in their node."""
+        found = np.zeros_like(self.rows)
+        destinations = np.arange(self.topology.world_size)
+        for source, relays in enumerate(relays_of(self.topology)):
+            np.add.at(found, (relays[self.topology.nodes], destinations), self.rows[source])
+        return found
+
+    @cached_property
+    def _to_nodes(self) -> Floats:
+        """Rows from each rank to each node, ``[W, N]``."""
+        return np.stack([self.rows[:, list(ranks)].sum(1) for ranks in self.topology.members], axis=1)
+
+    def _at_relays(self, to_nodes: Floats) -> Floats:
+        found = np.zeros_like(self.rows)
+        np.put_along_axis(found, relays_of(self.topology), to_nodes, axis=1)
+        return found
 
     @cached_property
     def all(self) -> list[Floats]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_all_systems_computed_the_rows_of_the_trace(name: str) -> None:
     seen = set()
     every = [(launch, *item) for launch in CELLS[name]["launches"] for item in launch["samples"].items()]
     for launch, workload, samples in every:
-        counts = counts_of(workload, shape, shapes.WORLD_SIZE, launch.get("seed", 0)).sum(2)
+        counts = counts_of(workload, shape, shapes.WORLD_SIZE, launch["seed"]).sum(2)
         even = counts_of("balanced", shape, shapes.WORLD_SIZE).sum(2)
         for system, found in samples.items():
             for sample in found:
@@ -152,11 +153,13 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
     owners = [Owners.contiguous(shape.experts, shapes.WORLD_SIZE)] * shape.layers
     every = [(launch, item) for launch in cell["launches"] for item in launch["samples"].items()]
     for launch, (workload, samples) in every:
-        counts = counts_of(workload, shape, shapes.WORLD_SIZE, launch.get("seed", 0))
-        for system in set(samples) & set(cells.ON_ENGINE) - set(cells.CHANGED_POLICIES):
+        counts = counts_of(workload, shape, shapes.WORLD_SIZE, launch["seed"])
+        for system in set(samples) & {*cells.ON_ENGINE, *cells.VARIANTS} - set(cells.CHANGED_POLICIES):
+            by_node = systems.options(system)["dispatch"] == "nodes"
+            planned_with = replace(sizes, together=shape.top_k if by_node else 1)
             steps = walk(
                 systems.policies(shape)[system], counts, owners, topology=topology, rates=Rates(**launch["rates"]),
-                sizes=[sizes] * shape.layers, steps=[sample["step"] for sample in samples[system]],
+                sizes=[planned_with] * shape.layers, steps=[sample["step"] for sample in samples[system]],
             )  # fmt: skip
             for sample, (_, layers) in zip(samples[system], steps, strict=True):
                 assert np.asarray(sample["rows"]).T.tolist() == [layer.rows.sum(0).tolist() for layer in layers]

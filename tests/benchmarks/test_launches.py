@@ -48,14 +48,6 @@ def test_only_launches_of_the_same_cell_and_code_are_added_to(tmp_path: Path) ->
         store.launches_of(tmp_path, replace(ONE, rounds=99), "x")
 
 
-def test_a_file_of_before_is_one_launch(tmp_path: Path) -> None:
-    old = {"cell": {"shape": "gpt-moe-s"}, "samples": {"zipf": {}}, "link": 1.0}
-    store.path_of(tmp_path, "old").write_text(json.dumps(old))
-    assert store.load(tmp_path) == {
-        "old": {"cell": old["cell"], "launches": [{"samples": {"zipf": {}}, "link": 1.0}]}
-    }
-
-
 def test_code_is_what_a_sample_depends_on(tmp_path: Path) -> None:
     for folder in ("hecate_compile/runtime", "hecate_compile/simulator", "benchmarks/compare", "benchmarks/traces"):
         (tmp_path / folder).mkdir(parents=True)

@@ -59,7 +59,6 @@ def test_the_table_of_errors_is_made_from_samples() -> None:
     assert (RESULTS / "simulated.md").read_text() == predict.markdown(measured_cells, predicted), again
 
 
-# The table was measured before the schedule changed, so it must differ. Measuring it again switches this on again.
 @pytest.mark.skipif(cells.ENGINE_CHANGED, reason="the committed steps were measured with an earlier engine")
 def test_the_simulator_still_says_what_the_table_says() -> None:
     """Static EP's planning takes next to nothing, so its prediction is the same on every machine."""

@@ -37,8 +37,8 @@ def made() -> Capture:
     return capture(model, {"input_ids": ids, "labels": ids}, SPEC, hecate.Config(replicas=1))
 
 
-def test_rows_by_node_are_priced_as_single_rows(made: Capture) -> None:
-    """Counts do not say which rows are of one token; the program runs, with what relays are told beside it."""
+def test_a_tokens_rows_cross_to_a_node_together(made: Capture) -> None:
+    """Counts do not say which rows are of one token, so they are taken to go where they go independently."""
     ids = torch.zeros(2, 16, dtype=torch.int64)
     config = hecate.Config(replicas=1, dispatch="nodes")
     by_node = capture(build("qwen3_moe"), {"input_ids": ids, "labels": ids}, SPEC, config)
@@ -47,6 +47,13 @@ def test_rows_by_node_are_priced_as_single_rows(made: Capture) -> None:
     spans = Simulator(by_node, SPEC).step([step, step]).spans
     assert [span.operator for span in spans].count("route_nodes") == 2
     assert [span.operator for span in spans].count("exchange_nodes_back") == 4
+    # Ranks 0 and 1 have 4 tokens of 2 rows each, of which a quarter goes to the other node: 1 - 0.75 ** 2 of 4 tokens
+    # cross. All 4 of rank 3 do, to rank 1 as their relay, which passes 8 rows on to rank 0.
+    slow_inside = replace(SPEC, rank_bytes=1e2, node_bytes=1e12)
+    for operator in ("exchange_nodes", "exchange_nodes_back"):
+        items = [Start(token=0, operator=operator, layer=by_node.layers[0].id, unit=100.0), Wait(0)]
+        assert by_hand(by_node, items, SPEC, step) == pytest.approx(4 * 100 / 1e5 + 8 * 100 / 1e6)
+        assert by_hand(by_node, items, slow_inside, step) == pytest.approx(8 * 100 / 1e2)
 
 
 @pytest.mark.skipif(not ALL, reason="compiles twice, and the formula has tests of its own: with HECATE_TESTS=all")
