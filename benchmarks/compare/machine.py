@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.compare import shapes
+from benchmarks.emulator.throttle import FREED
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 
@@ -70,6 +72,48 @@ def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> d
             work()
             times[name].append(time.perf_counter() - start)
     return {name: _mean(statistics.median(found)) for name, found in times.items()}
+
+
+def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World) -> float:
+    """How many times as long ``step``, which exchanges nothing, takes while all ranks exchange rows in other threads.
+
+    Interrupts that packets cause are counted as time of whatever thread a core runs, and caches are shared: on the
+    emulated cluster a rank pays for what travels, although nothing of its program does.
+    """
+    size = shape.rows * shape.hidden * 4
+    each = _exchange([[True] * world.size] * world.size, size, world)
+    share = [size // world.size] * world.size
+    data = torch.zeros(sum(share), dtype=torch.uint8)
+
+    def exchange(times: int) -> None:
+        for _ in range(times):
+            collectives.all_to_all(data, share, share, world)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    alone, beside = [], []
+    for _ in range(REPEATS):
+        dist.barrier()
+        alone += [seconds(), seconds()]
+        # As many on all ranks, and enough for some steps.
+        count = max(1, round(6 * _mean(alone[-1]) / each))
+        exchanges = threading.Thread(
+            target=lambda count: [collectives.all_to_all(data, share, share, world) for _ in range(count)],
+            args=(count,),
+        )
+        dist.barrier()
+        exchanges.start()
+        # Until the thread has left the quota of the one that made it.
+        time.sleep(2 * FREED)
+        while exchanges.is_alive():
+            found = seconds()
+            if exchanges.is_alive():
+                beside.append(found)
+        exchanges.join()
+    return _mean(statistics.median(beside)) / _mean(statistics.median(alone))
 
 
 def _rate(work: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,16 @@ from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, capture, walk
 from hecate.simulator.program import Start
-from hecate.simulator.step import UPDATE_PASSES, PredictedSpan
+from hecate.simulator.routing import LayerStep
+from hecate.simulator.step import UPDATE_PASSES, PredictedSpan, Prediction
 from hecate.simulator.workloads import make
 
 # Of a packet of 1,514 bytes, headers of Ethernet, IP and TCP leave this part.
 PAYLOAD = 1448 / 1514
 # The shape on which the simulator was built, and its rates were chosen. All others were predicted afterwards.
 TUNED_ON = "gpt-moe-s"
+# What others are held against.
+REFERENCE = "static EP"
 
 
 def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
@@ -102,12 +105,12 @@ def _capture(
         return capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
 
 
-def predict(cell: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Predicted seconds, the median over launches: workload -> system -> seconds."""
+def predict(cell: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Predicted seconds of every launch: workload -> system -> seconds."""
     shape = shapes.SHAPES[cell["cell"]["shape"]]
     found = [predict_launch(shape, cell["cell"]["systems"], launch) for launch in cell["launches"]]
     return {
-        workload: {name: statistics.median(one[workload][name] for one in found) for name in seconds}
+        workload: {name: [one[workload][name] for one in found] for name in seconds}
         for workload, seconds in found[0].items()
     }
 
@@ -138,11 +141,42 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
                 clocked.policy, counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes, steps=steps
             )  # fmt: skip
             # All of it, because a step plans the next one.
-            done = [(step, simulator.step(layers, update=update)) for step, layers in walked]
+            done = [(step, beside(simulator, layers, update, launch["alone"]["beside"])) for step, layers in walked]
             found[workload][name] = statistics.median(
                 one.seconds + clocked.exposed(index, step, one.spans) for index, (step, one) in enumerate(done)
             )
     return found
+
+
+def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, times: float) -> Prediction:
+    """A step of the emulated cluster, whose ranks compute more slowly while something travels.
+
+    How long that is, a step at full speed says.
+
+    Args:
+        times: as long as compute takes then (``benchmarks.compare.machine.measure_beside``).
+    """
+    first = simulator.step(layers, update=update)
+    travels = covered([(span.begun, span.ended) for span in first.spans]) / first.seconds
+    slower = copy.copy(simulator)
+    slower.cluster = _slowed(simulator.cluster, 1 + (times - 1) * travels)
+    return slower.step(layers, update=update)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans is under way."""
+    total, until = 0.0, 0.0
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, until))
+        until = max(until, ended)
+    return total
+
+
+def _slowed(cluster: ClusterSpec, times: float) -> ClusterSpec:
+    return replace(
+        cluster, flops=cluster.flops / times, memory_bytes=cluster.memory_bytes / times,
+        operator=cluster.operator * times, start=cluster.start * times,
+    )  # fmt: skip
 
 
 class Clocked:
@@ -201,20 +235,47 @@ def measured_seconds(cell: dict[str, Any], workload: str, system: str) -> Spread
     return Spread(low, middle, high, 1)
 
 
+def relative(seconds: Mapping[str, Sequence[float]], system: str) -> float:
+    """Of static EP's time, the part that ``system`` takes: the median over launches."""
+    return statistics.median(a / b for a, b in zip(seconds[system], seconds[REFERENCE], strict=True))
+
+
+def measured_relative(cell: dict[str, Any], workload: str, system: str) -> float:
+    """The same of what was measured."""
+    taken = {
+        name: [
+            statistics.median(x["seconds"] for x in launch["samples"][workload][name]) for launch in cell["launches"]
+        ]
+        for name in (system, REFERENCE)
+    }
+    return relative(taken, system)
+
+
 def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
     """Median and worst relative error, and the share of pairs of systems that come in the measured order.
 
+    Of seconds (``median``, ``worst``), and of times over static EP's in the same launch (``relative``,
+    ``relative_worst``): a machine that is not as fast while rates are measured as it is later is in the first only.
     Pairs count where what was measured does not overlap.
     """
-    off, right = [], []
+    off, off_relative, right = [], [0.0], []
     for name, by_workload in predicted.items():
-        for workload, seconds in by_workload.items():
-            measured = {s: measured_seconds(cells[name], workload, s) for s in seconds}
-            off += [abs(seconds[s] / measured[s].middle - 1) for s in seconds]
+        for workload, found in by_workload.items():
+            measured = {s: measured_seconds(cells[name], workload, s) for s in found}
+            seconds = {s: statistics.median(launches) for s, launches in found.items()}
+            off += [abs(seconds[s] / measured[s].middle - 1) for s in found]
+            off_relative += [
+                abs(relative(found, s) / measured_relative(cells[name], workload, s) - 1)
+                for s in found
+                if s != REFERENCE and REFERENCE in found
+            ]
             right += [
                 seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a].most < measured[b].least
             ]
-    return {"median": statistics.median(off), "worst": max(off), "order": statistics.mean(right) if right else 1.0}
+    return {
+        "median": statistics.median(off), "worst": max(off), "order": statistics.mean(right) if right else 1.0,
+        "relative": statistics.median(off_relative[1:] or off_relative), "relative_worst": max(off_relative),
+    }  # fmt: skip
 
 
 def said_of(cells: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
@@ -231,7 +292,8 @@ def said_of(cells: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
             count = sum(len(seconds) for by_workload in part.values() for seconds in by_workload.values())
             lines.append(
                 f"- {kind} ({', '.join(part)}; {count} lines): median error {found['median']:.1%}, worst "
-                f"{found['worst']:.1%}; {found['order']:.0%} of pairs in the measured order."
+                f"{found['worst']:.1%}; over static EP's time {found['relative']:.1%}, worst "
+                f"{found['relative_worst']:.1%}; {found['order']:.0%} of pairs in the measured order."
             )
     return lines
 
@@ -245,19 +307,24 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
         "same steps of the traces: the median over launches of their medians. Nothing was fitted to these steps:",
         "rates are what the ranks measured outside of them, and planning was timed. Which rates are measured, and",
         f"how, was chosen on {TUNED_ON}. Pairs of systems count where the ranges of their launches do not overlap;",
-        "of a single launch, its quartiles.",
+        "of a single launch, its quartiles. *Over static EP*: the median over launches of a step's time over static",
+        "EP's in the same launch. The machine is not equally fast in all minutes of a launch, so seconds are off by",
+        "what it was slower or faster while rates were measured, and this is not.",
         "",
         *said_of(cells, predicted),
         "",
-        "| cell | workload | system | measured, s | simulated, s | |",
-        "|---|---|---|---|---|---|",
+        "| cell | workload | system | measured, s | simulated, s | | over static EP, measured | simulated | |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, by_workload in predicted.items():
-        for workload, seconds in by_workload.items():
-            for system, value in seconds.items():
+        for workload, found in by_workload.items():
+            for system, launches in found.items():
                 measured = measured_seconds(cells[name], workload, system).middle
+                value = statistics.median(launches)
+                real, simulated = measured_relative(cells[name], workload, system), relative(found, system)
                 lines.append(
-                    f"| {name} | {workload} | {system} | {measured:.3f} | {value:.3f} | {value / measured - 1:+.1%} |"
+                    f"| {name} | {workload} | {system} | {measured:.3f} | {value:.3f} | {value / measured - 1:+.1%} "
+                    f"| {real:.3f} | {simulated:.3f} | {simulated / real - 1:+.1%} |"
                 )
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.machine import measure, measure_alone
+from benchmarks.compare.machine import measure, measure_alone, measure_beside
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of, timed_steps
 from benchmarks.emulator.throttle import throttled
@@ -160,6 +160,7 @@ def main() -> None:
                 entry.system.learn(rates)
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
+            found["alone"]["beside"] = measure_beside(lonely[1].step, shape, world)
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             for number, (workload, counts) in enumerate(traces.items()):
                 for entry in entries.values():

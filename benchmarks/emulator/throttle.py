@@ -11,6 +11,8 @@ from pathlib import Path
 
 from benchmarks.emulator.quota import Group
 
+# Seconds after which a thread that was made inside is out of the quota, at most.
+FREED = 0.05
 # The group whose quota the main thread has now.
 _entered: Group | None = None
 
@@ -71,7 +73,7 @@ def group_of_environment() -> Group | None:
 
 def _free_others(group: Group, main: int, stop: threading.Event) -> None:
     free: set[int] = set()
-    while not stop.wait(0.05):
+    while not stop.wait(FREED):
         threads = {int(name) for name in os.listdir("/proc/self/task")} - {main}
         for thread in threads - free:
             group.leave(thread)

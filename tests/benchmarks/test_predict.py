@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.compare import cells, predict, shapes, store
 from hecate.runtime.placement.policy import Static
-from hecate.simulator.step import PredictedSpan
+from hecate.simulator import ClusterSpec
+from hecate.simulator.step import PredictedSpan, Prediction
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -22,31 +24,45 @@ def measured(**seconds: list[float]) -> dict[str, Any]:
 
 
 def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> None:
-    found = measured(slow=[2.0, 2.0, 2.0], fast=[1.0, 1.0, 1.0], also=[0.9, 1.0, 1.1])
-    right = {"cell": {"zipf": {"slow": 1.8, "fast": 1.1, "also": 1.0}}}
-    assert predict.errors(found, right) == {"median": pytest.approx(0.1), "worst": pytest.approx(0.1), "order": 1.0}
-    wrong = {"cell": {"zipf": {"slow": 1.05, "fast": 1.1, "also": 1.0}}}
-    # Of two pairs that can be told apart, slow after fast is wrong and slow after also is right.
+    found = measured(**{"static EP": [2.0, 2.0, 2.0], "fast": [1.0, 1.0, 1.0], "also": [0.9, 1.0, 1.1]})
+    right = {"cell": {"zipf": {"static EP": [1.8], "fast": [1.1], "also": [1.0]}}}
+    errors = predict.errors(found, right)
+    assert (errors["median"], errors["worst"], errors["order"]) == (pytest.approx(0.1), pytest.approx(0.1), 1.0)
+    # Half of static EP's time, and simulated 1.1 / 1.8 and 1.0 / 1.8 of it.
+    assert errors["relative_worst"] == pytest.approx(2.2 / 1.8 - 1)
+    assert errors["relative"] == pytest.approx((2.2 / 1.8 + 2.0 / 1.8) / 2 - 1)
+    wrong = {"cell": {"zipf": {"static EP": [1.05], "fast": [1.1], "also": [1.0]}}}
+    # Of two pairs that can be told apart, static EP after fast is wrong and static EP after also is right.
     assert predict.errors(found, wrong)["order"] == 0.5
 
 
 def test_launches_are_predicted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = (measured(slow=[t], fast=[t / 2])["cell"]["launches"][0] for t in (1.0, 2.0, 4.0))
-    cell = {"cell": {"shape": "modern", "systems": ["slow"]}, "launches": [first, second, third]}
-    monkeypatch.setattr(
-        predict, "predict_launch",
-        lambda shape, names, launch: {"zipf": {"slow": 3 * launch["samples"]["zipf"]["slow"][0]["seconds"]}},
-    )  # fmt: skip
-    assert predict.predict(cell) == {"zipf": {"slow": 6.0}}
-    assert predict.measured_seconds(cell, "zipf", "slow") == (1.0, 2.0, 4.0, 3)
-    # Launches of slow and fast overlap, so nothing is said about their order.
-    assert predict.errors({"cell": cell}, {"cell": {"zipf": {"slow": 2.0, "fast": 5.0}}})["order"] == 1.0
+    launches = [
+        measured(**{"static EP": [t], "fast": [t / 2]})["cell"]["launches"][0] for t in (1.0, 2.0, 4.0)
+    ]  # fmt: skip
+    cell = {"cell": {"shape": "modern", "systems": ["static EP", "fast"]}, "launches": launches}
+    # A machine that was slower while rates were measured, in the last launch twice as slow as in the others.
+    slower = iter([3.0, 3.0, 6.0])
+
+    def predict_launch(shape: Any, names: Any, launch: Any) -> dict[str, dict[str, float]]:
+        times, samples = next(slower), launch["samples"]["zipf"]
+        return {"zipf": {name: times * samples[name][0]["seconds"] for name in ("static EP", "fast")}}
+
+    monkeypatch.setattr(predict, "predict_launch", predict_launch)
+    found = predict.predict(cell)
+    assert found == {"zipf": {"static EP": [3.0, 6.0, 24.0], "fast": [1.5, 3.0, 12.0]}}
+    assert predict.measured_seconds(cell, "zipf", "static EP") == (1.0, 2.0, 4.0, 3)
+    errors = predict.errors({"cell": cell}, {"cell": found})
+    # Seconds are three times as long; over static EP's in the same launch nothing is off.
+    assert (errors["median"], errors["relative_worst"]) == (2.0, 0.0)
+    # Launches of the two overlap, so nothing is said about their order.
+    assert predict.errors({"cell": cell}, {"cell": {"zipf": {"static EP": [2.0], "fast": [5.0]}}})["order"] == 1.0
 
 
 def test_cells_that_the_simulator_was_not_tuned_on_are_named() -> None:
     found = {"modern.a": measured(one=[1.0])["cell"], "gpt-moe-s.a": measured(one=[1.0])["cell"]}
     found["gpt-moe-s.a"]["cell"] = {"shape": "gpt-moe-s"}
-    said = predict.said_of(found, {"modern.a": {"zipf": {"one": 1.5}}, "gpt-moe-s.a": {"zipf": {"one": 1.0}}})
+    said = predict.said_of(found, {"modern.a": {"zipf": {"one": [1.5]}}, "gpt-moe-s.a": {"zipf": {"one": [1.0]}}})
     assert said[1].startswith("- Tuned on (gpt-moe-s.a; 1 lines): median error 0.0%")
     assert said[2].startswith("- Not tuned on (modern.a; 1 lines): median error 50.0%, worst 50.0%")
 
@@ -69,6 +85,35 @@ def test_the_simulator_still_says_what_the_table_says() -> None:
     table = json.loads((RESULTS / "simulated.json").read_text())["bert-moe.a"]["zipf"]["static EP"]
     again = "the simulator was changed: run python -m benchmarks.compare.predict benchmarks/results"
     assert predict.predict(cell)["zipf"]["static EP"] == pytest.approx(table, rel=0.02), again
+
+
+def test_what_overlaps_counts_once() -> None:
+    assert predict.covered([]) == 0.0
+    # Two that overlap, one inside another, and one apart.
+    assert predict.covered([(1.0, 3.0), (2.0, 4.0), (2.5, 2.7), (5.0, 5.5)]) == pytest.approx(3.5)
+
+
+def test_compute_is_slower_for_the_part_of_a_step_in_which_something_travels() -> None:
+    class Half:
+        """A second of compute at full speed, and a collective for half of the step."""
+
+        def __init__(self, cluster: ClusterSpec) -> None:
+            self.cluster = cluster
+
+        def step(self, layers: Any, *, update: float) -> Any:
+            seconds = 1e9 / self.cluster.flops
+            none = np.zeros(1)
+            return Prediction(seconds=seconds, compute=none, waited=none, sent=none, spans=(half,))
+
+    half = PredictedSpan(part="forward", operator="exchange", begun=0.25, ended=0.75)
+    cluster = ClusterSpec(
+        name="one", nodes=1, gpus=1, flops=1e9, memory_bytes=1e9, rank_bytes=1e9, node_bytes=1e9, start=1.0
+    )
+    made: Any = Half(cluster)
+    assert predict.beside(made, [], 0.0, 1.0).seconds == pytest.approx(1.0)
+    assert predict.beside(made, [], 0.0, 1.4).seconds == pytest.approx(1.2)
+    # What was given stays as it is, for the next step.
+    assert made.cluster is cluster
 
 
 def test_a_folder_without_samples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
