@@ -55,9 +55,11 @@ def _second_ones(choices: Ints) -> tuple[Ints, Ints]:
 def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A top-k router's forward, with the choice taken from ``self.replayed`` int64 ``[tokens, top_k]``."""
     logits = nn.functional.linear(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
-    scores = torch.softmax(logits, -1, dtype=torch.float).gather(1, self.replayed)
+    # A remainder, so that transformers 5.17's masks of numbers beyond the last expert are seen to mask nothing.
+    chosen = self.replayed % self.num_experts
+    scores = torch.softmax(logits, -1, dtype=torch.float).gather(1, chosen)
     scores = scores / scores.sum(-1, keepdim=True)
-    return logits, scores.to(logits.dtype), self.replayed
+    return logits, scores.to(logits.dtype), chosen
 
 
 @contextmanager

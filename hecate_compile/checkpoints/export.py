@@ -163,7 +163,7 @@ class _PretrainedLayout:
         return kept
 
     def groups(self, likes: Tensors) -> list[list[str]]:
-        from transformers.core_model_loading import WeightConverter, apply_converters, dot_natural_key
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
         whole = self.convert(dict(likes))
         self._remember_conversions()
@@ -173,7 +173,7 @@ class _PretrainedLayout:
         converters = [one for one in reverse if isinstance(one, WeightConverter)]
         groups: dict[tuple[str, bool], list[str]] = {}
         for name in sorted(likes, key=dot_natural_key):
-            target, pattern = apply_converters(name, converters)
+            target, pattern = rename_source_key(name, [], converters, reverse=True)
             groups.setdefault((name, False) if pattern is None else (target, True), []).append(name)
         found = list(groups.values())
         try:

@@ -3,7 +3,8 @@
 transformers up to 5.17 guards its experts against numbers beyond the last one, with which a router stands for experts
 of other processes, also where there are none. Who computes with the mask computes from this rank's own tokens.
 
-Needs    expert numbers that come from a topk or argmax over E scores, sorted and reshaped in any way.
+Needs    expert numbers that come from a topk or argmax over E scores, or a remainder of E, sorted and reshaped in any
+         way.
 Changes  mask = (ids >= E).unsqueeze(-1); x.masked_fill_(mask, 0); y = y.masked_fill(mask, 0)   become   x and y
          ids.clamp_(max=E - 1)                                                                   becomes  ids
 Never    touches a comparison with a smaller number, or numbers of which it cannot be told where they come from.
@@ -27,6 +28,7 @@ _SAME_NUMBERS = {
     "clone", "detach", "long", "index_select", "view_as", "reshape_as", "expand_as",
 }  # fmt: skip
 _FILLS = {"masked_fill", "masked_fill_"}
+_REMAINDERS = {"remainder", "mod"}
 _CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}
 
 
@@ -107,6 +109,10 @@ def _bound(numbers: Any) -> int | None:
                 return None
         elif _name(numbers) == "argmax":
             return _choices(numbers, position=1)
+        elif _name(numbers) in _REMAINDERS:
+            # Of a positive number, it has that sign.
+            divisor = numbers.args[1] if len(numbers.args) == 2 else None
+            return divisor if type(divisor) is int and divisor > 0 else None
         elif _name(numbers) in _SAME_NUMBERS:
             numbers = source
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from benchmarks.families import __main__ as command
 from benchmarks.families.models import FAMILIES, not_covered
@@ -32,6 +34,7 @@ def test_family(name: str) -> None:
             assert result["graphs"] == 1
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="families are those of 5.23")
 def test_no_family_is_forgotten() -> None:
     assert not_covered() == []
 
@@ -57,6 +60,7 @@ def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
         )
 
     monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "not_covered", list)
     with pytest.raises(SystemExit, match="1"):
         command.main()
     said = capsys.readouterr().out

@@ -82,6 +82,22 @@ def test_numbers_from_anywhere_stay_masked() -> None:
     assert apply(drop_sentinels, g, gm).rewritten == 0
 
 
+@pytest.mark.parametrize(("divisor", "dropped"), [(E, True), (E - 1, True), (E + 1, False), (-E, False)])
+@pytest.mark.parametrize("remainder", [operator.mod, torch.remainder])
+def test_a_remainder_is_below_its_divisor(remainder: Any, divisor: int, dropped: bool) -> None:
+    g = GraphUnderTest()
+    mask = g.call(operator.ge, g.call(remainder, g.input(torch.arange(TOKENS)), divisor), E)
+    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
+    assert apply(drop_sentinels, g, gm).rewritten == dropped
+
+
+def test_a_remainder_of_another_tensor_can_be_anything() -> None:
+    g = GraphUnderTest()
+    mask = g.call(operator.ge, g.call(torch.remainder, g.input(torch.arange(TOKENS)), g.input(torch.tensor(E))), E)
+    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
+    assert apply(drop_sentinels, g, gm).rewritten == 0
+
+
 def test_numbers_that_are_changed_stay_masked() -> None:
     g = GraphUnderTest()
     logits = g.input(torch.randn(TOKENS, E))
