@@ -100,10 +100,7 @@ def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World
         alone += [seconds(), seconds()]
         # As many on all ranks, and enough for some steps.
         count = max(1, round(6 * _mean(alone[-1]) / each))
-        exchanges = threading.Thread(
-            target=lambda count: [collectives.all_to_all(data, share, share, world) for _ in range(count)],
-            args=(count,),
-        )
+        exchanges = threading.Thread(target=exchange, args=(count,))
         dist.barrier()
         exchanges.start()
         # Until the thread has left the quota of the one that made it.
