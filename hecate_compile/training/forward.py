@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -250,10 +251,16 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
     }
 
 
+_FUNCTIONS_UNSORTED = re.compile(r"'<' not supported between instances of '(function|functools\._lru_cache_wrapper)'")
+
+
 def _not_about_sets(record: logging.LogRecord) -> bool:
-    """Whether a line of torch's log is about something else than functions that cannot be sorted."""
+    """Whether a line of torch's log is about something else than functions that cannot be sorted.
+
+    transformers' are cached functions, which have a type of their own.
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return "'<' not supported between instances of 'function'" not in f"{record.getMessage()} {error}"
+    return not _FUNCTIONS_UNSORTED.search(f"{record.getMessage()} {error}")
 
 
 # torch 2.11 cannot sort ignore_logger_methods for its record of the compilation, and says so each time.

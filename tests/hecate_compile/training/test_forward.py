@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import pytest
 
@@ -15,6 +16,10 @@ def _first() -> None: ...
 def _second() -> None: ...
 
 
+@cache
+def _cached() -> None: ...
+
+
 def test_torchs_log_says_nothing_about_sets_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 cannot sort what is to be ignored for its own records; all else of that log is shown."""
     log = logging.getLogger("torch._dynamo.metrics_context")
@@ -22,7 +27,7 @@ def test_torchs_log_says_nothing_about_sets_of_functions(monkeypatch: pytest.Mon
     # Not by a handler: torch keeps its log from others.
     monkeypatch.setattr(log, "callHandlers", shown.append)
     _dynamo_options(True)
-    for values in ({_first, _second}, {1, "one"}):
+    for values in ([_first, _second], [_cached, _first], [_first, _cached], [1, "one"]):
         try:
             sorted(values)
         except TypeError:
