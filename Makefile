@@ -4,7 +4,8 @@
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 55 minutes (make bench-full: five shapes and links,
 #              four to five hours; either goes on after an interruption with BENCH=--continue)
-# All make .venv and install what they need. `make test TORCH=2.11.0` is for the other end of the declared range.
+# make gpu     on a machine with a GPU and torch for it: its tests, training steps, kernels, nine minutes (docs/gpu.md)
+# All but make gpu make .venv and install what they need. `make test TORCH=2.11.0` is for the other end of the declared range.
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -16,7 +17,7 @@ CONSTRAINTS := $(wildcard constraints/torch-$(TORCH).txt)
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test quick check soak bench bench-full bench-step clean
+.PHONY: train test quick check soak bench bench-full bench-step gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
@@ -45,6 +46,10 @@ bench-full: $(VENV)/.installed
 
 bench-step: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compile_and_step
+
+# With the Python that is there, whose torch has CUDA; nothing is installed.
+gpu:
+	PYTHONPATH=typings:. $(PYTHON) -m benchmarks.gpu_check $(GPU)
 
 # torch first and by itself, in the version that the tests were run with; the range in pyproject.toml is wider.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)

@@ -1,13 +1,18 @@
-"""All that a GPU must show about the kernels, in one command on one GPU.
+"""All that a GPU must show, in one command on one GPU.
 
+    make gpu                                                or
     PYTHONPATH=typings:. python -m benchmarks.gpu_check
 
 In a checkout nothing need be installed: ``typings/hecate`` is a link to the package. ``--no-tests`` measures only,
-``--only grouped_mm`` is one kernel in this process, and ``--budget 300`` ends in so many seconds.
+``--only training`` or ``--only grouped_mm`` is that one alone, in this process, and ``--budget 300`` ends in so many
+seconds.
 
-First the tests that need a GPU, then for each kernel in the dtypes that it has: does it equal its reference, and how
-long do it, the reference and what torch itself has for this take (with the copies and zeros that torch's needs; of
-``expand_segments`` what the host would do). What decides most comes first. Each kernel
+First the tests that need a GPU. Then training steps of a Qwen3-MoE with 1.3 billion parameters in bf16, top 8 of 64:
+the model as it ships, with ``torch.compile``, with ``hecate.compile``, and with ``hecate.capture``, which alternate
+step by step. Beside them is whether the first loss and the norm of its gradients are the same, how much memory a step
+takes, and how often the host waits for the device in one. Then for each kernel in the dtypes that it has: does it
+equal its reference, and how long do it, the reference and what torch itself has for this take (with the copies and
+zeros that torch's needs; of ``expand_segments`` what the host would do). What decides most comes first. Each kernel
 has a process of its own, so one that reads where it must not does not spoil the others.
 
 Candidates alternate; a sample is the mean of a few calls between two CUDA events. A ratio is that of medians, and
@@ -16,7 +21,8 @@ the GPU itself can do: ``copy_`` of as many bytes as a kernel has to read and wr
 own attention; ``of copy`` and ``of mm`` say which part of that rate a kernel reaches.
 
 Results are written to ``gpu_check.json`` and ``gpu_check.txt`` in build/benchmarks (or where ``HECATE_RESULTS``
-says), anew after each kernel; those of a running kernel are in ``gpu_check.NAME.json``, anew after each case.
+says), anew after each kernel; those of a running kernel are in ``gpu_check.NAME.json``, anew after each case. Beside
+them are ``gpu_check.png``, if matplotlib is there, and for each system a Chrome trace of one step.
 """
 
 from __future__ import annotations
@@ -39,12 +45,15 @@ import torch
 from benchmarks.gpu_check import notes
 from benchmarks.gpu_check.cases import KERNELS
 from benchmarks.gpu_check.measure import measure_kernel
-from benchmarks.gpu_check.report import machine, table, text_of, write
+from benchmarks.gpu_check.report import machine, plot, table, text_of, training_table, write
+from benchmarks.gpu_check.training import measure_training
 from benchmarks.results_folder import results_folder
 from hecate.runtime.kernels import launch
 
-# Seconds for all of it, for the tests, and for one kernel at most.
-BUDGET, FOR_TESTS, FOR_A_KERNEL = 540.0, 260.0, 150.0
+# Seconds for all of it, for the tests, for training steps with their compilation, and for one kernel at most.
+BUDGET, FOR_TESTS, FOR_TRAINING, FOR_A_KERNEL = 540.0, 200.0, 170.0, 150.0
+# Of these seconds a process needs some to end, with what it has.
+TO_END = 15.0
 # What a process ends with whose results say what is wrong. Python ends with 1 when something else is.
 UNEQUAL = 3
 # In this order, each in a process of its own, with its share of the time that is left; the longest comes last.
@@ -55,12 +64,13 @@ TESTS = {
     "tests/hecate_compile/test_parity.py": 5,
 }
 ROOT = Path(__file__).parents[2]
+TRAINING = "training"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every kernel equals its reference and every test passes."""
-    parser = argparse.ArgumentParser(description="Kernels on one GPU: parity, times, and the tests that need a GPU.")
-    parser.add_argument("--only", choices=KERNELS, help="one kernel, in this process")
+    parser = argparse.ArgumentParser(description="One GPU: its tests, training steps, kernels.")
+    parser.add_argument("--only", choices=[TRAINING, *KERNELS], help="training, or one kernel, in this process")
     parser.add_argument("--to", type=Path, help="with --only: where its results are written")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest -m gpu")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing more begins")
@@ -68,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := why_not()) is not None:
         print(reason)
         return 2
+    if given.only == TRAINING:
+        to = given.to or results_folder() / "gpu_check.training.json"
+        steps = measure_training(to, given.budget, torch.device("cuda"))
+        print(training_table(steps))
+        return 0 if all_right(steps) else UNEQUAL
     if given.only:
         found = measure_kernel(given.only, given.to)
         print(table(found))
@@ -78,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_all(budget: float, *, tests: bool) -> int:
     """The tests and all kernels, each in a process of its own, as long as there is time."""
     folder, end = results_folder(), time.monotonic() + budget
-    report: dict[str, Any] = {"machine": machine(), "environment": _environment(), "tests": None, "kernels": []}
+    report: dict[str, Any] = {"machine": machine(), "environment": _environment(), "tests": None}
+    report |= {"training": [], "kernels": []}
 
     def save() -> str:
         text = text_of(report)
@@ -86,22 +102,25 @@ def check_all(budget: float, *, tests: bool) -> int:
         write(folder / "gpu_check.txt", text + "\n")
         return text
 
+    def left(most: float) -> float:
+        return min(most, end - time.monotonic())
+
     if tests:
         report["tests"] = []
         for one in run_tests(min(FOR_TESTS, budget)):
             report["tests"].append(one)
             save()
             print(f"{one['file']} done", file=sys.stderr, flush=True)
+    report["training"] = in_a_process(TRAINING, folder, left(FOR_TRAINING))
     for name in KERNELS:
-        left = end - time.monotonic()
-        report["kernels"] += (
-            in_a_process(name, folder, min(FOR_A_KERNEL, left)) if left > 0
-            else [{"kernel": name, "error": "not begun: no time was left"}]
-        )  # fmt: skip
         save()
+        report["kernels"] += in_a_process(name, folder, left(FOR_A_KERNEL))
         print(f"{name} done", file=sys.stderr, flush=True)
     print(save())
-    right = all_right(report["kernels"]) and all(one["code"] == 0 for one in report["tests"] or [])
+    plot(report, folder / "gpu_check.png")
+    right = all_right(report["training"] + report["kernels"]) and all(
+        one["code"] == 0 for one in report["tests"] or []
+    )
     return 0 if right else 1
 
 
@@ -136,16 +155,21 @@ def run_file(file: str, seconds: float) -> dict[str, Any]:
 
 
 def in_a_process(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """:func:`measure_kernel`, which may end its process."""
+    """:func:`measure_kernel` or :func:`measure_training`, which may end its process."""
+    what = "system" if name == TRAINING else "kernel"
+    if seconds <= 0:
+        return [{what: name, "error": "not begun: no time was left"}]
     path = folder / f"gpu_check.{name}.json"
     path.unlink(missing_ok=True)
-    code, output = run([sys.executable, "-m", "benchmarks.gpu_check", "--only", name, "--to", str(path)], seconds)
+    budget = str(max(1.0, seconds - TO_END))
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, "--to", str(path), "--budget", budget]
+    code, output = run(command, seconds)
     problem = "" if code in (0, UNEQUAL) and path.exists() else output[-2000:] or str(code)
     if code is None:
         problem = f"no end after {seconds:.0f} s"
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     path.unlink(missing_ok=True)
-    return [*found, {"kernel": name, "error": problem}] if problem else found
+    return [*found, {what: name, "error": problem}] if problem else found
 
 
 def run(command: Sequence[str], seconds: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:

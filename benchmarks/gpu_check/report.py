@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hecate.runtime.kernels import grouped_mm, launch
+
+# Of the systems whose training steps are timed: what numbers are compared with, and times.
+REFERENCE, RIVAL = "transformers", "torch.compile"
 
 
 def machine() -> dict[str, Any]:
@@ -23,7 +26,8 @@ def machine() -> dict[str, Any]:
 
 def text_of(report: dict[str, Any]) -> str:
     """The report as it is printed."""
-    parts = ["\n".join(f"{key}: {value}" for key, value in report["machine"].items()), table(report["kernels"])]
+    parts = ["\n".join(f"{key}: {value}" for key, value in report["machine"].items())]
+    parts += [shown for shown in (training_table(report["training"]), table(report["kernels"])) if shown]
     return "\n\n".join(parts + [_text_of_tests(one) for one in report["tests"] or []])
 
 
@@ -37,6 +41,8 @@ def _text_of_tests(one: dict[str, Any]) -> str:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """One line for each case; times are medians in milliseconds with quartiles."""
+    if not found:
+        return ""
     lines = [
         f"{'kernel':<16} {'dtype':<9} {'case':<14} {'equal':<22} {'ms':<24} {'rate':<14} {'of the GPU':<12} "
         f"{'reference / kernel':<19} torch / kernel"
@@ -55,6 +61,68 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             f"{_share(one, medians):<12} {ratios['reference']:<19} {ratios.get('torch', '')}".rstrip()
         )
     return "\n".join(lines)
+
+
+def training_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """One line for each system: its step, beside plain torch.compile's in the same rounds."""
+    if not found:
+        return ""
+    lines = [
+        f"{'training step':<16} {'loss, gradients':<26} {'ms':<24} {'tokens/s':<10} {f'{RIVAL} / it':<24} "
+        f"{'peak GB':<8} {'host waits':<11} first step, s"
+    ]
+    seconds = {one["system"]: one.get("seconds", []) for one in found}
+    for one in found:
+        taken, start = one.get("seconds", []), f"{one['system']:<16}"
+        if len(taken) < 2:
+            lines.append(f"{start} FAILED {one.get('error', 'too few steps').strip().splitlines()[-1]}")
+            continue
+        low, middle, high = (1e3 * s for s in statistics.quantiles(taken, n=4))
+        equal = f"{'yes' if one['equal'] else 'NO'} ({one['loss']:.4f}, {one['gradient norm']:.4f})"
+        rate, peak = one["tokens"] / statistics.median(taken), one.get("peak", 0) / 1e9
+        lines.append(
+            f"{start} {equal:<26} {f'{middle:.1f} ({low:.1f}..{high:.1f})':<24} {rate:<10.0f} "
+            f"{_times(seconds.get(RIVAL, []), taken):<24} {peak:<8.1f} {sum(one['waits'].values()):<11} "
+            f"{one['first step']:.0f}"
+        )
+        if "error" in one:
+            lines.append(f"{start} FAILED later {one['error'].strip().splitlines()[-1]}")
+    return "\n".join(lines)
+
+
+def _times(seconds: Sequence[float], taken: Sequence[float]) -> str:
+    """How many times as long the one takes as the other, round by round."""
+    ratios = [one / other for one, other in zip(seconds, taken, strict=False)]
+    if len(ratios) < 2:
+        return ""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}..{high:.2f})"
+
+
+def plot(report: Mapping[str, Any], path: Path) -> bool:
+    """Steps of each system, and which part of the GPU's own rate each kernel reaches; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    steps, kernels = figure.subplots(1, 2)
+    timed = [one for one in report["training"] if one.get("seconds")]
+    steps.boxplot([[1e3 * s for s in one["seconds"]] for one in timed])
+    steps.set_xticks(range(1, len(timed) + 1), [one["system"] for one in timed])
+    steps.set_ylabel("training step, ms")
+    steps.set_ylim(bottom=0)
+    shares = {}
+    for one in report["kernels"]:
+        if "bound" in one.get("samples", {}):
+            median = {name: statistics.median(samples) for name, samples in one["samples"].items()}
+            shares[f"{one['kernel']} {one['dtype']} {one['note']}".strip()] = median["bound"] / median["kernel"]
+    kernels.barh(list(shares), list(shares.values()))
+    kernels.axvline(1.0, color="black", linewidth=0.8)
+    kernels.tick_params(axis="y", labelsize=6)
+    kernels.set_xlabel("of the GPU's own copy or dense product")
+    figure.savefig(path)
+    return True
 
 
 def _rate(one: dict[str, Any], milliseconds: float) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import measure, report
+from benchmarks.gpu_check import measure, report, training
 from benchmarks.gpu_check.case import SMALL, SUMS, Case
 from benchmarks.gpu_check.cases import KERNELS, cases_of
 from hecate.runtime.kernels import launch
@@ -71,6 +71,64 @@ def test_the_table() -> None:
     assert "under 2.5 ms" in lines[4] and "OVER 1.5 ms" in lines[5]
 
 
+TINY = training.Shape(
+    layers=1, hidden=32, inner=16, experts=8, choices=2, heads=2, key_heads=1, head_width=16, vocabulary=64, batch=2,
+    length=16, dtype=torch.float32,
+)  # fmt: skip
+
+
+def test_training_steps_of_all_systems_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    to = tmp_path / "training.json"
+    found = {one["system"]: one for one in training.measure_training(to, 300, CPU, TINY, "aot_eager", rounds=2)}
+    assert [*found] == ["transformers", "hecate", "torch.compile", "hecate.capture"]
+    assert "CUDA graphs need a model on a GPU" in found.pop("hecate.capture")["error"]
+    for name, one in found.items():
+        assert one["equal"] and len(one["seconds"]) == 2 and one["waits"] == {} and "error" not in one
+        assert (tmp_path / f"gpu_check.{name.replace('.', '-')}.trace.json.gz").stat().st_size > 1000
+    assert [one["system"] for one in json.loads(to.read_text())] == [*training.SYSTEMS]
+    # Another model has other numbers, and no time leaves all but the first undone.
+    monkeypatch.setattr(training, "SYSTEMS", {"transformers": training.System, "other": Other, "late": Other})
+    monkeypatch.setattr(training, "SETUP", 1.0)
+    clock = iter([0.0, 0.0, 0.0, 2.0, *[3.0] * 9])
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    _, other, late = training.measure_training(to, 1.0, CPU, TINY, "aot_eager")
+    assert other["equal"] is False and other["seconds"] == []
+    assert late["error"] == "not begun: no time was left"
+
+
+class Other(training.System):
+    def prepare(self, backend: str) -> None:
+        with torch.no_grad():
+            next(self.model.parameters()).mul_(2.0)
+
+
+def test_the_table_of_training_steps() -> None:
+    one = {
+        "tokens": 1000, "loss": 2.5, "gradient norm": 1.0, "equal": True, "peak": 3e9, "first step": 60.0,
+        "waits": {"cudaStreamSynchronize": 2, "cudaMemcpy": 1},
+    }  # fmt: skip
+    text = report.training_table([
+        {"system": "torch.compile", "seconds": [0.2, 0.2, 0.3], **one},
+        {"system": "hecate", "seconds": [0.1, 0.1, 0.1], **one, "error": "Traceback\nRuntimeError: later"},
+        {"system": "hecate.capture", "error": "Traceback\nRuntimeError: no graph"},
+    ])  # fmt: skip
+    lines = text.splitlines()
+    assert "yes (2.5000, 1.0000)" in lines[1] and "5000" in lines[1] and "1.00 (1.00..1.00)" in lines[1]
+    assert "100.0 (100.0..100.0)" in lines[2] and "2.00 (2.00..3.00)" in lines[2]
+    assert lines[2].split()[-3:] == ["3.0", "3", "60"]
+    assert lines[3].split() == ["hecate", "FAILED", "later", "RuntimeError:", "later"]
+    assert lines[4].split() == ["hecate.capture", "FAILED", "RuntimeError:", "no", "graph"]
+    assert report.training_table([]) == ""
+
+
+def test_the_hosts_waits_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those inside the step alone; here stands another operator for what CUDA calls."""
+    monkeypatch.setattr(training, "WAITS", ("aten::add",))
+    torch.ones(2).add(1)
+    waits = training._waits(lambda: [torch.ones(2).add(1) for _ in range(3)], tmp_path / "trace.json.gz", CPU)
+    assert waits == {"aten::add": 3}
+
+
 def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After each kernel, also if time runs out; those that did not begin are named."""
     monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
@@ -79,22 +137,30 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(command, "run_tests", lambda seconds: iter([unfinished]))
     seen = []
 
-    def measured(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
-        seen.append([one["kernel"] for one in json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]])
-        if len(seen) == 2:
+    def ran(arguments: list[str], seconds: float) -> tuple[int, str]:
+        name = arguments[arguments.index("--only") + 1]
+        written = json.loads((tmp_path / "gpu_check.json").read_text())
+        seen.append([one["kernel"] for one in written["kernels"]])
+        assert name == "training" or [one["system"] for one in written["training"]] == ["hecate", "training"]
+        if name == "training":
+            Path(arguments[arguments.index("--to") + 1]).write_text(json.dumps([{"system": "hecate"}]))
+        if len(seen) == 3:
             clock[0] += 1000
-        return [{"kernel": name, "error": "slow"}]
+        return 1, "slow"
 
     clock = [0.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(command, "in_a_process", measured)
+    monkeypatch.setattr(command, "run", ran)
     assert command.check_all(540, tests=True) == 1
     first, second, *others = KERNELS
-    assert seen == [[], [first]]
+    assert seen == [[], [], [first]]
     found = json.loads((tmp_path / "gpu_check.json").read_text())["kernels"]
     assert [one["kernel"] for one in found] == [first, second, *others]
+    assert [one["error"] for one in found[:2]] == ["slow", "slow"]
     assert all("no time was left" in one["error"] for one in found[2:])
     text = (tmp_path / "gpu_check.txt").read_text()
+    assert "hecate           FAILED too few steps" in text and "training         FAILED slow" in text
+    assert (tmp_path / "gpu_check.png").stat().st_size > 1000
     assert "one.py: NO END within 60 s" in text and "NOT ENDED one.py::slow" in text
 
 
@@ -139,7 +205,7 @@ def test_d(): assert not {}
     assert first["code"] is None and 9 < first["seconds"] <= 10 < second["seconds"]
     assert list(first["tests"].values()) == ["passed", "skipped", None, None]
     assert second["code"] == 1 and list(second["tests"].values()) == ["passed", "skipped", "passed", "failed"]
-    said = report.text_of({"machine": {}, "kernels": [], "tests": [first, second]})
+    said = report.text_of({"machine": {}, "training": [], "kernels": [], "tests": [first, second]})
     assert "test_slow.py: NO END within 10 s" in said and "NOT ENDED test_slow.py::test_d" in said
     assert "test_quick.py: FAILED" in said and "passed    test_quick.py::test_c" in said
 
