@@ -69,11 +69,24 @@ class CudaGraphs:
     def record(self, *runs: Callable[[], None]) -> tuple[Callable[[], None], ...]:
         # Memory of its own each time: what is left of earlier graphs may still be in use.
         pool, replays = torch.cuda.graph_pool_handle(), []
+        previous = torch.cuda.current_stream(self._stream.device)
         for run in runs:
             graph = torch.cuda.CUDAGraph()
-            # Relaxed: what the host is to read is copied to pinned memory, which may be allocated meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
-                run()
+            broken: list[BaseException] = []
+            try:
+                # Relaxed: what the host is to read is copied to pinned memory, which may be allocated meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
+                    try:
+                        run()
+                    except BaseException as error:
+                        broken.append(error)
+                        raise
+            except BaseException:
+                # The end of a broken capture raises, too: that hides what broke it, and leaves its stream current.
+                torch.cuda.set_stream(previous)
+                if broken:
+                    raise broken[0] from None
+                raise
             replays.append(graph.replay)
         return tuple(replays)
 

@@ -234,7 +234,8 @@ def _counted(counts: Any) -> Node | None:
         each = _strip(arg(counts, 0), _CASTS)
         if _named(each, ("one_hot",)):
             return cast(Node, arg(each, 0))
-        if _named(each, ("eq",)) and _is_range(arg(each, 1)):
+        # Dynamo of torch 2.11 has ids == numbers as a method.
+        if _named(each, ("eq", "__eq__")) and _is_range(arg(each, 1)):
             column = arg(each, 0)
             if is_getitem(column) and arg(column, 1) == (slice(None), None):
                 return cast(Node, arg(column, 0))

@@ -136,8 +136,12 @@ class _Pending:
         self.span.waited = time.perf_counter()
         job = self.job
         assert job is not None
-        if job.meanwhile is not None:
-            job.meanwhile()
+        try:
+            if job.meanwhile is not None:
+                job.meanwhile()
+        except BaseException as error:
+            # What travels is still read: it is waited for as if the job itself had failed.
+            self.error = error
         # It ends: the thread runs jobs in order, and each ends with its collective or that one's timeout.
         self.done.wait()
         result, self.result, self.job = self.result, None, None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from benchmarks.families import __main__ as command
 from benchmarks.families.models import FAMILIES, not_covered
-from tests.support.extent import ALL
+from tests.support.extent import ALL, OLD_TRANSFORMERS
 from tests.support.ranks import run_ranks
 
 # Grouped matmuls without and with biases are in test_parity (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS), other
@@ -34,7 +32,7 @@ def test_family(name: str) -> None:
             assert result["graphs"] == 1
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="families are those of 5.23")
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="families are those of transformers 5.23")
 def test_no_family_is_forgotten() -> None:
     assert not_covered() == []
 

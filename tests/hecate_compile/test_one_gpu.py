@@ -38,12 +38,8 @@ class SlowLane(StreamLane):
         return super().launch(late)
 
 
-def measure_over_gloo(slow: bool, sanitize: bool, backend: str) -> dict[str, Any]:
+def measure_over_gloo(slow: bool, backend: str) -> dict[str, Any]:
     """On one rank: gloo through the host, started and waited for as NCCL is."""
-    if sanitize:
-        from torch.cuda._sanitizer import enable_cuda_sanitizer
-
-        enable_cuda_sanitizer()
     plain = World.__post_init__
 
     def on_a_stream(world: World) -> None:
@@ -58,13 +54,10 @@ def measure_over_gloo(slow: bool, sanitize: bool, backend: str) -> dict[str, Any
     return {family: measure(family, device="cuda", backend=backend, **REPLICAS) for family in FAMILIES}
 
 
-@pytest.mark.parametrize(
-    ("slow", "sanitize", "backend"),
-    [(False, False, "aot_eager"), (True, False, "aot_eager"), (True, False, "inductor"), (False, True, "aot_eager")],
-)
-def test_jobs_on_a_stream_equal_one_process(slow: bool, sanitize: bool, backend: str) -> None:
-    """With a sleep in each job, or with torch's checker of streams, which raises where one does not wait."""
-    check(run_ranks(f"{__name__}:measure_over_gloo", 2, slow=slow, sanitize=sanitize, backend=backend))
+@pytest.mark.parametrize(("slow", "backend"), [(False, "aot_eager"), (True, "aot_eager"), (True, "inductor")])
+def test_jobs_on_a_stream_equal_one_process(slow: bool, backend: str) -> None:
+    """Also with a sleep in each job. Torch's checker of streams is a mode under which Dynamo compiles nothing."""
+    check(run_ranks(f"{__name__}:measure_over_gloo", 2, slow=slow, backend=backend))
 
 
 def use_nccl() -> None:
@@ -90,11 +83,17 @@ def measure_over_nccl() -> dict[str, Any]:
     return {family: measure(family, device="cuda", **REPLICAS) for family in FAMILIES}
 
 
-def test_ranks_over_nccl_equal_one_process() -> None:
+def skip_unless_nccl_takes_two() -> None:
     try:
         assert run_ranks(f"{__name__}:add_up", 2, timeout=90) == [2.0, 2.0]
     except RanksFailed as failure:
+        if not any(reason in str(failure) for reason in ("Duplicate GPU", "invalid usage", "ncclInvalidUsage")):
+            raise
         pytest.skip(f"NCCL does not take two ranks on this GPU: {str(failure)[-300:]}")
+
+
+def test_ranks_over_nccl_equal_one_process() -> None:
+    skip_unless_nccl_takes_two()
     check(run_ranks(f"{__name__}:measure_over_nccl", 2, timeout=150))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.adversaries import Anything
-from tests.support.extent import ALL
+from tests.support.extent import ALL, OLD_TRANSFORMERS
 from tests.support.models import FAMILIES, batch, build
 from tests.support.parity import step_and_compare
 from tests.support.ranks import RanksFailed, run_ranks
@@ -70,6 +70,10 @@ if ALL:
         3: dict.fromkeys(("default", "gather", "3 chunks"), FAMILIES),
         4: dict.fromkeys(("default", "one-hot"), FAMILIES),
     }
+if OLD_TRANSFORMERS:
+    # The backward of their own grouped matmul, which then stays, asks for numbers that are not known.
+    for variants in PLAN.values():
+        variants.pop("without normalize_matmuls", None)
 CASES = [
     # One rank needs no other process beside it.
     pytest.param(

@@ -24,16 +24,21 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 
 # What every rank would import anyway. Not the tests: they look at the rank's environment when they are imported.
 _PRELOADED = [
-    "torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing", "pytest", "hecate",
+    "torch", "torch.distributed", "torch._dynamo", "torch.testing", "pytest", "hecate",
     "hecate.simulator", "torch.distributed.fsdp", "torch.distributed.device_mesh",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.mixtral.modeling_mixtral", "transformers.models.olmoe.modeling_olmoe",
     "transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.gpt_oss.modeling_gpt_oss",
 ]  # fmt: skip
+# In torch 2.11 it looks for GPUs when it is imported, and no process that is forked then may use one.
+if not torch.cuda.is_available():
+    _PRELOADED.append("torch._inductor.compile_fx")
 # How long the others may take to notice, once one rank has failed.
 _GRACE = 10.0
 _context = multiprocessing.get_context("forkserver")
