@@ -249,8 +249,9 @@ def _ordered(g: GraphUnderTest, chosen: Any, spelling: str) -> tuple[Any, Any]:
 
 
 def _counted(g: GraphUnderTest, chosen: Any, ids: Any, spelling: str) -> Any:
-    if spelling == "eq":
-        each = g.call(operator.eq, g.call(operator.getitem, chosen, (slice(None), None)), g.call(torch.arange, E))
+    if spelling in ("eq", "method"):
+        column, numbers = g.call(operator.getitem, chosen, (slice(None), None)), g.call(torch.arange, E)
+        each = g.call(operator.eq, column, numbers) if spelling == "eq" else g.method("__eq__", column, numbers)
         return g.method("sum", each, 0)
     if spelling == "one_hot":
         return g.method("sum", g.call(torch.nn.functional.one_hot, chosen, E), 0)
@@ -264,6 +265,7 @@ def _counted(g: GraphUnderTest, chosen: Any, ids: Any, spelling: str) -> Any:
         ("sort", "histc of sorted", True),
         ("argsort", "histc", True),
         ("gather", "eq", True),
+        ("argsort", "method", True),
         ("argsort", "one_hot", True),
         ("repeat", "eq", True),
         ("descending", "histc", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -61,6 +62,22 @@ def test_the_host_works_meanwhile_and_finishes() -> None:
 
     assert queue.wait(queue.start(Job(own, run, meanwhile, lambda result: result + 1), NOTE)) == 21
     assert order == ["meanwhile", "run"]
+
+
+def test_a_failure_of_the_host_is_raised_behind_the_job() -> None:
+    own, order = make(), []
+
+    def run() -> None:
+        time.sleep(0.2)
+        order.append("run")
+
+    def meanwhile() -> None:
+        raise ValueError("no such rank")
+
+    with pytest.raises(ValueError, match="no such rank"):
+        queue.wait(queue.start(Job(own, run, meanwhile), NOTE))
+    assert order == ["run"], "what it sends is read no longer"
+    assert queue.run(Job(own, lambda: 3)) == 3
 
 
 def test_a_failure_is_raised_where_it_is_waited_for_and_the_next_job_runs() -> None:
