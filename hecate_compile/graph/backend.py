@@ -23,6 +23,7 @@ from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, si
 from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.fingerprint import fingerprint
+from hecate.passes.fx import is_of_model
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
@@ -255,4 +256,4 @@ def _tokens(gm: GraphModule) -> int:
 def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
     source = getattr(node, "_dynamo_source", None)
-    return facts.same_on_all_ranks(node) or (source is not None and source.name.startswith("L['self']"))
+    return facts.same_on_all_ranks(node) or (source is not None and is_of_model(source.name))

@@ -14,7 +14,7 @@ from hecate.passes.base import Refused
 from hecate.passes.captured.open_sizes import same_size
 from hecate.passes.captured.scope import Scope
 from hecate.passes.captured.torch_values import GraphFacts, value_of
-from hecate.passes.fx import arg, calls
+from hecate.passes.fx import arg, calls, name_in_model
 
 # In the meta of a mask: the name of the layer that it is for.
 ATTENTION_OF = "hecate_attention"
@@ -61,7 +61,7 @@ def _modules(node: Node, scope: Scope | None) -> Iterator[str]:
     while here is not None:
         stack = list((here.meta.get("nn_module_stack") or {}).values())
         if stack:
-            yield str(stack[-1][0]).removeprefix("L['self'].").replace("L['self']", "(the model)")
+            yield name_in_model(str(stack[-1][0]))
         here, scope = (scope.call, scope.outer) if scope is not None else (None, None)
 
 

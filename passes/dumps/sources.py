@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import GraphModule, Node
 
+from hecate.passes.fx import name_in_model
+
 
 def source_of(node: Node) -> str:
     """What an argument of a graph is in the model, ``layers.0.norm.weight``; "" if nobody knows."""
@@ -17,7 +19,7 @@ def source_of(node: Node) -> str:
     if source is None:
         return ""
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", str(source.name))
-    return name.removeprefix("L['self'].")
+    return name_in_model(name)
 
 
 def sources_of(gm: GraphModule) -> list[str]:
