@@ -306,9 +306,11 @@ def test_dtype_is_that_of_parameters(tmp_path: Path) -> None:
     hecate.export(model, tmp_path / "half", dtype=torch.bfloat16)
     state = read(tmp_path / "half")
     bias = "model.layers.0.mlp.gate.e_score_correction_bias"
-    assert {t.dtype for name, t in state.items() if name != bias} == {torch.bfloat16}
-    assert state[bias].dtype == torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    # What transformers keeps in float32 itself: the bias, from 5.24 on the gate's weight, too.
+    kept = {name for name, value in loaded.state_dict().items() if value.dtype == torch.float32}
+    assert bias in kept and len(kept) < 3
+    assert {name for name, value in state.items() if value.dtype != torch.bfloat16} == kept
     assert loaded.dtype == torch.bfloat16 and model.config.dtype != torch.bfloat16
     expected = model.state_dict()
     for name, value in loaded.state_dict().items():
