@@ -92,7 +92,8 @@ def _put_rows(
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row, link, within, goes = locate(index, counts, late, i, count, first, capacity, ranks, ORDER, RANKS)
-    number = tl.load(done + link, mask=goes, other=0) + 1
+    # As in take_rows.
+    number = tl.load(done + link, mask=link < ranks, other=0) + 1
     window = tl.load(addresses + link, mask=goes, other=0).to(tl.pointer_type(own.dtype.element_ty))
     window = tl.multiple_of(window, 16)
     target = ((number % PLACES) * ranks + rank) * sixteens * 16 + within * width

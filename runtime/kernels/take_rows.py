@@ -93,7 +93,8 @@ def _take_rows(
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row, link, within, comes = locate(index, counts, late, i, count, first, capacity, ranks, ORDER, RANKS)
-    number = tl.load(done + link, mask=comes, other=0) + 1
+    # Not masked by what comes: Triton 3.6 and 3.7 then fail to compile some sizes of blocks.
+    number = tl.load(done + link, mask=link < ranks, other=0) + 1
     source = ((number % PLACES) * ranks + link) * sixteens * 16 + within * width
     mask = comes[:, None] & (c < width)[None, :]
     values = tl.load(window + source[:, None] + c[None, :], mask=mask, other=0.0)
