@@ -18,10 +18,8 @@ ON_ENGINE = (
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")
 # Whatever can be measured.
 NAMES = (*ON_ENGINE, *VARIANTS, IN_NODES, *EXTERNAL, *BOUNDS)
-# What the committed tables do not show: policies that were changed after they were measured, and whether the engine
-# was, which makes every step another. Measuring all cells again (make bench-full) empties both.
+# Policies that were changed after the committed tables were measured; make bench-full empties it.
 CHANGED_POLICIES: tuple[str, ...] = ()
-ENGINE_CHANGED = False
 # What of a system's transfers can run beside its compute on CPUs with gloo (docs/benchmarks.md says where that
 # stands in the code of each). All on the engine can.
 OVERLAPS = {"transformers EP": "nothing", "FSDP2": "nothing", "DDP": "gradients", IN_NODES: "rows, in its node"}

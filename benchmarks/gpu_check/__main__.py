@@ -93,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_all(budget: float, *, tests: bool) -> int:
     """The tests and all kernels, each in a process of its own, as long as there is time."""
     folder, end = results_folder(), time.monotonic() + budget
-    report: dict[str, Any] = {"machine": machine(), "environment": _environment(), "tests": None}
-    report |= {"training": [], "kernels": []}
+    report: dict[str, Any] = {
+        "machine": machine(), "environment": _environment(), "tests": None, "training": [], "kernels": [],
+    }  # fmt: skip
 
     def save() -> str:
         text = text_of(report)

@@ -79,10 +79,10 @@ def training_table(found: Sequence[Mapping[str, Any]]) -> str:
             continue
         low, middle, high = (1e3 * s for s in statistics.quantiles(taken, n=4))
         equal = f"{'yes' if one['equal'] else 'NO'} ({one['loss']:.4f}, {one['gradient norm']:.4f})"
-        rate, peak = one["tokens"] / statistics.median(taken), one.get("peak", 0) / 1e9
+        rate, peak = one["tokens"] / statistics.median(taken), f"{one['peak'] / 1e9:.1f}" if "peak" in one else "-"
         lines.append(
             f"{start} {equal:<26} {f'{middle:.1f} ({low:.1f}..{high:.1f})':<24} {rate:<10.0f} "
-            f"{_times(seconds.get(RIVAL, []), taken):<24} {peak:<8.1f} {sum(one['waits'].values()):<11} "
+            f"{_times(seconds.get(RIVAL, []), taken):<24} {peak:<8} {sum(one['waits'].values()):<11} "
             f"{one['first step']:.0f}"
         )
         if "error" in one:
@@ -99,12 +99,12 @@ def _times(seconds: Sequence[float], taken: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}..{high:.2f})"
 
 
-def plot(report: Mapping[str, Any], path: Path) -> bool:
-    """Steps of each system, and which part of the GPU's own rate each kernel reaches; False without matplotlib."""
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """Steps of each system, and which part of the GPU's own rate each kernel reaches; nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return False
+        return
     figure = Figure(figsize=(12, 5), layout="constrained")
     steps, kernels = figure.subplots(1, 2)
     timed = [one for one in report["training"] if one.get("seconds")]
@@ -122,7 +122,6 @@ def plot(report: Mapping[str, Any], path: Path) -> bool:
     kernels.tick_params(axis="y", labelsize=6)
     kernels.set_xlabel("of the GPU's own copy or dense product")
     figure.savefig(path)
-    return True
 
 
 def _rate(one: dict[str, Any], milliseconds: float) -> str:

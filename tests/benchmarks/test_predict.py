@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.compare import cells, predict, shapes, store
+from benchmarks.compare import predict, shapes, store
 from hecate.runtime.placement.policy import Static
 from hecate.simulator import ClusterSpec
 from hecate.simulator.step import PredictedSpan, Prediction
@@ -75,7 +75,6 @@ def test_the_table_of_errors_is_made_from_samples() -> None:
     assert (RESULTS / "simulated.md").read_text() == predict.markdown(measured_cells, predicted), again
 
 
-@pytest.mark.skipif(cells.ENGINE_CHANGED, reason="the committed steps were measured with an earlier engine")
 def test_the_simulator_still_says_what_the_table_says() -> None:
     """Static EP's planning takes next to nothing, so its prediction is the same on every machine."""
     cell = store.load(RESULTS)["bert-moe.a"]

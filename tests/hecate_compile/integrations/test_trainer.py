@@ -46,7 +46,7 @@ def train(folder: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     if OLD_TORCH:
-        # It cannot load to the device "cpu:0", which the trainer asks for, with DDP as well.
+        # It cannot load to "cpu:0", which transformers' own code asks for; a GPU has such a name.
         torch.serialization.register_package(
             9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
         )
