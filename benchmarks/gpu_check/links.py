@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.case import EQUAL, Case, Maker, bytes_of
-from hecate.runtime.comm.windows import Windows, local_windows
+from hecate.runtime.comm.windows import PLACES, Windows, local_windows
 from hecate.runtime.kernels import post_words, put_rows, take_rows, wait_words
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
 
@@ -41,7 +41,7 @@ def put(make: Maker, dtype: torch.dtype) -> Case:
 
 def take(make: Maker, dtype: torch.dtype) -> Case:
     chunk, index = _chunk(make), make.order(make.rows)
-    numbers = make.numbers(1, RANKS, _windows(make, dtype).segment // dtype.itemsize, dtype=dtype)
+    numbers = make.numbers(PLACES, RANKS, _windows(make, dtype).segment // dtype.itemsize, dtype=dtype)
     window = numbers.view(torch.uint8)
 
     def call(way: Callable[[Tensor, Rows, Chunk, torch.dtype], None]) -> Tensor:
@@ -109,4 +109,4 @@ def _rows_of_a_link(make: Maker) -> int:
 
 def _windows(make: Maker, dtype: torch.dtype) -> Windows:
     segment = _rows_of_a_link(make) * make.sizes.hidden * dtype.itemsize
-    return local_windows(RANKS, segment, make.device, places=1)[ME]
+    return local_windows(RANKS, segment, make.device)[ME]

@@ -8,7 +8,9 @@ right only if all that changes is read from tables; and that no number visits th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from hecate.api import capture, captured_step
 from hecate.compiled_model import compiled_model_of
-from hecate.training.captured_step import CapturedStep, count_experts_sent
+from hecate.training.captured_step import CapturedStep, CudaGraphs, count_experts_sent
 from tests.hecate_compile.test_one_gpu import skip_unless_nccl_takes_two, use_nccl
 from tests.hecate_compile.test_symmetric import options
 from tests.support.adversaries import Anything
@@ -27,6 +29,35 @@ from tests.support.parity import clear_gradients, compare, rank_and_size
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_captured_step"
+
+
+def test_a_broken_capture_says_what_broke_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end raises another error, and leaves its own stream current."""
+
+    @contextmanager
+    def graph(*given: Any, **options: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    def run() -> None:
+        raise ValueError("an operator that cannot be captured")
+
+    current: list[str] = []
+    fakes = {
+        "Stream": lambda device: SimpleNamespace(device=device), "graph_pool_handle": lambda: None,
+        "current_stream": lambda device: "before", "set_stream": current.append, "CUDAGraph": lambda: None,
+        "graph": graph,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorder = CudaGraphs(torch.device("cuda"))
+    with pytest.raises(ValueError, match="an operator that cannot"):
+        recorder.record(run)
+    assert current == ["before"]
+    with pytest.raises(RuntimeError, match="invalidated"):
+        recorder.record(lambda: None)
 
 
 class Again:
