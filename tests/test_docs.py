@@ -132,6 +132,7 @@ def test_tutorial(tmp_path: Path) -> None:
     [
         "hecate.runtime.placement.planner",
         "hecate.runtime.placement.planner.balance",
+        "hecate.passes.fx",
         *(module.__name__ for module in kernel_modules()),
     ],
 )
