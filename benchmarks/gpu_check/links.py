@@ -46,7 +46,7 @@ def take(make: Maker, dtype: torch.dtype) -> Case:
 
     def call(way: Callable[[Tensor, Rows, Chunk, torch.dtype], None]) -> Tensor:
         out = torch.zeros(make.rows, make.sizes.hidden, dtype=dtype, device=make.device)
-        way(window, Rows(out, index, by_row=True), chunk, dtype)
+        way(window, Rows(out, index), chunk, dtype)
         return out
 
     return Case(
@@ -82,12 +82,12 @@ def wait(make: Maker, dtype: torch.dtype) -> Case:
 
     def by_kernel() -> Tensor:
         chunk = _chunk(make)
-        wait_words.wait_words(board, chunk, behind=0, polls=10, reads=True)
+        wait_words.wait_words(board, chunk, behind=0, seconds=1.0, reads=True)
         return chunk.counts
 
     def by_reference() -> Tensor:
         chunk = _chunk(make)
-        wait_words.wait_words_reference(board, chunk, behind=0, polls=10, reads=True)
+        wait_words.wait_words_reference(board, chunk, behind=0, seconds=1.0, reads=True)
         return chunk.counts
 
     return Case(torch.int64, by_kernel, by_reference, None, {torch.int64: 0.0}, bytes=8 * RANKS)

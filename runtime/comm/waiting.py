@@ -150,10 +150,14 @@ def _alone(what: str, own: int, other: str) -> str:
 def timeout_of(group: dist.ProcessGroup) -> float:
     """How many seconds ranks of ``group`` wait for each other."""
     # Not get_backend, which repeats the text that a group was made with.
-    gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-    options = group._get_backend(torch.device("cpu")).options if gloo else None
-    found = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return float(found.total_seconds())
+    backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    options = [
+        group._get_backend(torch.device(device)).options
+        for device, name in backends.items()
+        if name in ("gloo", "nccl")
+    ]
+    found = [timeout for one in options if (timeout := getattr(one, "_timeout", None))]
+    return float(min(found, default=dist.distributed_c10d.default_pg_timeout).total_seconds())
 
 
 def _start() -> None:

@@ -7,6 +7,7 @@ Two environment variables, both read once:
   in their last bits, so this is also for runs that must repeat bit by bit.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,8 @@ _ONE_AT_A_TIME = Lock()
 # Trials of an earlier process are read from Triton's cache on the disk, where its release can do that.
 _KEPT = {"cache_results": True} if triton and "cache_results" in signature(triton.autotune).parameters else {}
 
+_log = logging.getLogger("hecate")
+
 # Triton's own part of a configuration; the rest are constants of the kernel.
 _OF_TRITON = ("num_warps", "num_stages")
 
@@ -62,8 +65,8 @@ def tuned(
 ) -> Callable[[Any], Any]:
     """Declare a kernel with the configurations that it may have.
 
-    The first call with new values of ``key`` times all of them, for which it waits for the device. The interpreter
-    takes the first.
+    The first call with new values of ``key`` times all of them, for which it waits for the device. One that does not
+    compile is never the fastest. The interpreter takes the first.
 
     Args:
         configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
@@ -83,6 +86,7 @@ def tuned(
             key=list(key),
             restore_value=list(restore) if restore and len(chosen) > 1 else None,
             prune_configs_by=None if suits is None else {"early_config_prune": _only(suits)},
+            do_bench=_milliseconds,
             **_KEPT,
         )(triton.jit(do_not_specialize=list(varying), **_beginning_anywhere(unaligned))(kernel))
 
@@ -98,6 +102,22 @@ def _beginning_anywhere(names: Sequence[str]) -> dict[str, Any]:
 def jit(function: Any) -> Any:
     """Declare a part that kernels call."""
     return function if triton is None else triton.jit(function)
+
+
+def _milliseconds(run: Callable[[], object], quantiles: Sequence[float]) -> Sequence[float]:
+    """Of a trial: Triton's own way, which ends with some configurations that do not compile, and not with others."""
+    from triton.compiler import CompilationError
+    from triton.runtime import driver
+
+    try:
+        times: Sequence[float] = driver.active.get_benchmarker()(run, quantiles=quantiles)
+        return times
+    except (CompilationError, RuntimeError) as error:
+        # Of other errors that are no better, such as too little memory, nothing is known to be the configuration's.
+        if not isinstance(error, CompilationError) and "PassManager" not in str(error):
+            raise
+        _log.warning("hecate: a configuration of a kernel does not compile and is left out: %s", error)
+        return [float("inf")] * len(quantiles)
 
 
 def _only(suits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., list[Any]]:

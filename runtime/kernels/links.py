@@ -17,7 +17,7 @@ from hecate.runtime.kernels.operands import FLOATS, flat_rows
 # A word is the number of a chunk and, in so many bits, the rows of its link. The number has 35: a year of a thousand
 # chunks a second.
 COUNT_BITS = 28
-# Each program compares its rows with the rows of each link.
+# Each program adds up the rows of all links before its own.
 MOST_RANKS = 128
 
 
@@ -65,10 +65,21 @@ class Rows:
     def count(self) -> int:
         return self.tensor.shape[0] if self.index is None else self.index.shape[0]
 
-    @property
-    def order(self) -> int:
-        """As kernels are told: 0 without an index, 1 with rows in it, 2 with places."""
-        return 0 if self.index is None else 2 if self.by_row else 1
+    def by_place(self) -> "Rows":
+        """The same rows, with an index of rows: kernels go through places.
+
+        >>> Rows(torch.empty(3, 1), torch.tensor([1, 5, 0]), by_row=True).by_place().index.tolist()
+        [2, 0, 0]
+
+        What the index says of places to which no row goes means nothing.
+        """
+        if self.index is None or not self.by_row:
+            return self
+        count = self.index.shape[0]
+        # Places that nobody reads fall together behind the others.
+        rows = self.index.new_zeros(count + 1)
+        rows.scatter_(0, self.index.clamp_max(count), torch.arange(count, device=self.index.device))
+        return Rows(self.tensor, rows[:count])
 
 
 def as_numbers(tensor: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
@@ -132,21 +143,21 @@ def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
 
 @jit
 def locate(
-    index, counts, late, i, count, first, capacity, ranks, ORDER: tl.constexpr, RANKS: tl.constexpr
+    index, counts, late, tile, shift, count, first, capacity, ranks,
+    INDEXED: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of the entries ``i`` of an order of rows: row, link, number in the chunk, and whether the chunk has it."""
-    place = i
-    row = i
-    if ORDER == 1:
-        row = tl.load(index + i, mask=i < count, other=0)
-    if ORDER == 2:
-        place = tl.load(index + i, mask=i < count, other=0)
-    # Behind the last link there is none.
+    """Of one tile of a chunk: its link, its rows' numbers in the chunk, which rows they are, which the chunk has.
+
+    Tiles go round the links, and begin at ``shift``: not all ranks write to the same one at the same time.
+    """
+    link = (tile + shift) % ranks
+    within = (tile // ranks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     p = tl.arange(0, RANKS)
     sizes = tl.load(counts + p, mask=p < ranks, other=0)
-    before = tl.cumsum(sizes, 0)[None, :] <= place[:, None]
-    link = tl.sum(before.to(tl.int64), 1)
-    within = place - tl.sum(tl.where(before, sizes[None, :], 0), 1) - first
-    travels = (i < count) & (link < ranks) & (within >= 0) & (within < capacity)
-    travels = travels & (tl.load(late + link, mask=travels, other=1) == 0)
-    return row, link, within, travels
+    place = tl.sum(tl.where(p < link, sizes, 0), 0) + first + within
+    size = tl.sum(tl.where(p == link, sizes, 0), 0)
+    travels = (within < capacity) & (first + within < size) & (place < count) & (tl.load(late + link) == 0)
+    row = place
+    if INDEXED:
+        row = tl.load(index + place, mask=travels, other=0)
+    return link, within, row, travels

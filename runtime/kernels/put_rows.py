@@ -57,15 +57,18 @@ def put_rows(
     if not runs_on(source.device):
         put_rows_reference(rows, chunk, windows, rank, wire)
         return
-    own, ranks, width = windows[rank].view(kind), len(windows), source.shape[1]
+    rows, own, ranks, width = rows.by_place(), windows[rank].view(kind), len(windows), source.shape[1]
+    capacity = capacity_of(windows[rank], rows.tensor, wire)
+    # Of a link there are no more rows than of all together.
+    tall = min(capacity, rows.count)
     launch(
         _put_rows,
-        lambda meta: -(-rows.count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        lambda meta: ranks * -(-tall // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
         source.device,
         source, chunk.counts if rows.index is None else rows.index.contiguous(), own, addresses,
         chunk.counts, chunk.done, chunk.late, rows.count, width, source.stride(0), chunk.first,
-        capacity_of(windows[rank], rows.tensor, wire), own.shape[2] // 16, rank, ranks,
-        ORDER=rows.order, PLACES=own.shape[0], RANKS=padded(ranks),
+        capacity, own.shape[2] // 16, rank, ranks,
+        INDEXED=rows.index is not None, PLACES=own.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
 
 
@@ -85,18 +88,18 @@ def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank
 @tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens", "rank"])
 def _put_rows(
     rows, index, own, addresses, counts, done, late, count, width, stride, first, capacity, sixteens, rank, ranks,
-    ORDER: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
+    INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK_COLS)
-    i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    row, link, within, goes = locate(index, counts, late, i, count, first, capacity, ranks, ORDER, RANKS)
-    # As in take_rows.
-    number = tl.load(done + link, mask=link < ranks, other=0) + 1
-    window = tl.load(addresses + link, mask=goes, other=0).to(tl.pointer_type(own.dtype.element_ty))
-    window = tl.multiple_of(window, 16)
+    link, within, row, goes = locate(
+        index, counts, late, tl.program_id(0) // blocks, rank, count, first, capacity, ranks,
+        INDEXED, RANKS, BLOCK_ROWS,
+    )  # fmt: skip
+    number = tl.load(done + link) + 1
+    window = tl.multiple_of(tl.load(addresses + link).to(tl.pointer_type(own.dtype.element_ty)), 16)
     target = ((number % PLACES) * ranks + rank) * sixteens * 16 + within * width
     mask = goes[:, None] & (c < width)[None, :]
     values = tl.load(rows + row[:, None] * stride + c[None, :], mask=mask, other=0.0)
-    tl.store(window[:, None] + target[:, None] + c[None, :], values.to(own.dtype.element_ty), mask=mask)
+    tl.store(window + target[:, None] + c[None, :], values.to(own.dtype.element_ty), mask=mask)

@@ -54,15 +54,18 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
     if not runs_on(out.device):
         take_rows_reference(window, rows, chunk, wire)
         return
-    source, ranks, width = window.view(kind), window.shape[1], out.shape[1]
+    rows, source, ranks, width = rows.by_place(), window.view(kind), window.shape[1], out.shape[1]
+    capacity = capacity_of(window, rows.tensor, wire)
+    # Of a link there are no more rows than of all together.
+    tall = min(capacity, rows.count)
     launch(
         _take_rows,
-        lambda meta: -(-rows.count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        lambda meta: ranks * -(-tall // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
         out.device,
         source, chunk.counts if rows.index is None else rows.index.contiguous(), out,
         chunk.counts, chunk.done, chunk.late, rows.count, width, chunk.first,
-        capacity_of(window, rows.tensor, wire), source.shape[2] // 16, ranks,
-        ORDER=rows.order, PLACES=source.shape[0], RANKS=padded(ranks),
+        capacity, source.shape[2] // 16, ranks,
+        INDEXED=rows.index is not None, PLACES=source.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
 
 
@@ -86,15 +89,15 @@ def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dt
 @tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens"])
 def _take_rows(
     window, index, out, counts, done, late, count, width, first, capacity, sixteens, ranks,
-    ORDER: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
+    INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK_COLS)
-    i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    row, link, within, comes = locate(index, counts, late, i, count, first, capacity, ranks, ORDER, RANKS)
-    # Not masked by what comes: Triton 3.6 and 3.7 then fail to compile some sizes of blocks.
-    number = tl.load(done + link, mask=link < ranks, other=0) + 1
+    link, within, row, comes = locate(
+        index, counts, late, tl.program_id(0) // blocks, 0, count, first, capacity, ranks, INDEXED, RANKS, BLOCK_ROWS
+    )
+    number = tl.load(done + link) + 1
     source = ((number % PLACES) * ranks + link) * sixteens * 16 + within * width
     mask = comes[:, None] & (c < width)[None, :]
     values = tl.load(window + source[:, None] + c[None, :], mask=mask, other=0.0)

@@ -6,20 +6,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links
 
 # One: a program waits for one word.
 CONFIGS = ({"num_warps": 1},)
 # The reference looks often at first, then after a part of the time that it has waited, and lets others run meanwhile.
-# With a longest pause a number of polls is a time.
-_PAUSE, _PART, LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
+_PAUSE, _PART, _LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
 
 Stop = Callable[[], bool]
 
 
 def wait_words(
-    board: Tensor, chunk: Chunk, *, behind: int, polls: int, reads: bool, stop: Stop | None = None
+    board: Tensor, chunk: Chunk, *, behind: int, seconds: float, reads: bool, stop: Stop | None = None
 ) -> None:
     """Wait for the word of each link; who does not come is late from then on.
 
@@ -27,7 +26,7 @@ def wait_words(
 
     >>> board = torch.tensor([[0, 0], [(1 << COUNT_BITS) + 7, 0]])
     >>> counts, done, late = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
-    >>> wait_words(board, Chunk(counts, done, late, 0), behind=0, polls=3, reads=True)
+    >>> wait_words(board, Chunk(counts, done, late, 0), behind=0, seconds=0, reads=True)
     >>> counts.tolist(), late.tolist()
     ([7, 0], [0, 1])
 
@@ -35,7 +34,7 @@ def wait_words(
         board: int64 ``[places, W]``, this rank's own.
         chunk: ``chunk.late`` is changed.
         behind: a word must name this chunk or the one that is so many before it.
-        polls: how often each is looked at.
+        seconds: how long; each is looked at once in any case.
         reads: the rows in the words become ``chunk.counts``.
         stop: asked while the host waits; it waits no longer than until this is true. No kernel asks.
 
@@ -45,15 +44,17 @@ def wait_words(
     """
     check_links("wait_words", chunk)
     if not runs_on(board.device):
-        wait_words_reference(board, chunk, behind, polls, reads, stop)
+        wait_words_reference(board, chunk, behind, seconds, reads, stop)
         return
     places, ranks = board.shape
     launch(
         _wait_words,
         lambda meta: ranks,
         board.device,
-        board, chunk.counts, chunk.done, chunk.late, chunk.first, ranks, behind, polls,
-        READS=reads, PLACES=places, BITS=COUNT_BITS,
+        board, chunk.counts, chunk.done, chunk.late, chunk.first, ranks, behind,
+        # The interpreter has no clock: there a poll stands for the longest pause.
+        int(seconds / _LONGEST_PAUSE if INTERPRETED else seconds * 1e9),
+        READS=reads, PLACES=places, BITS=COUNT_BITS, TIMED=not INTERPRETED,
     )  # fmt: skip
 
 
@@ -67,26 +68,27 @@ def _words(board: Tensor, chunk: Chunk) -> Tensor:
 
 
 def wait_words_reference(
-    board: Tensor, chunk: Chunk, behind: int, polls: int, reads: bool, stop: Stop | None = None
+    board: Tensor, chunk: Chunk, behind: int, seconds: float, reads: bool, stop: Stop | None = None
 ) -> None:
     """:func:`wait_words` in plain torch, which waits on the host."""
-    links, begin = chunk.links, time.monotonic()
-    for poll in range(polls):
+    links, begin, polls = chunk.links, time.monotonic(), 0
+    while True:
+        waited = time.monotonic() - begin
         came = has_come(board, chunk, behind) | ~links
-        if came.all() or (stop is not None and stop()):
+        if came.all() or waited >= seconds or (stop is not None and stop()):
             break
-        pause = min(max(_PAUSE, _PART * (time.monotonic() - begin)), LONGEST_PAUSE)
-        time.sleep(pause if poll else 0)
+        time.sleep(min(max(_PAUSE, _PART * waited), _LONGEST_PAUSE) if polls else 0)
+        polls += 1
     chunk.late.masked_fill_(~came, 1)
     if reads:
         rows = _words(board, chunk) & ((1 << COUNT_BITS) - 1)
         chunk.counts.copy_(torch.where(links & came, rows, chunk.counts))
 
 
-@tuned(CONFIGS, key=[], varying=["first", "ranks", "behind", "polls"])
+@tuned(CONFIGS, key=[], varying=["first", "ranks", "behind", "limit"])
 def _wait_words(
-    board, counts, done, late, first, ranks, behind, polls,
-    READS: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr,
+    board, counts, done, late, first, ranks, behind, limit,
+    READS: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     link = tl.program_id(0)
     takes_part = (tl.load(late + link) == 0) & ((tl.load(counts + link) > first) | (first == 0))
@@ -95,10 +97,17 @@ def _wait_words(
         place = board + (number % PLACES) * ranks + link
         # Adding nothing reads a word with acquire: what was written before it is seen behind it.
         word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
-        polled = 1
-        while ((word >> BITS) < number - behind) & (polled < polls):
+        begin = number * 0
+        waited = number * 0
+        if TIMED:
+            begin = tl.extra.cuda.globaltimer()
+        while ((word >> BITS) < number - behind) & (waited < limit):
             word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
-            polled += 1
+            if TIMED:
+                # Nanoseconds of a clock that goes on when programs take turns.
+                waited = tl.extra.cuda.globaltimer() - begin
+            else:
+                waited += 1
         if (word >> BITS) < number - behind:
             tl.store(late + link, 1)
         else:

@@ -24,9 +24,8 @@ so a rank may go through more chunks than its links have, and ranks need not agr
 
 **Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Room waits for the
 credit of an earlier chunk, wait for the signal of the same chunk, and signal is above wait: each step waits only for
-smaller ones, so of all that are left the smallest can run. If a rank does not come at all, a wait ends after a number
-of polls: that rank is late, nothing is written to it or read from it from then on, and :meth:`Transport.check` names
-it.
+smaller ones, so of all that are left the smallest can run. If a rank does not come at all, a wait ends after some
+time: that rank is late, nothing is written to it or read from it from then on, and :meth:`Transport.check` names it.
 
 Ranks reach each other's memory over NVLink, or are on one GPU: words are posted by atomics. Not run on a GPU yet
 (docs/gpu.md). On CPUs they are processes of one machine. Operators use it with ``Config(transport="symmetric")``
@@ -47,9 +46,6 @@ from hecate.runtime.kernels.put_rows import put_rows
 from hecate.runtime.kernels.take_rows import take_rows
 from hecate.runtime.kernels.wait_words import Stop, has_come, wait_words
 
-# Some minutes, since another rank may still compile; how many has not been measured.
-POLLS = 2**30
-
 
 class ExchangeFailed(RuntimeError):
     """Ranks did not come in time or are in different exchanges, or there were more rows than there is room for."""
@@ -62,11 +58,11 @@ class Transport:
 
     Args:
         windows: as this rank sees them; for this transport alone.
-        polls: how often a word is looked at before its rank is late.
+        seconds: how long a wait for a word is before its rank is late.
     """
 
-    def __init__(self, windows: Windows, *, polls: int = POLLS) -> None:
-        self.windows, self._polls = windows, polls
+    def __init__(self, windows: Windows, *, seconds: float) -> None:
+        self.windows, self._seconds = windows, seconds
         zeros = torch.zeros((4, windows.size), dtype=torch.int64, device=windows.device)
         self._sent, self._taken, self._late, self._exceeded = zeros.unbind()
         # Of each rank, whether it came too late and how many rows were left behind or not expected, int64 [2, W]: all
@@ -116,7 +112,7 @@ class Transport:
             raise ValueError(f"hecate: a row of {size} bytes does not fit into segments of {windows.segment}")
         if most >= 1 << COUNT_BITS:
             raise ValueError(f"hecate: {most} rows from one rank to another, at most {(1 << COUNT_BITS) - 1} can go")
-        receives = torch.zeros_like(sends)
+        leaving, arriving, receives = leaving.by_place(), arriving.by_place(), torch.zeros_like(sends)
         for first in range(0, max(1, most), capacity):
             there, here = (
                 Chunk(counts, done, self._late, first)
@@ -177,4 +173,4 @@ class Transport:
 
     def _wait(self, step: str, chunk: Chunk, stop: Stop | None) -> None:
         board, behind = self._awaited(step)
-        wait_words(board, chunk, behind=behind, polls=self._polls, reads=step == "wait", stop=stop)
+        wait_words(board, chunk, behind=behind, seconds=self._seconds, reads=step == "wait", stop=stop)

@@ -44,15 +44,18 @@ from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.kernels.operands import FLOATS
-from hecate.runtime.kernels.wait_words import LONGEST_PAUSE
 from hecate.runtime.ops.device_dispatch import BoundedTicket, bounded_ticket
 from hecate.runtime.ops.device_tables import Fixed, LayerTables
-from hecate.runtime.ops.one_sided import POLLS, ExchangeFailed, Transport
+from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
 
-# Bytes of a chunk of a link. A rank's window has two for each rank. Not tuned.
-_SEGMENT = {"cpu": 2**20, "cuda": 2**22}
+# Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, of all
+# links together: the more ranks there are, the fewer rows go to each. Not tuned.
+_SEGMENT, _SEGMENTS = 2**20, 2**27
+# The part of a group's timeout after which a kernel gives up. Behind one that waits stand other collectives, whose
+# watchdog would end the process and could not say who was late.
+_PATIENCE = 0.9
 # Most bytes of the pieces that an expert travels in: it is megabytes, and kernels take rows of some thousand numbers.
 _PIECE = 2**14
 
@@ -94,11 +97,11 @@ class Symmetric:
             RuntimeError: they cannot share it.
         """
         assert world.group is not None, "one rank has nobody to send rows to"
-        segment = _SEGMENT[world.device.type]
-        polls = int(timeout_of(world.group) / LONGEST_PAUSE) if _host_waits(world.device) else POLLS
+        seconds = timeout_of(world.group) * (1.0 if _host_waits(world.device) else _PATIENCE)
         if world.device.type == "cpu":
-            return cls(world, Transport(shared_windows(world, segment), polls=polls), percent)
-        transport = Transport(symmetric_windows(world, segment), polls=polls)
+            return cls(world, Transport(shared_windows(world, _SEGMENT), seconds=seconds), percent)
+        segment = max(_SEGMENT, _SEGMENTS // world.size)
+        transport = Transport(symmetric_windows(world, segment), seconds=seconds)
         # What it keeps was made on the stream of the compute, and exchanges run on another.
         torch.cuda.synchronize(world.device)
         return cls(world, transport, percent)

@@ -47,13 +47,12 @@ class Ranks:
         seed: int,
         device: torch.device,
         speeds: Sequence[float] = (),
-        polls: int = 2,
         releases: bool = True,
         kind: Callable[..., Transport] = Transport,
     ) -> None:
         self._windows = local_windows(world_size, segment, device, places=places)
         self._views = [_copies_of_others(windows) for windows in self._windows]
-        self.transports = [kind(view, polls=polls) for view in self._views]
+        self.transports = [kind(view, seconds=0.0) for view in self._views]
         self.ahead = 0
         self._random, self._releases = random.Random(seed), releases
         self._speeds = list(speeds) or [1.0] * world_size

@@ -82,7 +82,7 @@ def test_rows_of_a_fixed_number(bias: bool, replicates: bool) -> None:
         gm = region(g, bias=bias)
         if percent:
             get_layer(g.layer).symmetric = Symmetric(
-                SINGLE, Transport(local_windows(1, 4096, SINGLE.device)[0]), percent
+                SINGLE, Transport(local_windows(1, 4096, SINGLE.device)[0], seconds=1.0), percent
             )
         known = {"world_size": 2, "replicates": replicates, "room_percent": percent}
         assert apply(exchange_rows, g, gm, **known).rewritten == 1

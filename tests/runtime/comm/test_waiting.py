@@ -6,6 +6,9 @@ import io
 import logging
 import tempfile
 import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -73,6 +76,27 @@ def never_come() -> str:
         found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     return found
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [("cuda:nccl", 600.0), ("cpu:gloo,cuda:nccl", 600.0), ("cpu:gloo,cuda:gloo", 700.0), ("cpu:mpi", 1800.0)],
+)
+def test_ranks_wait_as_long_as_their_group_says(
+    config: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest of its backends; they differ unless the user says how long."""
+    seconds = dict(part.split(":") for part in config.split(","))
+
+    def backend(device: torch.device) -> Any:
+        return SimpleNamespace(
+            options=SimpleNamespace(_timeout=timedelta(seconds={"gloo": 700, "nccl": 600}[seconds[device.type]]))
+        )
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(minutes=30))
+    group: Any = SimpleNamespace(_get_backend=backend)
+    assert waiting.timeout_of(group) == expected
 
 
 @pytest.mark.distributed

@@ -35,7 +35,7 @@ def exchange(rounds: int) -> dict[str, Any]:
 
     comm_windows._make_file = make_file
     windows = shared_windows(world, 256)
-    transport = Transport(windows, polls=200_000)
+    transport = Transport(windows, seconds=400.0)
     for seed in range(rounds):
         random = np.random.default_rng(seed)
         # A place holds 8 rows of 32 bytes, so there are up to four chunks of a link.
@@ -57,7 +57,7 @@ def exchange(rounds: int) -> dict[str, Any]:
     # The last rank does not come to one more.
     last, alone = world.size - 1, "no error"
     if world.rank != last:
-        late = Transport(shared_windows(world, 256), polls=300)
+        late = Transport(shared_windows(world, 256), seconds=0.6)
         one = torch.ones(world.size, dtype=torch.int64)
         rows, room = (Rows(torch.ones(world.size, 4)) for _ in range(2))
         walk(late.steps(rows, one, room, most=1, wire=torch.float32))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from hecate.runtime.kernels.grouped_mm import (
     grouped_mm,
     takes_products,
 )
+from hecate.runtime.kernels.launch import tl
 from hecate.runtime.kernels.links import Chunk, Rows
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
 from hecate.runtime.kernels.post_words import post_words
@@ -97,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: post_words(Chunk(SHORT, INDEX, INDEX, 0), [LONG, LONG], INDEX, 0), TypeError, "numbers of int64",
     ),
     "fewer links": (
-        lambda: wait_words(LONG, Chunk(INDEX, INDEX[:1], INDEX, 0), behind=0, polls=1, reads=True), ValueError,
+        lambda: wait_words(LONG, Chunk(INDEX, INDEX[:1], INDEX, 0), behind=0, seconds=0, reads=True), ValueError,
         "one number for each link",
     ),
     "links with gaps": (
@@ -187,6 +189,39 @@ def test_float32_has_small_tiles() -> None:
 
 
 FLOAT32 = {"x": torch.zeros(1), "PRECISION": "ieee"}
+
+
+@pytest.mark.skipif(launch.triton is None, reason="needs Triton, which is for Linux")
+def test_a_configuration_that_does_not_compile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's own tuner ends with it. Other errors are raised: a GPU without memory would keep a slow choice."""
+    problem = "PassManager::run failed"
+
+    def kernel(count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    class Compiled:
+        def run(self, count: int, **options: int) -> int:
+            if options["BLOCK"] == 1:
+                raise RuntimeError(problem)
+            return options["BLOCK"]
+
+    def benchmarker(run: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
+        run()
+        return [1.0] * len(quantiles)
+
+    def tune() -> object:
+        tuner = launch.tuned([{"BLOCK": 1}, {"BLOCK": 2}], key=[])(kernel)
+        tuner.fn, tuner.cache_results = Compiled(), False
+        return tuner.run(3)
+
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(get_benchmarker=lambda: benchmarker))
+    assert tune() == 2
+    assert "does not compile and is left out: PassManager::run failed" in caplog.text
+    problem = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tune()
 
 
 def test_references_are_told_what_the_host_knows() -> None:

@@ -191,7 +191,7 @@ def test_a_bounded_room_takes_fewer_rows() -> None:
 )  # fmt: skip
 def test_all_to_all_takes_what_todays_does(rows: torch.Tensor, send: list[int]) -> None:
     """Any dtype and shape; a row that is longer than a segment goes in pieces."""
-    transport = Transport(local_windows(1, SEGMENT, CPU)[0])
+    transport = Transport(local_windows(1, SEGMENT, CPU)[0], seconds=1.0)
     for _ in range(3):
         found = one_sided.all_to_all(transport, rows, send, send)
         assert found.dtype == rows.dtype and torch.equal(found, rows)
@@ -199,7 +199,7 @@ def test_all_to_all_takes_what_todays_does(rows: torch.Tensor, send: list[int]) 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    transport = Transport(local_windows(1, SEGMENT, CPU)[0])
+    transport = Transport(local_windows(1, SEGMENT, CPU)[0], seconds=1.0)
     long, sends = torch.zeros(1, SEGMENT), torch.tensor([1])
     with pytest.raises(ValueError, match="a row of 512 bytes does not fit into segments of 128"):
         walk(transport.steps(Rows(long), sends, Rows(long), most=1, wire=torch.float32))
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_refused() -> None:
 @pytest.fixture
 def over_windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Threads that are ranks send rows through windows; counts who did."""
-    transports = [Transport(windows, polls=100_000) for windows in local_windows(3, SEGMENT, CPU)]
+    transports = [Transport(windows, seconds=200.0) for windows in local_windows(3, SEGMENT, CPU)]
     used: list[int] = []
 
     def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
@@ -264,7 +264,7 @@ def test_ranks_on_streams_of_one_process(world_size: int) -> None:
     device = torch.device("cuda")
     case = skewed([300, 1, 0, 70][:world_size], exchanges=5)
     exchanges = Exchanges(case, device)
-    transports = [Transport(windows, polls=2**22) for windows in local_windows(world_size, 4096, device)]
+    transports = [Transport(windows, seconds=60.0) for windows in local_windows(world_size, 4096, device)]
     streams = [torch.cuda.Stream(device) for _ in transports]
     torch.cuda.synchronize()
     programs = [exchanges.program(transport, rank) for rank, transport in enumerate(transports)]
@@ -287,7 +287,7 @@ def exchange_between_processes() -> bool:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    transport = Transport(symmetric_windows(find_world(None, device), 4096), polls=2**24)
+    transport = Transport(symmetric_windows(find_world(None, device), 4096), seconds=60.0)
     for seed in range(20):
         random = np.random.default_rng(seed)
         counts = random.integers(0, 300, (size, size)) * (random.random((size, size)) < 0.7)

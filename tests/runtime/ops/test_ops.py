@@ -464,7 +464,7 @@ _WITHOUT_LAYER = (
 def test_opcheck(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
     if name == "route_fixed":
-        layer.symmetric = Symmetric(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0]), 150)
+        layer.symmetric = Symmetric(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0], seconds=1.0), 150)
     arguments = OPCHECKS[name] if name in _WITHOUT_LAYER else (*OPCHECKS[name], layer.id)
     torch.library.opcheck(getattr(torch.ops.hecate, name).default, arguments)
 

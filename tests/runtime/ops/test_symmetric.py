@@ -57,7 +57,7 @@ ops = torch.ops.hecate
 
 def windows() -> list[Transport]:
     """One end of all links for each of three ranks; a place holds eight rows of four numbers."""
-    return [Transport(view, polls=100_000) for view in local_windows(3, 128, CPU)]
+    return [Transport(view, seconds=200.0) for view in local_windows(3, 128, CPU)]
 
 
 def layer_over(transport: Transport, world: World, placement: Placement, percent: int) -> Layer:
@@ -297,7 +297,7 @@ def test_a_rank_without_rows_is_told_that_no_capacity_is_enough() -> None:
 def test_where_kernels_wait_a_late_rank_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is told later, or when it asks for all of it."""
     monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
-    transport = Transport(local_windows(3, 128, CPU)[1], polls=2)
+    transport = Transport(local_windows(3, 128, CPU)[1], seconds=0.01)
     layer = layer_over(transport, World(rank=1, size=3, group=None, device=CPU), Placement.owned(ONE_EACH), 200)
     rows, order = torch.ones(6, 4), torch.arange(6)
     splits = torch.tensor([[2, 2, 2], [2, 2, 2], [0, 0, 0]])
@@ -327,7 +327,10 @@ def test_of_a_model_that_is_gone_nobody_is_told(monkeypatch: pytest.MonkeyPatch)
 
     class Model:
         def __init__(self) -> None:
-            self.me, self.symmetric = self, Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0]), 100)
+            self.me, self.symmetric = (
+                self,
+                Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0], seconds=1.0), 100),
+            )
             self.symmetric.tell_later(torch.arange(2), refuse)
 
     gone, here, forgotten = Model(), Model(), Model()
@@ -349,7 +352,7 @@ def test_what_is_replayed_is_told_again_behind_its_event() -> None:
             told.append("there")
 
     told: list[Any] = []
-    one = Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0]), 100)
+    one = Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0], seconds=1.0), 100)
     numbers = torch.arange(2)
     one.tell_later(numbers, lambda numbers: told.append(numbers.tolist()))
     unread = one.take_unread()

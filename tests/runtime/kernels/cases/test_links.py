@@ -100,8 +100,8 @@ def test_waiting(chunk: Chunk, places: int, behind: int, reads: bool, seed: int)
     words = (random.integers(0, 7, (places, WORLD)) << COUNT_BITS) + random.integers(0, 9, (places, WORLD))
     board = torch.from_numpy(words).to(DEVICE)
     copy = Chunk(chunk.counts.clone(), chunk.done, chunk.late.clone(), chunk.first)
-    wait_words(board, chunk, behind=behind, polls=3, reads=reads)
-    wait_words_reference(board, copy, behind, 3, reads)
+    wait_words(board, chunk, behind=behind, seconds=0.006, reads=reads)
+    wait_words_reference(board, copy, behind, 0.006, reads)
     assert torch.equal(chunk.late, copy.late) and torch.equal(chunk.counts, copy.counts)
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_one_rank_waits_for_nobody(launches: list[str]) -> None:
-    transport = Transport(local_windows(1, SEGMENT, DEVICE)[0])
+    transport = Transport(local_windows(1, SEGMENT, DEVICE)[0], seconds=1.0)
     rows = whole_numbers(6, WIDTH)
     assert torch.equal(all_to_all(transport, rows, [6], [6]), rows)
     transport.check()
