@@ -202,6 +202,7 @@ def _wrapper(prefix: str, text: str, model: str = "ForConditionalGeneration", co
     return Family(config=prefix + config, model=prefix + model, text=text)
 
 
+# Not Llama4ForConditionalGeneration, whose own forward raises in transformers 5.24.
 WRAPPERS: dict[str, Family] = {
     "aria": _wrapper("Aria", "aria_text"),
     "ernie4_5_vl_moe": _wrapper("Ernie4_5_VLMoe", "ernie4_5_vl_moe_text"),
@@ -210,7 +211,6 @@ WRAPPERS: dict[str, Family] = {
     "hy_v4_vl": _wrapper("HYV4VL", "hy_v4_vl_text"),
     "inkling2_loop": _wrapper("Inkling2Loop", "inkling2_loop_text"),
     "inkling2": _wrapper("Inkling2", "inkling2_text"),
-    "llama4": _wrapper("Llama4", "llama4_text"),
     "qwen3_5_moe_vl": _wrapper("Qwen3_5Moe", "qwen3_5_moe"),
     "qwen3_omni_moe_thinker": _wrapper(
         "Qwen3OmniMoeThinker", "qwen3_omni_moe_text", model="ForConditionalGeneration"

@@ -15,6 +15,7 @@ from torch import nn
 from hecate.commands.built import Batch, build
 from hecate.commands.free_memory import free_memory
 from hecate.config import Config
+from hecate.wrap.config_value import config_value
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
 
 HELP = "file.py:function that returns a model and a batch, or a config of transformers: folder, hub name or type"
@@ -72,14 +73,14 @@ def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: i
             "file.py:function"
         ) from None
     config = _config(name)
-    total = int(getattr(_text_of(config), "num_hidden_layers", 0) or 0)
+    total = int(config_value(_text_of(config), "num_hidden_layers") or 0)
     model, kept = _few_layers(name, config, layers, total)
     _check_memory(model, ranks)
     for module in model.modules():
         if hasattr(module, "_init_weights"):
             # Nothing is run, so no value is ever read.
             module.__dict__["_init_weights"] = _leave_as_it_is
-    length = min(length, int(getattr(_text_of(config), "max_position_embeddings", length) or length))
+    length = min(length, int(config_value(_text_of(config), "max_position_embeddings") or length))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     note = f"{kept} of {total} layers; --layers takes more" if kept < total else ""
@@ -92,7 +93,7 @@ def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple
         kept = min(total, layers)
         return _on_meta(name, _with_layers(config, kept, total)), kept
     # Dense layers often come first, and configs have many names for how many these are.
-    kept = min(total, int(getattr(_text_of(config), "first_k_dense_replace", 0) or 0) + 2)
+    kept = min(total, int(config_value(_text_of(config), "first_k_dense_replace") or 0) + 2)
     while True:
         model = _on_meta(name, _with_layers(config, kept, total))
         if kept == total or _experts_of(model):

@@ -8,6 +8,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.attention.options import UnsupportedAttentionError
+from hecate.wrap.config_value import config_value
 
 
 def S2Cache(model: nn.Module) -> Any:
@@ -39,8 +40,13 @@ def S2Cache(model: nn.Module) -> Any:
     if not hasattr(config, "get_text_config"):
         raise ValueError(f"hecate.S2Cache: {type(model).__name__} is no model of transformers")
     config = config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = config_value(config, "num_attention_heads")
+    if not isinstance(heads, int):
+        raise UnsupportedAttentionError(
+            "hecate.S2Cache: the model's layers have different numbers of heads, or its config does not say how "
+            "many. Use the default cache"
+        )
+    key_heads = config_value(config, "num_key_value_heads") or heads
     pattern = options.pattern(heads, key_heads)
     if key_heads % pattern.patterns:
         raise UnsupportedAttentionError(

@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from hecate.wrap.config_value import config_value
+
 # Kinds of layers that have one attention over their own tokens.
 _WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """None where the config does not say it.
+    """None where the config does not say it, or layers differ.
 
     Attributes:
         heads, key_heads: of queries and of keys; both or none.
@@ -35,12 +37,12 @@ def attention_config(model: nn.Module) -> AttentionConfig:
     """Read ``model.config``, that of the text where there are several."""
     found: Any = getattr(model, "config", None)
     found = found.get_text_config() if hasattr(found, "get_text_config") else found
-    heads = getattr(found, "num_attention_heads", None)
-    key_heads = getattr(found, "num_key_value_heads", None) or heads
+    heads = config_value(found, "num_attention_heads")
+    key_heads = config_value(found, "num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(key_heads, int):
         return AttentionConfig()
-    layers, positions = (getattr(found, name, None) for name in ("num_hidden_layers", "max_position_embeddings"))
-    kinds = getattr(found, "layer_types", None) or ()
+    layers, positions = (config_value(found, name) for name in ("num_hidden_layers", "max_position_embeddings"))
+    kinds = config_value(found, "layer_types") or ()
     return AttentionConfig(
         heads=heads, key_heads=key_heads, layers=layers if isinstance(layers, int) else None,
         all_attend=not getattr(found, "is_encoder_decoder", False) and set(kinds) <= set(_WITH_ATTENTION),

@@ -17,6 +17,8 @@ from fnmatch import fnmatch
 import torch
 from torch import nn
 
+from hecate.wrap.config_value import config_value
+
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
 
@@ -187,7 +189,7 @@ def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]
 
 def counts_experts(config: object) -> bool:
     """Whether a model's config says that it has several experts."""
-    counts = (getattr(config, name, None) for name in _COUNT_ATTRIBUTES)
+    counts = (config_value(config, name) for name in _COUNT_ATTRIBUTES)
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 

@@ -15,6 +15,7 @@ Changes  w = gather(shard)                          placement, replicas = place(
          other, so that one part travels while another is computed; counts, placement and route are made once.
          With ``Config(dispatch="nodes")`` a token's row crosses to each node once, where that is proven right (see
          ``node_rows``); what results are multiplied with before they are summed is then done where they are made.
+         A layer that is called several times has its slots filled once, and a route for each call.
          With ``Config(transport="symmetric")`` the ticket is one of ``route_fixed``: a rank gets a fixed number of
          rows, with those that came in front, and no size depends on data but that of the slots.
 Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
@@ -35,7 +36,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.captured.choose_dispatch import choose_node_rows
 from hecate.passes.captured.chunk_rows import chunks_of
-from hecate.passes.captured.find_region import Region, find_region
+from hecate.passes.captured.find_region import Region, find_regions
 from hecate.passes.captured.node_rows import NodeRows
 from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
 from hecate.passes.fx import BODY_OF, Builder, arg, calls, computed_from, forget_value, skip_of
@@ -49,37 +50,52 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
     rewritten, skipped, facts = 0, [], GraphFacts(gm.graph)
     for layer, gathers in gathers_by_layer(gm.graph).items():
         try:
-            region = find_region(facts, layer, gathers)
+            regions = find_regions(facts, layer, gathers)
             if context.world_size > 1 and context.replicates:
-                _check_same_mode(facts, region, context)
+                _check_same_mode(facts, regions, context)
         except Refused as reason:
             skipped.append(skip_of(context.name(layer), reason, *_users(gathers)))
             continue
-        nodes = None
-        try:
-            nodes = choose_node_rows(facts, region, context)
-        except Refused as reason:
-            why = f"its rows travel each by itself: {reason}"
-            fix = 'Config(dispatch="rows") says the same, without this line'
-            skipped.append(skip_of(context.name(layer), reason, reason=why, fallback=False, fix=fix))
-        chunks = 1 if nodes is not None else chunks_of(region, context)
-        if context.world_size > 1 and context.chunks not in ("auto", chunks):
-            used_early = "its results are used before all of it is computed"
-            why = "its rows cross to each node once" if nodes is not None else used_early
-            skipped.append(
-                Skip(
-                    where=context.name(layer),
-                    reason=f"{why}, so its rows travel in one part",
-                    fallback=False,
-                    fix="Config(chunks=1) says the same, without this line",
-                )
-            )
-        if nodes is not None:
-            _rewrite_by_node(nodes, context)
-        else:
-            _rewrite(region, context, chunks)
+        ways = [_how_rows_travel(facts, region, context) for region in regions]
+        skipped += dict.fromkeys(skip for way in ways for skip in way.skipped)
+        _rewrite(ways, context)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How the rows of a region travel.
+
+    Attributes:
+        region: with what belongs to it if rows cross to each node once.
+        nodes: crossing to each node once, if they do.
+        chunks: in how many parts.
+        skipped: why not as the user may expect.
+    """
+
+    region: Region
+    nodes: NodeRows | None
+    chunks: int
+    skipped: tuple[Skip, ...]
+
+
+def _how_rows_travel(facts: GraphFacts, region: Region, context: PassContext) -> _Way:
+    nodes, skipped, where = None, [], context.name(region.layer)
+    try:
+        nodes = choose_node_rows(facts, region, context)
+    except Refused as reason:
+        why = f"its rows travel each by itself: {reason}"
+        fix = 'Config(dispatch="rows") says the same, without this line'
+        skipped.append(skip_of(where, reason, reason=why, fallback=False, fix=fix))
+    chunks = 1 if nodes is not None else chunks_of(region, context)
+    if context.world_size > 1 and context.chunks not in ("auto", chunks):
+        used_early = "its results are used before all of it is computed"
+        why = "its rows cross to each node once" if nodes is not None else used_early
+        fix = "Config(chunks=1) says the same, without this line"
+        skipped.append(Skip(where=where, reason=f"{why}, so its rows travel in one part", fallback=False, fix=fix))
+    region = nodes.region if nodes is not None else region
+    return _Way(region=region, nodes=nodes, chunks=chunks, skipped=tuple(skipped))
 
 
 def _users(gathers: Sequence[Node]) -> list[Node]:
@@ -87,46 +103,51 @@ def _users(gathers: Sequence[Node]) -> list[Node]:
     return sorted({user for gather in gathers for user in gather.users})
 
 
-def _check_same_mode(facts: GraphFacts, region: Region, context: PassContext) -> None:
+def _check_same_mode(facts: GraphFacts, regions: Sequence[Region], context: PassContext) -> None:
     """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
-    modes = facts.grad_modes
-    if len({modes[gather] for gather in region.gathers}) != 1:
+    modes, gathers = facts.grad_modes, _gathers_of(regions)
+    if len({modes[gather] for gather in gathers}) != 1:
         raise Refused("some of the experts' parameters are read with gradients and some without", fix=ONE_GRAD_MODE)
     # What calibrate adds is gathered where the rows have been counted.
-    if context.calibrates and modes[region.offsets] != modes[region.gathers[0]]:
+    if context.calibrates and any(modes[region.offsets] != modes[gathers[0]] for region in regions):
         raise Refused("rows are counted without gradients", fix="Config(calibrate=False)")
 
 
-def _rewrite(region: Region, context: PassContext, chunks: int) -> None:
-    """Put the body onto this rank's slots and onto the rows that are exchanged for them."""
-    new: dict[Node, Node] = {}
-    replicas: dict[Node, Node] = {}
+def _gathers_of(regions: Sequence[Region]) -> list[Node]:
+    """The expert parameters of a layer, in graph order."""
+    return sorted({gather for region in regions for gather in region.gathers})
+
+
+def _rewrite(ways: Sequence[_Way], context: PassContext) -> None:
+    """Put the bodies onto this rank's slots and onto the rows that are exchanged for them."""
+    regions = [way.region for way in ways]
     if context.world_size == 1:
-        _read_in_place(region, new)
-        _copy_body(region, context, new, replicas)
-        _replace(region, new)
+        for region in regions:
+            new: dict[Node, Node] = {}
+            _read_in_place(region, new)
+            _copy_body(region, context, new, {})
+            _replace(region, new)
         return
-    slots = _fill_slots(region, context)
-    tickets = _route(region, context, slots, chunks)
-    new.update(zip(region.gathers, slots.own, strict=True))
-    replicas.update(zip(region.gathers, slots.replicas, strict=False))
-    if chunks == 1:
-        _exchange(region, tickets[0], new)
-        _copy_body(region, context, new, replicas)
-        _replace(region, {exit: _send_back(region, new[exit], exit, tickets[0]) for exit in region.exits})
-    else:
+    gathers = _gathers_of(regions)
+    slots = _fill_slots(gathers, regions[0].layer, context)
+    for way in ways:
+        # What calibrate adds is of one call.
+        _rewrite_call(way, gathers, replace(slots), context)
+
+
+def _rewrite_call(way: _Way, gathers: Sequence[Node], slots: _Slots, context: PassContext) -> None:
+    """Of the layer's slots, which stand for ``gathers``."""
+    region = way.region
+    tickets = _route(region, context, slots, way.chunks)
+    new = dict(zip(gathers, slots.own, strict=True))
+    replicas = dict(zip(gathers, slots.replicas, strict=False))
+    if way.chunks > 1:
         _replace(region, _compute_chunks(region, tickets, new, replicas))
-
-
-def _rewrite_by_node(nodes: NodeRows, context: PassContext) -> None:
-    """The same, with rows that cross to each node once."""
-    region = nodes.region
-    slots = _fill_slots(region, context)
-    (ticket,) = _route(region, context, slots, 1)
-    ticket = _route_nodes(nodes, ticket)
-    new = dict(zip(region.gathers, slots.own, strict=True))
-    replicas = dict(zip(region.gathers, slots.replicas, strict=False))
-    _exchange(region, ticket, new, alone=nodes.weights)
+        return
+    (ticket,) = tickets
+    if way.nodes is not None:
+        ticket = _route_nodes(way.nodes, ticket)
+    _exchange(region, ticket, new, alone=way.nodes.weights if way.nodes is not None else ())
     _copy_body(region, context, new, replicas)
     _replace(region, {exit: _send_back(region, new[exit], exit, ticket) for exit in region.exits})
 
@@ -165,7 +186,7 @@ class _Slots:
         placement: who holds what.
         held: the experts of this rank's replicas.
         shards: the parameters' own shards.
-        own: the same to compute with, one for each gather of the region.
+        own: the same to compute with, one for each gather.
         replicas: the parameters' replicas, as many; none for a policy without replicas.
     """
 
@@ -176,30 +197,30 @@ class _Slots:
     replicas: list[Node]
 
 
-def _fill_slots(region: Region, context: PassContext) -> _Slots:
+def _fill_slots(gathers: Sequence[Node], layer: int, context: PassContext) -> _Slots:
     """The parameters become this rank's slots; the placement is taken where the first of them is read."""
-    hecate, graph = torch.ops.hecate, region.offsets.graph
-    first = min(region.gathers)
-    here = Builder(graph, before=first, layer=region.layer)
+    hecate, first = torch.ops.hecate, gathers[0]
+    graph = first.graph
+    here = Builder(graph, before=first, layer=layer)
     shards = []
-    for gather in region.gathers:
+    for gather in gathers:
         shard = arg(gather, 0)
         # One that comes later is a cast of a parameter, which is there from the start.
         shards.append(here.copy(shard, {}) if shard > first else shard)
-    placement, held = here.parts(here.call(hecate.place.default, shards[0], region.layer), 2)
+    placement, held = here.parts(here.call(hecate.place.default, shards[0], layer), 2)
     if not context.replicates:
         # Owners alone hold experts: each parameter's slots are its shard, read where the parameter was.
         own = [
-            Builder(graph, before=gather, layer=region.layer).call(own_experts, arg(gather, 0), context.world_size)
-            for gather in region.gathers
+            Builder(graph, before=gather, layer=layer).call(own_experts, arg(gather, 0), context.world_size)
+            for gather in gathers
         ]
         return _Slots(placement=placement, held=held, shards=shards, own=own, replicas=[])
-    gathered = here.call(hecate.sparse_all_gather.default, shards, placement, held, region.layer)
+    gathered = here.call(hecate.sparse_all_gather.default, shards, placement, held, layer)
     slots = _Slots(
         placement=placement, held=held, shards=shards, own=shards, replicas=here.parts(gathered, len(shards))
     )
     if not context.calibrates:
-        _hold(slots, here, region.layer)
+        _hold(slots, here, layer)
     return slots
 
 

@@ -3,7 +3,8 @@
     rows, offsets ──▶ [ grouped_mm, activation, grouped_mm, biases by expert id ] ──▶ out
 
 The search is anchored on the ``gather_experts`` nodes of one layer and walks outwards; it never looks for a
-router or a top-k, which differ in every model.
+router or a top-k, which differ in every model. A layer that is called several times in a forward, as in models that
+loop over their layers, has a region for each call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hecate.passes.fx import arg, between, calls, closure_backward, computed_fro
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One MoE layer's computation on rows sorted by expert.
+    """One call of a MoE layer: its computation on rows sorted by expert.
 
     Attributes:
         layer: id of the layer.
@@ -47,8 +48,8 @@ class Region:
     exits: tuple[Node, ...]
 
 
-def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Region:
-    """The region of one layer, checked.
+def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list[Region]:
+    """The regions of one layer, checked; one for each call, in graph order.
 
     Args:
         facts: of the graph.
@@ -57,7 +58,6 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
     Raises:
         Refused: the experts are used in a way that is not rows sorted by expert through grouped matmuls.
     """
-    # Step 1: the anchors, which are matmuls by expert and lookups by expert id, and what they have in common.
     slots = _slot_values(gathers)
     users = sorted({user for value in slots for user in value.users})
     matmuls = [n for n in users if _is_matmul(n, slots)]
@@ -69,10 +69,52 @@ def find_region(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> Regio
             f"no grouped matmul uses them; they go to {where}", first[0] if first else None,
             fix="docs/models.md has the spellings of expert matmuls that are known",
         )  # fmt: skip
-    offsets = _only([arg(n, 2) for n in matmuls], "the matmuls have different row offsets")
+    # Rows are sorted, and so counted, once in each call.
+    calls_by_offsets: dict[Node, list[Node]] = {}
+    for matmul in matmuls:
+        calls_by_offsets.setdefault(arg(matmul, 2), []).append(matmul)
+    lookups_of = _lookups_by_offsets(lookups, list(calls_by_offsets))
+    regions = [
+        _find_region(facts, layer, gathers, slots, offsets, of_call, lookups_of[offsets])
+        for offsets, of_call in calls_by_offsets.items()
+    ]
+    results = {exit for region in regions for exit in region.exits}
+    for region in regions:
+        if not results.isdisjoint((*region.entries, region.offsets, region.ids)):
+            raise Refused("the experts' results are rows of the same experts again, without being combined")
+    return regions
+
+
+def _lookups_by_offsets(lookups: Sequence[Node], offsets: Sequence[Node]) -> dict[Node, list[Node]]:
+    """In which call each lookup by expert id is."""
+    found: dict[Node, list[Node]] = {of_call: [] for of_call in offsets}
+    for lookup in lookups:
+        ids = arg(lookup, 1)
+        known = [of_call for of_call in offsets if _ids_match_offsets(ids, of_call)]
+        if not known:
+            raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row", ids)
+        found[known[0]].append(lookup)
+    return found
+
+
+def _find_region(
+    facts: GraphFacts,
+    layer: int,
+    gathers: Sequence[Node],
+    of_layer: set[Node],
+    offsets: Node,
+    matmuls: Sequence[Node],
+    lookups: Sequence[Node],
+) -> Region:
+    """The region of one call.
+
+    Args:
+        of_layer: the gathers, and what is computed from them alone.
+        matmuls, lookups: the anchors, which are matmuls by expert and lookups by expert id.
+    """
+    # Step 1: what the anchors have in common.
+    slots = _on_the_way([*matmuls, *lookups], of_layer)
     ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
-    if ids is not None and not _ids_match_offsets(ids, offsets):
-        raise Refused(f"cannot tell that {describe(ids)} is the expert of each sorted row", ids)
 
     # Step 2: the body is everything on a path from one anchor to another, and the views of the parameters.
     anchors = {*matmuls, *lookups}
@@ -116,6 +158,17 @@ def _slot_values(gathers: Sequence[Node]) -> set[Node]:
     slots = computed_from(gathers)
     ends = [n for value in slots for n in value.users if _is_matmul(n, slots) or _is_lookup(n, slots)]
     return slots & (closure_backward(ends, since=min(gathers)) | set(gathers))
+
+
+def _on_the_way(anchors: Sequence[Node], slots: set[Node]) -> set[Node]:
+    """Those of ``slots`` that lead to ``anchors`` without another call between."""
+    found: set[Node] = set()
+    waiting = list(anchors)
+    while waiting:
+        new = {source for source in waiting.pop().all_input_nodes if source in slots} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:

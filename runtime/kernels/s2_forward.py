@@ -112,7 +112,10 @@ def options_of(block: int, width: int, itemsize: int) -> dict[str, int]:
     With four warps a block of 128 times 64 numbers does not fit into their registers (seen in what is compiled for
     capability 9.0).
     """
-    return {"num_warps": 4 if width <= 64 and block < 128 else 8, "num_stages": 2 if block * width * itemsize <= 16384 else 1}
+    return {
+        "num_warps": 4 if width <= 64 and block < 128 else 8,
+        "num_stages": 2 if block * width * itemsize <= 16384 else 1,
+    }
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 chunks": {**REPLICAS, "chunks": 3},
     # Every token goes to the same experts, so most ranks and slots get no rows.
     "one-hot": {**REPLICAS, "chunks": 2, "one_hot": True},
+    # As in models that loop over their layers: one placement, and a route for each call.
+    "called twice": {**REPLICAS, "chunks": 2, "changes": {"turns": 2}},
     **{f"without {name}": {**REPLICAS, "disable_passes": [name]} for name in PASS_NAMES},
 }
 # Families differ in the captured graph, variants in what passes do to it, world sizes in what runs: each family meets
@@ -47,6 +49,7 @@ PLAN: dict[int, dict[str, Sequence[str]]] = {
         "static": ("qwen3_moe",),
         "gather": ("olmoe",),
         "2 chunks": ("gpt_oss",),
+        "called twice": ("gpt_oss", "qwen3_moe"),
         # Each on families where it rewrites something. What bucket_gathers rewrites is in test_dense_shard.
         "without share_gathers": ("split",),
         "without group_expert_loops": ("plain",),
@@ -66,7 +69,7 @@ if ALL:
     }
     PLAN = {
         1: dict.fromkeys(("default", "gather"), FAMILIES),
-        2: dict.fromkeys(VARIANTS, FAMILIES),
+        2: dict.fromkeys(VARIANTS, FAMILIES) | {"called twice": ("gpt_oss", "qwen3_moe", "mixtral")},
         3: dict.fromkeys(("default", "gather", "3 chunks"), FAMILIES),
         4: dict.fromkeys(("default", "one-hot"), FAMILIES),
     }
@@ -167,6 +170,8 @@ def test_equals_one_process(size: int, family: str, variant: str) -> None:
             assert result["rewritten"]["exchange_rows"] == _layers(size, variant), result["skipped"]
             assert result["skipped"] == []
             assert size == 1 or min(result["replicas"]) > 0
+        if variant == "called twice":
+            assert (result["rewritten"]["exchange_rows"], result["skipped"]) == (1, [])
         if variant == "static":
             assert result["replicas"] == [0]
         if variant.startswith("without ") and not ALL:

@@ -18,4 +18,4 @@ def _is_before(package: str, version: str) -> bool:
 
 
 # The other end of the declared range (make test TORCH=2.11.0).
-OLD_TRANSFORMERS, OLD_TORCH = _is_before("transformers", "5.23"), _is_before("torch", "2.12")
+OLD_TRANSFORMERS, OLD_TORCH = _is_before("transformers", "5.24"), _is_before("torch", "2.12")

@@ -122,9 +122,13 @@ FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "plain", 
 
 
 def build(
-    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2, turns: int = 1, **changes: Any
 ) -> nn.Module:
-    """The same weights for the same seed, in every process."""
+    """The same weights for the same seed, in every process.
+
+    Args:
+        turns: how often a forward goes through the layers, of families in transformers.
+    """
     torch.manual_seed(seed)
     if family in ("plain", "split"):
         model: nn.Module = PlainLanguageModel(SplitMoE if family == "split" else PlainMoE, layers=layers, **changes)
@@ -137,6 +141,12 @@ def build(
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.normal_(std=0.2)
+        if turns > 1:
+            # A cache would take the same layer for one that has seen the tokens.
+            model.config.use_cache, model.config.num_hidden_layers = False, layers * turns
+            if getattr(model.config, "layer_types", None):
+                model.config.layer_types = model.config.layer_types * turns
+            model.model.layers = nn.ModuleList([*model.model.layers] * turns)
     return model.to(dtype)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hecate.wrap.find_experts import NoExpertsError, find_experts
+from hecate.wrap.attention_config import AttentionConfig, attention_config
+from hecate.wrap.find_experts import NoExpertsError, counts_experts, find_experts
 from tests.support.models import FAMILIES, PlainMoE, build
 
 
@@ -62,6 +63,24 @@ def test_patterns_decide_alone() -> None:
         find_experts(model, ["nowhere*"])
     with pytest.raises(NoExpertsError, match=r"typo\* matches no module"):
         find_experts(model, ["a", "typo*"])
+
+
+def test_a_config_whose_layers_differ_says_nothing() -> None:
+    """Those of transformers raise from 5.24 on, where hasattr and a default are of no help."""
+
+    class Heterogeneous:
+        num_hidden_layers, num_experts = 2, 8
+
+        @property
+        def num_attention_heads(self) -> int:
+            raise RuntimeError("layers have numbers of their own")
+
+        num_local_experts = num_attention_heads
+
+    model = nn.Linear(1, 1)
+    model.config = Heterogeneous()  # type: ignore[assignment]
+    assert attention_config(model) == AttentionConfig()
+    assert counts_experts(model.config)
 
 
 def test_no_experts_says_what_was_looked_for() -> None:

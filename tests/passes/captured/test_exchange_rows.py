@@ -98,6 +98,61 @@ def test_rows_of_a_fixed_number(bias: bool, replicates: bool) -> None:
     assert percent == 150 and rows.args == (exchange.args[0], 0)
 
 
+def two_calls(g: GraphUnderTest, between: Callable[[Node, Node], Node], *, bias: bool = False) -> GraphModule:
+    """The same experts on rows, and on those that ``between`` makes of the results and of another order."""
+    w, b = g.experts(H, H), g.experts(H) if bias else None
+    rows, ids, offsets = g.routing()
+    for turn in range(2):
+        x = silu(g, mm(g, rows, w, offsets))
+        if b is not None:
+            x = g.call(operator.add, x, g.call(operator.getitem, b, ids))
+        if turn == 0:
+            others, ids, offsets = g.routing()
+            rows = between(x, others)
+    return g.finish(g.call(operator.mul, x, g.input(torch.rand(R, 1))))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"replicates": False}, {"replicates": True}, {"replicates": True, "calibrates": True},
+        {"replicates": True, "chunks": 2},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_that_is_called_twice(bias: bool, known: dict[str, Any]) -> None:
+    g = GraphUnderTest()
+    gm = two_calls(g, lambda results, others: g.call(operator.add, others, g.method("flip", results, 0)), bias=bias)
+    outcome = apply(exchange_rows, g, gm, world_size=2, **known)
+    assert (outcome.rewritten, outcome.skipped) == (1, ())
+    names = targets(gm)
+    assert "gather_experts" not in names
+    calls, chunks, replicates = 2, known.get("chunks", 1), known["replicates"]
+    for name, times in {
+        "place": 1, "sparse_all_gather": replicates, "gather_counts": calls, "route": calls,
+        "calibrate": calls * known.get("calibrates", 0), "exchange": calls * chunks, "exchange_back": calls * chunks,
+    }.items():  # fmt: skip
+        assert names.count(f"{name}.default") == times, name
+    if "calibrates" not in known:
+        assert names.count("hold") == replicates
+
+
+def test_at_one_rank_each_call_counts_its_rows() -> None:
+    g = GraphUnderTest()
+    gm = two_calls(g, lambda results, others: g.call(operator.add, others, g.method("flip", results, 0)))
+    assert apply(exchange_rows, g, gm, world_size=1).rewritten == 1
+    assert targets(gm).count("count_rows.default") == 2
+
+
+def test_results_that_are_rows_again_keep_the_gather() -> None:
+    g = GraphUnderTest()
+    w, (rows, _, offsets), (_, _, others) = g.experts(H, H), g.routing(), g.routing()
+    x = mm(g, mm(g, rows, w, offsets), w, others)
+    gm = g.finish(g.call(operator.mul, x, g.input(torch.rand(R, 1))))
+    outcome = apply(exchange_rows, g, gm, world_size=2)
+    assert outcome.rewritten == 0 and "without being combined" in outcome.skipped[0].reason
+
+
 def test_results_that_are_used_inside_the_body_are_not_cut() -> None:
     g = GraphUnderTest()
     rows, _, offsets = g.routing()

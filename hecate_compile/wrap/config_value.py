@@ -1,0 +1,17 @@
+"""What a model's config says, if it says one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def config_value(config: object, name: str) -> Any:
+    """``config.name``; None where there is none, and where layers differ.
+
+    A config of transformers raises a RuntimeError where layers have numbers of their own (from 5.24), and properties
+    of other configs raise whatever they like.
+    """
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
