@@ -4,7 +4,8 @@ Needs    gathered experts that are used one by one, w[0], w[1], ..., w[E-1], in 
          as the others (a loop over choices around it).
 Changes  y0 = f(x0, w[0]); y1 = f(x1, w[1]); ...
          becomes   rows = cat([x0, x1, ...]); y = f'(rows, w, offsets); y0, y1, ... = split(y)
-         where f' is f with every product by an expert's matrix as a grouped one.
+         where f' is f with every product by an expert's matrix as a grouped one. A layer that is called several
+         times has such a computation for each call.
 Never    touches how x0, x1, ... are chosen or how y0, y1, ... are combined, so it does not matter whether
          the model uses where, boolean masks or split.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import torch
 from torch.fx import GraphModule, Node
@@ -78,12 +80,14 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
         if not gathers:
             continue
         try:
-            loop = _find_loop(facts, gathers, by_node=context.dispatch == "nodes" and context.nodes > 1)
+            loops = _find_loops(facts, gathers, by_node=context.dispatch == "nodes" and context.nodes > 1)
         except Refused as reason:
             why = f"loop over experts: {reason}"
             skipped.append(skip_of(context.name(layer), reason, *gathers[0].users, reason=why))
             continue
-        _group(facts, loop)
+        for loop in loops:
+            # What stands around a loop is moved with the one before it.
+            _group(facts, _Loop.of(loop.turns, loop.repeats))
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
@@ -117,16 +121,53 @@ class _Loop:
         return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
-def _find_loop(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> _Loop:
-    """The loop of one layer, checked.
+def _find_loops(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> list[_Loop]:
+    """The loops of one layer, one for each call, in graph order; see :func:`_find_loop`.
+
+    How often it is called is not written in the graph: it is the least number of equal parts, of the passes over the
+    experts, of which each is a loop.
+    """
+    passes: list[list[Node]] = []
+    num_experts, before = arg(gathers[0], 1), 0
+    for pick in sorted(user for gather in gathers for user in gather.users if _is_one_expert(user)):
+        expert = arg(pick, 1) % num_experts
+        if not passes or expert < before:
+            passes.append([])
+        passes[-1].append(pick)
+        before = expert
+    reasons = []
+    for several in (number for number in range(1, len(passes) + 1) if len(passes) % number == 0):
+        length = len(passes) // several
+        parts = [list(chain(*passes[begin : begin + length])) for begin in range(0, len(passes), length)]
+        try:
+            loops = [_find_loop(facts, num_experts, part, by_node=by_node) for part in parts]
+            _check_apart(loops)
+            return loops
+        except Refused as reason:
+            reasons.append(reason)
+    # What is wrong with it as one loop says most.
+    raise reasons[0]
+
+
+def _check_apart(loops: Sequence[_Loop]) -> None:
+    """Each loop ends before the next begins, and its results are combined between."""
+    for one, other in pairwise(loops):
+        bodies = [[node for turn in loop.turns for node in turn.body] for loop in (one, other)]
+        if max(one.last, *bodies[0]) > min(bodies[1]) or not other.inputs.isdisjoint(turn.exit for turn in one.turns):
+            raise Refused("a call of the layer begins before an earlier one has ended")
+
+
+def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by_node: bool) -> _Loop:
+    """The loop of one call, checked.
 
     Args:
+        picks: where it reads the parameters of one expert.
         by_node: take into it what results are multiplied with, if possible (see ``node_rows``).
 
     Raises:
         Refused: it cannot be grouped.
     """
-    turns, repeats = _find_turns(gathers)
+    turns, repeats = _find_turns(num_experts, picks)
     if by_node:
         try:
             loop = _Loop.of(_with_weights(turns, repeats), repeats)
@@ -143,17 +184,15 @@ def _is_one_expert(node: Node) -> bool:
     return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
 
 
-def _find_turns(gathers: Sequence[Node]) -> tuple[list[_Turn], int]:
+def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[_Turn], int]:
     """The turns of every expert, all of the same form, and how many each has.
 
     Raises:
         Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
     """
-    num_experts = arg(gathers[0], 1)
     picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
-    for gather in gathers:
-        for user in filter(_is_one_expert, gather.users):
-            picked[arg(user, 1) % num_experts].append(user)
+    for pick in picks:
+        picked[arg(pick, 1) % num_experts].append(pick)
     if not all(picked.values()):
         raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
     views = {expert: tuple(sorted(computed_from(nodes))) for expert, nodes in picked.items()}

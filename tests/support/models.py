@@ -97,10 +97,17 @@ class SplitMoE(PlainMoE):
 
 
 class PlainLanguageModel(nn.Module):
-    """Embedding, MoE blocks with residuals, a tied head, and a loss, in plain PyTorch."""
+    """Embedding, MoE blocks with residuals, a tied head, and a loss, in plain PyTorch.
 
-    def __init__(self, moe: type[PlainMoE] = PlainMoE, hidden: int = 32, layers: int = 2, experts: int = 8) -> None:
+    Args:
+        turns: how often a forward goes through the blocks.
+    """
+
+    def __init__(
+        self, moe: type[PlainMoE] = PlainMoE, hidden: int = 32, layers: int = 2, experts: int = 8, turns: int = 1
+    ) -> None:
         super().__init__()
+        self.turns = turns
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
         self.blocks = nn.ModuleList(moe(hidden, 16, experts, 2) for _ in range(layers))
@@ -109,8 +116,9 @@ class PlainLanguageModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         hidden = self.embedding(input_ids)
-        for norm, block in zip(self.norms, self.blocks, strict=True):
-            hidden = hidden + block(norm(hidden))
+        for _ in range(self.turns):
+            for norm, block in zip(self.norms, self.blocks, strict=True):
+                hidden = hidden + block(norm(hidden))
         logits = self.head(hidden)
         if labels is None:
             return {"logits": logits}
@@ -127,11 +135,13 @@ def build(
     """The same weights for the same seed, in every process.
 
     Args:
-        turns: how often a forward goes through the layers, of families in transformers.
+        turns: how often a forward goes through the layers.
     """
     torch.manual_seed(seed)
     if family in ("plain", "split"):
-        model: nn.Module = PlainLanguageModel(SplitMoE if family == "split" else PlainMoE, layers=layers, **changes)
+        model: nn.Module = PlainLanguageModel(
+            SplitMoE if family == "split" else PlainMoE, layers=layers, turns=turns, **changes
+        )
     else:
         from transformers import AutoModelForCausalLM
 

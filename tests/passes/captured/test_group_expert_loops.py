@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from torch.fx import GraphModule
 
@@ -91,11 +92,69 @@ def test_several_turns_of_each_expert() -> None:
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
 
 
+def called_twice(g: GraphUnderTest, *, repeats: int, in_place: bool) -> GraphModule:
+    """The layer on its own combined results, with as many turns of each expert in each call."""
+    hidden, w_in, w_out = g.input(torch.randn(R, H)), g.experts(H, I), g.experts(I, H)
+    for _ in range(2):
+        out = g.call(torch.zeros_like, hidden)
+        for again in range(repeats):
+            for expert in range(E):
+                index = g.input(torch.arange(expert + 1 if again == 0 else E - expert))
+                h = g.call(
+                    operator.matmul, g.call(operator.getitem, hidden, index), g.call(operator.getitem, w_in, expert)
+                )
+                h = g.call(torch.nn.functional.silu, h)
+                h = g.call(operator.matmul, h, g.call(operator.getitem, w_out, expert))
+                if in_place:
+                    g.method("index_add_", out, 0, index, h)
+                else:
+                    out = g.call(torch.index_add, out, 0, index, h)
+        hidden = g.call(operator.add, hidden, g.call(torch.tanh, out))
+    return g.finish(hidden)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_layer_that_is_called_twice(repeats: int, in_place: bool) -> None:
+    g = GraphUnderTest()
+    gm = called_twice(g, repeats=repeats, in_place=in_place)
+    outcome = apply(group_expert_loops, g, gm)
+    assert (outcome.rewritten, outcome.skipped) == (1, ())
+    names = targets(gm)
+    assert names.count("grouped_mm.default") == 4 and names.count("matmul") == 0
+    assert names.count("sizes_to_offsets.default") == 2
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+    assert targets(gm).count("route.default") == 2 and targets(gm).count("place.default") == 1
+
+
+def test_refuses_a_call_that_begins_in_an_earlier_one() -> None:
+    """The first expert is used for the second time before the last one is for the first time."""
+    g = GraphUnderTest()
+    hidden, w = g.input(torch.randn(R, H)), g.experts(H, H)
+    first, second = ([g.call(operator.getitem, w, expert) for expert in range(E)] for _ in range(2))
+    rows = [g.call(operator.getitem, hidden, g.input(torch.arange(3) + expert)) for expert in range(E)]
+    once = [g.call(operator.matmul, x, view) for x, view in zip(rows[:-1], first[:-1], strict=True)]
+    twice = [g.call(operator.matmul, g.call(operator.add, once[0], once[1]), second[0])]
+    once.append(g.call(operator.matmul, rows[-1], first[-1]))
+    for expert in range(1, E):
+        twice.append(g.call(operator.matmul, g.call(operator.add, once[expert], once[expert - 1]), second[expert]))
+    gm = g.finish(g.call(torch.cat, twice))
+    before = targets(gm)
+    assert apply(group_expert_loops, g, gm).rewritten == 0
+    assert targets(gm) == before
+
+
 def test_refuses_turns_that_not_every_expert_has() -> None:
-    for options, reason in (({"once": 2}, "expert 2 has 1 turns, expert 0 has 2"), ({"odd": True}, "another way")):
-        g = GraphUnderTest()
-        outcome = apply(group_expert_loops, g, choices(g, **options))
-        assert outcome.rewritten == 0 and reason in outcome.skipped[0].reason
+    g = GraphUnderTest()
+    outcome = apply(group_expert_loops, g, choices(g, once=2))
+    assert outcome.rewritten == 0 and "expert 2 has 1 turns, expert 0 has 2" in outcome.skipped[0].reason
+
+
+def test_turns_that_differ_from_choice_to_choice_are_calls() -> None:
+    g = GraphUnderTest()
+    gm = choices(g, odd=True)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    assert targets(gm).count("grouped_mm.default") == 4
 
 
 def test_refuses_a_turn_that_needs_an_earlier_one() -> None:
