@@ -18,8 +18,8 @@ from hecate.runtime.state.layer import Layer
 class LayerStats:
     """One MoE layer in the last forward and its backward.
 
-    Of a layer that is called several times in a forward, rows are those of its last call, and bytes those of this call
-    and of all backwards.
+    Of a layer that is called several times in a forward, rows are those of its last call, and bytes those of this
+    call and of all backwards.
 
     Attributes:
         name: qualified name of the experts module.
