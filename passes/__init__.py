@@ -27,6 +27,7 @@ from hecate.passes.captured.skip_blocks import skip_blocks
 from hecate.passes.final.order_collectives import order_collectives
 from hecate.passes.final.schedule import schedule
 from hecate.passes.final.split_collectives import split_collectives
+from hecate.passes.joint.read_permutations import read_permutations
 from hecate.passes.joint.rematerialize import rematerialize
 
 PASSES: tuple[Pass, ...] = (
@@ -46,6 +47,7 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 
 JOINT_PASSES: tuple[Pass, ...] = (
+    read_permutations,    # what a gradient adds to rows by a permutation is read by its inverse
     rematerialize,        # gather parameters again in the backward instead of keeping them
 )  # fmt: skip
 

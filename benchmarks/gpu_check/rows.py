@@ -41,22 +41,24 @@ def scatter(make: Maker, dtype: torch.dtype) -> Case:
 
 
 def combine(make: Maker, dtype: torch.dtype) -> Case:
+    """Beside it what a compiled model does: its own lines, which Inductor makes one kernel of."""
     tokens, choices = make.sizes.tokens, make.sizes.choices
     rows, weights = (
         make.numbers(make.rows, make.sizes.hidden, dtype=dtype),
         make.numbers(tokens, choices, dtype=dtype),
     )
-    positions = make.order(make.rows).view(tokens, choices)
+    order = make.order(make.rows)
+    positions, of_row = order.view(tokens, choices), torch.empty_like(weights).view(-1)
+    of_row[order] = weights.view(-1)
 
-    def by_torch() -> Tensor:
-        picked = rows.index_select(0, positions.view(-1)).view(tokens, choices, -1)
-        return torch.bmm(weights.unsqueeze(1), picked).squeeze(1)
+    def as_written() -> Tensor:
+        return (rows * of_row.unsqueeze(-1))[order].view(tokens, choices, -1).sum(1)
 
     return Case(
         dtype,
         lambda: combine_rows.combine_rows(rows, positions, weights),
         lambda: combine_rows.combine_rows_reference(rows, positions, weights),
-        by_torch,
+        torch.compile(as_written) if make.device.type == "cuda" else as_written,
         SUMS,
         bytes=bytes_of(rows, positions, weights) + tokens * make.sizes.hidden * dtype.itemsize,
     )

@@ -79,7 +79,7 @@ def lower(
     records: dict[str, tuple[PassRecord, ...]],
     notes: dict[str, tuple[Span, ...]],
 ) -> Compiled:
-    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide and no pass to run.
+    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, so no final pass runs.
 
     Args:
         backend: "inductor", or "aot_eager".
@@ -96,7 +96,7 @@ def lower(
     sources = sources_of(gm)
 
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
-        if context.world_size > 1:
+        if context.world_size > 1 or part == "joint":
             note_sources(gm, sources)
             names = context.layer_names
             log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
@@ -185,17 +185,15 @@ def _inductor(
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx
 
-    if context.world_size == 1:
-        alone: Any = compile_fx(gm, inputs)
-        return cast(Compiled, alone)
     # Rates and tokens are left out: they are another in every run, and no rank's order depends on them here.
     identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
     patches: dict[str, Any] = {
-        # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
-        "reorder_for_peak_memory": False,
         "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
-        "post_grad_custom_post_pass": _Hook(lambda graph: run(graph, FINAL_PASSES, _part(graph)), identity),
     }
+    if context.world_size > 1:
+        # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
+        patches["reorder_for_peak_memory"] = False
+        patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, FINAL_PASSES, _part(graph)), identity)
     # A graph from a cache went through the passes in another process, and would not be dumped.
     fresh: Any = nullcontext()
     if dumping:

@@ -1,0 +1,142 @@
+"""read_permutations: what is added to rows by a permutation is read by its inverse.
+
+Needs    a joint graph with zeros.index_put([p], y, accumulate), as autograd writes it for x[p], or with
+         zeros.index_add(0, p, y), where p is the order of a sort or the inverse of one: rows sorted by expert, and
+         back.
+Changes  zeros.index_put([p], y, True)   becomes   y[q], where q is the inverse of p
+Never    does so where the zeros have another number of rows, or the numbers are not known to be a permutation.
+
+The same values, in one pass over the rows, which Inductor fuses with what stands in front. To add is to write zeros
+first, and is atomic on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hecate.passes.base import Outcome, PassContext
+from hecate.passes.fx import Builder, arg, calls, is_getitem
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
+    """Rewrite every such addition in ``gm``."""
+    found = [(node, operands) for node in gm.graph.nodes if (operands := _added(node)) is not None]
+    return Outcome(rewritten=sum(_rewrite(node, *operands) for node, operands in found))
+
+
+def _added(node: Node) -> tuple[Node, Node, Node] | None:
+    """What a node adds to, which of its rows, and what it adds there."""
+    if calls(node, aten.index_put) and _adds(node):
+        zeros, indices, rows = (arg(node, place) for place in range(3))
+        return (zeros, indices[0], rows) if len(indices) == 1 else None
+    if calls(node, aten.index_add) and not node.kwargs and arg(node, 1) == 0:
+        return arg(node, 0), arg(node, 2), arg(node, 3)
+    return None
+
+
+def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
+    room, added = _value(zeros), _value(rows)
+    if not _is_zeros(zeros) or not _is_order(order) or not _same(added.shape, room.shape):
+        return False
+    if not _same(_value(order).shape, room.shape[:1]):
+        return False
+    here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
+    addition.replace_all_uses_with(_noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added))
+    for node in (addition, zeros):
+        if not node.users:
+            node.graph.erase_node(node)
+    return True
+
+
+def _adds(write: Node) -> bool:
+    """Whether ``index_put`` adds to what is there; by default it writes over it."""
+    return bool(write.args[3] if len(write.args) > 3 else write.kwargs.get("accumulate", False))
+
+
+def _value(node: Any) -> torch.Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+
+
+def _is_zeros(node: Node) -> bool:
+    if calls(node, aten.full, aten.full_like):
+        return bool(arg(node, 1) == 0)
+    return calls(node, aten.zeros, aten.zeros_like, aten.new_zeros)
+
+
+def _is_order(node: Node) -> bool:
+    """Whether the numbers are 0, 1, ... in some order: where a sort found its results, or the inverse of that."""
+    return _sorted_from(node) is not None or _inverted_from(node) is not None
+
+
+def _sorted_from(order: Node) -> Node | None:
+    """What was sorted to find ``order``, all of it in one dimension."""
+    sort = arg(order, 0) if is_getitem(order) and arg(order, 1) == 1 else None
+    found: Node | None = arg(sort, 0) if calls(sort, aten.sort, aten.sort.stable) else None
+    return found if found is not None and _value(found).dim() == 1 else None
+
+
+def _ascends(order: Node) -> bool:
+    """Of the order of a sort: whether it is from the least to the most, which makes that of an order its inverse."""
+    sort = arg(order, 0)
+    return not (arg(sort, 2) if len(sort.args) > 2 else sort.kwargs.get("descending", False))
+
+
+def _inverted_from(inverse: Node) -> Node | None:
+    """The order of which this is the inverse, written as ``inverse[order] = arange(n)``."""
+    if not calls(inverse, aten.index_put) or _adds(inverse):
+        return None
+    room, indices, numbers = (arg(inverse, place) for place in range(3))
+    if len(indices) != 1 or not _counts_up(numbers) or not _is_order(indices[0]):
+        return None
+    order, shape = indices[0], _value(indices[0]).shape
+    return order if _same(_value(room).shape, shape) and _same(_value(numbers).shape, shape) else None
+
+
+def _counts_up(node: Any) -> bool:
+    """0, 1, 2, ..."""
+    if calls(node, prims.iota):
+        return (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
+    if calls(node, aten.arange.start, aten.arange.start_step):
+        return bool(arg(node, 0) == 0 and (len(node.args) < 3 or arg(node, 2) == 1))
+    return calls(node, aten.arange)
+
+
+def _inverse_of(order: Node, user: Node) -> Node:
+    """The inverse of an order: one that there is in front of ``user``, or a new one behind the order."""
+    if (source := _inverted_from(order)) is not None:
+        return source
+    source = _sorted_from(order)
+    if source is not None and _ascends(order) and _is_order(source):
+        return source
+    for other in order.users:
+        for part in other.users if calls(other, aten.sort, aten.sort.stable) else {other: None}:
+            if part < user and (order is _inverted_from(part) or (order is _sorted_from(part) and _ascends(part))):
+                return part
+    here, like = Builder(order.graph, after=order), _value(order)
+    length: Any = like.shape[0]
+    if not isinstance(length, int):
+        length = _noted(here.length(order), order, length)
+    # What Inductor has made of arange by now.
+    numbers = _noted(here.call(prims.iota.default, length), order, like)
+    numbers.kwargs = {"start": 0, "step": 1, "dtype": like.dtype, "device": like.device, "requires_grad": False}
+    return _noted(here.call(aten.index_put.default, order, [order], numbers), order, like)
+
+
+def _noted(node: Node, of: Node, value: Any) -> Node:
+    """With what is known of the node that it stands for, and what it returns."""
+    made = value.new_empty(value.shape) if isinstance(value, torch.Tensor) else value
+    node.meta = {key: known for key, known in of.meta.items() if key != "eager_input_vals"} | {"val": made}
+    return node
