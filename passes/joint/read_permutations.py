@@ -6,8 +6,8 @@ Needs    a joint graph with zeros.index_put([p], y, accumulate), as autograd wri
 Changes  zeros.index_put([p], y, True)   becomes   y[q], where q is the inverse of p
 Never    does so where the zeros have another number of rows, or the numbers are not known to be a permutation.
 
-The same values, in one pass over the rows, which Inductor fuses with what stands in front. To add is to write zeros
-first, and is atomic on GPUs.
+The same values but for the sign of zeros, in one pass over the rows, which Inductor fuses with what stands in front.
+To add is to write zeros first, and is atomic on GPUs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite every such addition in ``gm``."""
-    found = [(node, operands) for node in gm.graph.nodes if (operands := _added(node)) is not None]
-    return Outcome(rewritten=sum(_rewrite(node, *operands) for node, operands in found))
+    count = 0
+    for node in list(gm.graph.nodes):
+        # What it adds may be what was rewritten a moment ago.
+        if (operands := _added(node)) is not None and _rewrite(node, *operands):
+            count += 1
+    return Outcome(rewritten=count)
 
 
 def _added(node: Node) -> tuple[Node, Node, Node] | None:
@@ -42,10 +46,10 @@ def _added(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
-    room, added = _value(zeros), _value(rows)
-    if not _is_zeros(zeros) or not _is_order(order) or not _same(added.shape, room.shape):
+    if not _is_zeros(zeros) or not _is_order(order):
         return False
-    if not _same(_value(order).shape, room.shape[:1]):
+    room, added = _value(zeros), _value(rows)
+    if not _same(added.shape, room.shape) or not _same(_value(order).shape, room.shape[:1]):
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
     addition.replace_all_uses_with(_noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added))
@@ -96,7 +100,8 @@ def _ascends(order: Node) -> bool:
 
 def _inverted_from(inverse: Node) -> Node | None:
     """The order of which this is the inverse, written as ``inverse[order] = arange(n)``."""
-    if not calls(inverse, aten.index_put) or _adds(inverse):
+    # As numbers of another dtype it may be no index, or as a mask another one.
+    if not calls(inverse, aten.index_put) or _adds(inverse) or _value(inverse).dtype != torch.int64:
         return None
     room, indices, numbers = (arg(inverse, place) for place in range(3))
     if len(indices) != 1 or not _counts_up(numbers) or not _is_order(indices[0]):

@@ -81,10 +81,42 @@ def inverted_late(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return out * experts.flatten().argsort().argsort().unsqueeze(-1)
 
 
+def chained(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """An addition of what another one has added."""
+    order = experts.flatten().argsort()
+    return tokens.repeat_interleave(K, 0).sin()[order][order.argsort()][weights.flatten().argsort()]
+
+
+def ranked(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """An inverse in numbers that are no index."""
+    order = experts.flatten().argsort()
+    place = torch.empty(T * K, dtype=tokens.dtype)
+    place[order] = torch.arange(T * K, dtype=tokens.dtype)
+    rows = tokens.repeat_interleave(K, 0)
+    return rows[order] * place.unsqueeze(-1) + rows[place.argsort()]
+
+
+def as_bytes(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """An inverse in numbers that would be a mask."""
+    order = experts.flatten().argsort()
+    place = torch.empty(T * K, dtype=torch.uint8)
+    place[order] = torch.arange(T * K, dtype=torch.uint8)
+    return tokens.repeat_interleave(K, 0).sin()[order].cos() * (place.unsqueeze(-1) + 1)
+
+
 @pytest.mark.parametrize(
     ("function", "count"),
     # The weights and the results; tokens, weights and results; the results, whose backward reads anyway.
-    [(as_transformers, 2), (with_argsort, 3), (added_up, 1), (descending, 3), (inverted_late, 1)],
+    [
+        (as_transformers, 2),
+        (with_argsort, 3),
+        (added_up, 1),
+        (descending, 3),
+        (inverted_late, 1),
+        (chained, 3),
+        (ranked, 2),
+        (as_bytes, 1),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_additions_by_a_permutation_are_read(function: Function, count: int, dtype: torch.dtype) -> None:
