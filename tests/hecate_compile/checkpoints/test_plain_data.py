@@ -44,11 +44,11 @@ class Point(NamedTuple):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in every bit and in type; nan is nan, and -0.0 is not 0.0."""
+    """Equal in every bit and in type; nan is nan, whatever its sign, and -0.0 is not 0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return math.copysign(1, a) == math.copysign(1, b) and (a == b or (a != a and b != b))
+        return (a != a and b != b) or (a == b and math.copysign(1, a) == math.copysign(1, b))
     if isinstance(a, torch.Tensor):
         plain = a.detach().contiguous().reshape(-1), b.detach().contiguous().reshape(-1)
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(one.view(torch.uint8) for one in plain))
@@ -74,9 +74,9 @@ def back(value: Any, folder: Path) -> Any:
 
 EXACT: list[Any] = [
     None, True, False, 0, 1, -1, 2**63, -(2**64), 10**400, -(10**10_000), 1 << 20_000, 0.1, -0.0, 5e-324,
-    sys.float_info.max, math.inf, -math.inf, math.nan, "", "é\U0001f600", "\ud800", "\0", '"', "~", b"", b"\0\xff",
-    bytes(range(256)), [], (), set(), frozenset(), {}, [[]], ((),), [None], (1, [2, (3,)]), {1, 2},
-    {"a", 1, (2, 3)}, frozenset({1}),
+    sys.float_info.max, math.inf, -math.inf, math.nan, -math.nan,
+    "", "é\U0001f600", "\ud800", "\0", '"', "~", b"", b"\0\xff", bytes(range(256)),
+    [], (), set(), frozenset(), {}, [[]], ((),), [None], (1, [2, (3,)]), {1, 2}, {"a", 1, (2, 3)}, frozenset({1}),
     {frozenset({1}), frozenset({2, 3})}, {"a": {"b": {"c": [1, 2.5, None]}}}, {1: 2}, {(1, "a"): 1}, {None: 1},
     {True: 1, 2: 3}, {1.5: "x", -0.0: "y"}, {b"a": 1}, {"1": "text", 1: "number"}, {"~": 1},
     {"~": "tuple", "items": []},
