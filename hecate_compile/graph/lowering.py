@@ -148,7 +148,7 @@ def _aot_eager(
             run(gm, FINAL_PASSES, part)
             if finish is not None:
                 return finish(gm, part)
-            _allow_any_strides(gm)
+            _simplify_views(gm)
             return boxed_nop(gm, inputs)
 
         return compile
@@ -168,15 +168,24 @@ def _aot_eager(
     return compiled
 
 
-def _allow_any_strides(gm: GraphModule) -> None:
-    """A view that no strides allow becomes a copy, as it does under Inductor.
+def _simplify_views(gm: GraphModule) -> None:
+    """As under Inductor, a view that changes nothing is no call, and one that no strides allow becomes a copy.
 
     Where a gradient arrives with other strides than were traced (linear attention of Qwen3-Next), aten.view fails.
-    Nothing is changed in place behind a view by now.
+    Nothing is changed in place behind a view by now. A result of the graph stays a view of its own.
     """
-    for node in gm.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.aten.view.default:
+            continue
+        node.target = torch.ops.aten.reshape.default
+        source, result = node.args[0].meta.get("val"), node.meta.get("val")
+        if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
+            continue
+        sizes = [*source.shape, *result.shape]
+        unchanged = all(isinstance(size, int) for size in sizes) and source.shape == result.shape
+        if unchanged and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
     gm.recompile()
 
 

@@ -21,16 +21,20 @@ from hecate.passes.final.collective_notes import write_note
 from hecate.passes.fx import Builder
 from hecate.runtime.comm.collective import whole_of
 
+# Dtype, device and shape of a line -> a tensor of no lines.
+StandIns = dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Node]
+
 
 def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     """Replace every collective by its two halves."""
     graph, count, mode = gm.graph, 0, fake_mode_of(gm)
+    stand_ins: StandIns = {}
     for node in list(graph.nodes):
         collective = whole_of(node.target) if node.op == "call_function" else None
         if collective is None:
             continue
         args, here = list(arguments_of(node).values()), Builder(graph, before=node)
-        shapes = args if collective.wait_needs_arguments else map_arg(args, _stand_in(here))
+        shapes = args if collective.wait_needs_arguments else map_arg(args, _stand_in(here, stand_ins))
         start = here.call(collective.start, *args, [], write_note(node, context))
         wait = here.call(collective.wait, start, *shapes)
         wait.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
@@ -43,8 +47,12 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     return Outcome(rewritten=count)
 
 
-def _stand_in(here: Builder) -> Callable[[Node], Node]:
-    """For rows and parameters, a tensor without rows from which the wait can tell its results; else the value."""
+def _stand_in(here: Builder, known: StandIns) -> Callable[[Node], Node]:
+    """For rows and parameters, a tensor without rows from which the wait can tell its results; else the value.
+
+    Args:
+        known: those that there are already; one serves all that are alike, for each is a call in every step.
+    """
 
     def stand_in(value: Node) -> Node:
         tensor = value.meta.get("val")
@@ -53,8 +61,10 @@ def _stand_in(here: Builder) -> Callable[[Node], Node]:
         shape = tensor.shape[1:]
         if not all(isinstance(size, int) for size in shape):
             return value
-        empty = here.call(torch.ops.aten.new_empty.default, value, [0, *shape])
-        empty.meta["val"] = tensor.new_empty([0, *shape])
-        return empty
+        alike = tensor.dtype, tensor.device, tuple(shape)
+        if alike not in known:
+            known[alike] = here.call(torch.ops.aten.new_empty.default, value, [0, *shape])
+            known[alike].meta["val"] = tensor.new_empty([0, *shape])
+        return known[alike]
 
     return stand_in

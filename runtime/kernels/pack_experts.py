@@ -23,6 +23,7 @@ def pack_experts(
     behind: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
     in_first: int | None = None,
+    ascending: bool = False,
 ) -> Tensor:
     """The experts ``index``, each as one row with its part of every tensor.
 
@@ -37,6 +38,7 @@ def pack_experts(
         dtype: of the result; by default that of the tensors.
         in_first: how many of ``index`` are below E. The reference counts them if it is not given and there are
             experts behind, for which the host waits for the device.
+        ascending: ``index`` ascends, so what is below E comes first. The reference then need not look for it.
 
     Returns:
         ``[n, width]``, contiguous; the width is that of all tensors together.
@@ -53,7 +55,7 @@ def pack_experts(
     like = tensors[0]
     dtype = like.dtype if dtype is None else dtype
     if not (runs_on(like.device) and like.dtype in FLOATS and dtype in FLOATS):
-        return pack_experts_reference(tensors, index, behind, dtype, in_first)
+        return pack_experts_reference(tensors, index, behind, dtype, in_first, ascending=ascending)
     widths = widths_of(tensors)
     out = torch.empty((index.shape[0], sum(widths)), dtype=dtype, device=like.device)
     index, begin = index.contiguous(), 0
@@ -79,15 +81,29 @@ def pack_experts_reference(
     behind: Sequence[Tensor],
     dtype: torch.dtype,
     in_first: int | None = None,
+    *,
+    ascending: bool = False,
 ) -> Tensor:
     """:func:`pack_experts` in plain torch."""
     parts = []
     if in_first is None or not behind:
         in_first = int((index < tensors[0].shape[0]).sum()) if behind else None
     for place, first in enumerate(tensors):
-        part = first.index_select(0, index) if in_first is None else _pick(first, behind[place], index, in_first)
+        if in_first is None:
+            part = first.index_select(0, index)
+        else:
+            part = (_join if ascending else _pick)(first, behind[place], index, in_first)
         parts.append(part.to(dtype).reshape(index.shape[0], first.shape[1:].numel()))
-    return torch.cat(parts, dim=1)
+    # One part is a copy already.
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
+    """:func:`_pick` where ``index`` ascends."""
+    if in_first == len(index):
+        return first.index_select(0, index)
+    in_second = second.index_select(0, index[in_first:] - len(first))
+    return torch.cat([first.index_select(0, index[:in_first]), in_second]) if in_first else in_second
 
 
 def _pick(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:

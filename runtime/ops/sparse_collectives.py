@@ -139,7 +139,9 @@ def new_gradients(
         means=[torch.div(grad, world_size, out=room_like(grad)) for grad in own],
         summed=summed,
         sums=[
-            pack_experts([first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own)
+            pack_experts(
+                [first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own, ascending=True
+            )
             for first, second in zip(own, replicas, strict=True)
         ],
         legs=legs,

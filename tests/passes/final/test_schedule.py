@@ -77,6 +77,8 @@ def test_split_puts_both_halves_where_the_collective_was() -> None:
         assert nodes.index(one.wait) == nodes.index(one.start) + 1
         kept = [node for node in one.wait.all_input_nodes if node in one.start.all_input_nodes]
         assert not any(node.meta["val"].is_floating_point() for node in kept), "what travels need not be kept"
+    empty = [node.meta["val"] for node in nodes if calls(node, torch.ops.aten.new_empty)]
+    assert empty and len({tuple(value.shape) for value in empty}) == len(empty), "one stands in for all alike"
     same(gm, inputs, expected)
 
 

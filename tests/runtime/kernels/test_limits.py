@@ -227,9 +227,16 @@ def test_a_configuration_that_does_not_compile_is_left_out(
 def test_references_are_told_what_the_host_knows() -> None:
     """Then they read nothing on the host, and compute the same."""
     first, second, index = torch.randn(3, 4), torch.randn(2, 4), torch.tensor([4, 0, 2, 3])
+    kept, kept_second = first.clone(), second.clone()
     assert torch.equal(pack_experts([first], index, behind=[second]), torch.cat([first, second])[index])
     told = pack_experts([first], index, behind=[second], in_first=2)
     assert torch.equal(told, torch.cat([first, second])[index])
+    for ascends, below in (([0, 2, 3, 4], 2), ([1, 2], 2), ([3, 4], 0), ([], 0)):
+        index = torch.tensor(ascends, dtype=torch.int64)
+        joined = pack_experts([first], index, behind=[second], in_first=below, ascending=True)
+        assert torch.equal(joined, torch.cat([first, second])[index])
+        joined.add_(1)
+        assert torch.equal(first, kept) and torch.equal(second, kept_second), "what is packed is a copy"
     parts, starts, order = torch.randn(4, 4), torch.tensor([0, 3, 3, 4]), torch.tensor([0, 2, 3, 1])
     totals = [first.clone(), first.clone()]
     sum_replicas(totals[0], parts, starts, order)
