@@ -55,8 +55,10 @@ def _second_ones(choices: Ints) -> tuple[Ints, Ints]:
 def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A top-k router's forward, with the choice taken from ``self.replayed`` int64 ``[tokens, top_k]``."""
     logits = nn.functional.linear(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
+    # Nobody knows a choice before its logits. Without them in it, counts of rows leave while attention computes.
+    no_logits = torch.isnan(logits[:, :1]).to(self.replayed.dtype)
     # A remainder, so that transformers 5.17's masks of numbers beyond the last expert are seen to mask nothing.
-    chosen = self.replayed % self.num_experts
+    chosen = (self.replayed + no_logits) % self.num_experts
     scores = torch.softmax(logits, -1, dtype=torch.float).gather(1, chosen)
     scores = scores / scores.sum(-1, keepdim=True)
     return logits, scores.to(logits.dtype), chosen

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.compare import cells, figures, report, routing, shapes, store, systems
 from benchmarks.compare.workloads import WORKLOADS, counts_of
@@ -76,6 +77,20 @@ def test_a_replayed_router_keeps_its_gradient() -> None:
         torch.testing.assert_close(scores.sum(-1), torch.ones(shape.tokens))
         scores[:, 0].sum().backward()
         assert router.weight.grad.abs().sum() > 0
+
+
+def test_a_replayed_choice_waits_for_its_logits() -> None:
+    """As a real one does; else the schedule would send counts of rows before attention has computed."""
+    shape = shapes.SHAPES["gpt-moe-s"]
+    with routing.replayed_routers():
+        model = shapes.build(shape)
+        routing.prepare(model, shape.tokens)
+        gm = make_fx(lambda hidden: model.model.layers[0].mlp.gate(hidden)[2])(
+            torch.randn(shape.tokens, shape.hidden)
+        )
+    gm.graph.eliminate_dead_code()
+    (hidden,) = (node for node in gm.graph.nodes if node.op == "placeholder")
+    assert hidden.users
 
 
 def test_every_name_is_built() -> None:
