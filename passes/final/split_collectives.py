@@ -3,7 +3,7 @@
 Needs    collectives (``hecate.runtime.comm.collective``) in a forward or backward graph.
 Changes  y = f(x)   becomes   token = f_start(x, [], note); y = f_wait(token, x')
          where x' has the dtype, device and width of x and no rows: a start copies what it sends, so that x itself
-         need not be kept for the wait.
+         need not be kept for the wait. One x' serves all waits of a graph for which it would be the same.
 Never    moves anything: both halves stand where the collective stood.
 """
 
