@@ -205,16 +205,16 @@ class Clocked:
     def exposed(self, index: int, step: int, spans: Sequence[PredictedSpan]) -> float:
         """Seconds by which planning makes one step longer on a rank. After the whole trace was walked.
 
-        The next step is planned while a layer's rows come back; only what takes longer counts. The rest of planning
-        is in the way of the exchange.
+        The next step is planned while a layer's rows are on their way to experts; only what takes longer counts. The
+        rest of planning is in the way of the exchange.
 
         Args:
             index: which of the steps that were asked for.
             step: its number in the trace, where every step is placed.
         """
-        chunks = [s.ended - s.begun for s in spans if (s.part, s.operator) == ("forward", "exchange_back")]
+        chunks = [s.ended - s.begun for s in spans if (s.part, s.operator) == ("forward", "exchange")]
         each = len(chunks) // self.layers
-        back = [sum(chunks[layer * each :][:each]) for layer in range(self.layers)]
+        there = [sum(chunks[layer * each :][:each]) for layer in range(self.layers)]
         layers, spent = self.layers, self.spent
         # The last step of a trace plans none.
         placed = spent["place"][(step + 1) * layers :][:layers] or [0.0] * layers
@@ -222,7 +222,7 @@ class Clocked:
         calls = layers * shapes.WORLD_SIZE
         assigned = spent["assign"][index * calls : (index + 1) * calls : shapes.WORLD_SIZE]
         calibrated = spent["calibrate"][index * layers :][:layers]
-        late = sum(max(0.0, a / shapes.CORES - b) for a, b in zip(placed, back, strict=True))
+        late = sum(max(0.0, a / shapes.CORES - b) for a, b in zip(placed, there, strict=True))
         return late + (sum(assigned) + sum(calibrated)) / shapes.CORES
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, zip_longest
 
 import torch
@@ -11,6 +11,7 @@ from torch.fx import Node
 from hecate.passes.final.in_flight import InFlight, in_flight
 from hecate.passes.final.node_cost import Clock, is_heavy
 from hecate.passes.final.positions import Key, Phase, Plan
+from hecate.passes.fx import is_getitem
 from hecate.runtime.comm.collective import start_of, wait_of
 
 
@@ -20,6 +21,9 @@ def defer(plan: Plan, clock: Clock) -> None:
     The order of starts stays: a matmul does not move behind an exchange if a start before or at it needs the result.
     Where one exchange of a layer is filled, the next of the same layer takes the rest, and the last takes all that is
     left; so what a matmul reads is kept for one layer longer at most.
+
+    Counts of rows are small, and all ranks wait for the last rank's. So behind their start comes also what else there
+    is between the router and them: rows in the order of their experts, scores.
     """
     order = plan.sorted()
     position = {node: index for index, node in enumerate(order)}
@@ -35,6 +39,9 @@ def defer(plan: Plan, clock: Clock) -> None:
             node for node in order[begin:at]
             if is_heavy(node) and not _is_random(node) and needed.get(node, plan.end) > here
         ]  # fmt: skip
+        if one.collective.carries == "counts":
+            for turn in _beside_counts(order, begin, at, needed, here):
+                plan.key[order[turn]] = Key(here, Phase.BEHIND_START, turn)
         left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, order[at + 1 : until]))
         carried = []
         for node in waiting:
@@ -45,6 +52,30 @@ def defer(plan: Plan, clock: Clock) -> None:
                 plan.key[node] = Key(here, Phase.BEHIND_START, position[node])
         begin = at + 1
     _bring_along(order, plan)
+
+
+def _beside_counts(order: Sequence[Node], begin: int, at: int, needed: Mapping[Node, int], here: int) -> list[int]:
+    """Positions of what stands behind the router's matmul and in front of counts, and is needed by later starts only.
+
+    Args:
+        begin, at: of ``order``, where to look: behind the start before, and in front of that of counts.
+        needed: from :func:`_first_start_that_needs`.
+        here: where that of counts stands.
+    """
+    found, stays = [], set[Node]()
+    for turn in reversed(range(begin, at)):
+        node = order[turn]
+        late = needed.get(node, here + 1) > here
+        if is_heavy(node) and not late:
+            break
+        if is_getitem(node) and not node.users:
+            continue
+        # What draws random numbers must not be held up either.
+        if not late or not node.users or _is_half(node) or _is_random(node) or not stays.isdisjoint(node.users):
+            stays.add(node)
+        elif not is_heavy(node):
+            found.append(turn)
+    return found
 
 
 def _may_wait_for(following: InFlight | None, one: InFlight, needed: int, plan: Plan) -> bool:
@@ -70,8 +101,7 @@ def _bring_along(order: Sequence[Node], plan: Plan) -> None:
     """What only deferred nodes use comes with them, so that it does not delay the exchange either."""
     moved = {node for node in order if plan.key[node].phase is Phase.BEHIND_START}
     for turn, node in reversed(list(enumerate(order))):
-        is_half = start_of(node.target) is not None or wait_of(node.target) is not None
-        if is_half or node in moved or not node.users or _is_random(node):
+        if _is_half(node) or node in moved or not node.users or _is_random(node):
             continue
         if all(user in moved for user in node.users):
             first = min(plan.key[user] for user in node.users)
@@ -105,8 +135,7 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
         exchanges += started is not None and started.role == "exchange"
         if left <= 0 or exchanges > 1:
             break
-        is_half = started is not None or wait_of(node.target) is not None
-        if is_half or any(source in blocked for source in node.all_input_nodes):
+        if _is_half(node) or any(source in blocked for source in node.all_input_nodes):
             blocked.add(node)
         elif is_heavy(node):
             chain = sorted(_needed_after(node, at, position, moved), key=position.__getitem__)
@@ -130,6 +159,11 @@ def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequenc
                 found.add(source)
                 stack.append(source)
     return found
+
+
+def _is_half(node: Node) -> bool:
+    """Of a collective."""
+    return start_of(node.target) is not None or wait_of(node.target) is not None
 
 
 def _is_random(node: Node) -> bool:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -85,9 +86,8 @@ class Span:
     @classmethod
     def of(cls, note: str) -> Span:
         """A span that starts now, from the note that the graph gave the collective (``collective_notes``)."""
-        part, operator, predicted, behind, sent, subject = note.split(" ", 5)
-        now = time.perf_counter()
-        return cls(part, operator, subject, float(predicted), float(behind), now, predicted_bytes=float(sent))
+        part, operator, subject, predicted, behind, sent = _read(note)
+        return cls(part, operator, subject, predicted, behind, time.perf_counter(), predicted_bytes=sent)
 
     @property
     def title(self) -> str:
@@ -105,6 +105,34 @@ class Span:
         return self.ready - self.waited
 
 
+@lru_cache(maxsize=4096)
+def _read(note: str) -> tuple[str, str, str, float, float, float]:
+    """The parts of a note; a graph gives the same ones in every step."""
+    part, operator, predicted, behind, sent, subject = note.split(" ", 5)
+    return part, operator, subject, float(predicted), float(behind), float(sent)
+
+
+class _Latch:
+    """Shut until it is opened, once. What :class:`threading.Event` does, without the lock around its lock."""
+
+    def __init__(self) -> None:
+        self._shut = threading.Lock()
+        self._shut.acquire()
+
+    def open(self) -> None:
+        self._shut.release()
+
+    @property
+    def is_open(self) -> bool:
+        """For the thread that waits: while another one does, it may seem shut."""
+        return not self._shut.locked()
+
+    def wait(self) -> None:
+        """Return when it is open."""
+        with self._shut:
+            pass
+
+
 @dataclass(eq=False)
 class _Pending:
     """A job on its way. What it holds is let go as soon as it is waited for."""
@@ -114,7 +142,7 @@ class _Pending:
     queue: CollectiveQueue
     # A mode of the thread that starts the job, like the tensors that are in it.
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
-    done: threading.Event = field(default_factory=threading.Event)
+    done: _Latch = field(default_factory=_Latch)
     result: Any = None
     error: BaseException | None = None
     stream: Any = None
@@ -130,7 +158,7 @@ class _Pending:
             self.error = error
         finally:
             self.span.ended = time.perf_counter()
-            self.done.set()
+            self.done.open()
 
     def wait(self) -> Any:
         self.span.waited = time.perf_counter()
@@ -199,7 +227,7 @@ class CollectiveQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way, as far as the host knows."""
-        return self._lane is None and (self._last is None or self._last.done.is_set())
+        return self._lane is None and (self._last is None or self._last.done.is_open)
 
     def drain(self) -> None:
         """Wait until nothing is on its way."""

@@ -280,6 +280,47 @@ def test_what_a_start_needs_stays_before_it() -> None:
     same(gm, inputs, expected)
 
 
+def test_counts_leave_before_rows_are_put_in_order() -> None:
+    """What lies between the router and counts and is not needed for them comes behind their start, in order."""
+    layer = number_of(add_layer(name="counted", owners=Owners.contiguous(E, 1), world=SINGLE))
+    ops = torch.ops.hecate
+
+    def forward(
+        x: torch.Tensor, router: torch.Tensor, placement: torch.Tensor, offsets: torch.Tensor,
+        ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        before = x.cos()
+        logits = before @ router
+        scores = logits.softmax(-1)
+        rows = before.index_select(0, logits[:, 0].argsort())
+        noise = torch.bernoulli(torch.full_like(logits, 0.5).tan())
+        counts = ops.gather_counts(offsets + logits.sum().mul(0).to(torch.int32), placement, layer)
+        home = ops.exchange_back(ops.exchange(rows, *ticket, layer).sin(), *ticket, R, layer)
+        return [home * scores[:, :1] * noise[:, :1] + before, counts]
+
+    inputs = [
+        torch.randn(R, H), torch.randn(H, E), torch.full((E, 1), 2, dtype=torch.int8),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+    ]  # fmt: skip
+    gm = make_fx(forward, tracing_mode="fake")(*inputs)
+    torch.manual_seed(0)
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm)
+    nodes = list(gm.graph.nodes)
+    position = {getattr(node.target, "overloadpacket", None): nodes.index(node) for node in nodes}
+    aten, (counts, exchange, _) = torch.ops.aten, sorted(in_flight(nodes), key=lambda one: nodes.index(one.start))
+    start = nodes.index(counts.start)
+    assert counts.collective.carries == "counts"
+    beside = [position[one] for one in (aten._softmax, aten.sort, aten.index_select) if one in position]
+    assert len(beside) == 3
+    assert start < beside[0] < beside[1] < beside[2] < nodes.index(exchange.start)
+    # What the router needs, what counts need, and what is drawn stay.
+    assert max(position[one] for one in (aten.cos, aten.mm, aten.sum, aten.tan, aten.bernoulli)) < start
+    torch.manual_seed(0)
+    same(gm, inputs, expected)
+
+
 def test_switched_off_everything_stays() -> None:
     gm, inputs = traced()
     expected = gm(*inputs)
