@@ -148,8 +148,8 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     def run() -> Tensor:
         return gather_rows(collectives.all_to_all(leaving, send, receive, record.world), order, dtype)
 
-    # While rows are on their way, the host has nothing to do. In a backward there is a plan already.
-    return Job(record.world.queue, run, meanwhile=record.placer.plan_ahead, label=record.placer.label("exchange"))
+    planning = record.planning(homeward=False)
+    return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange"))
 
 
 def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
@@ -173,7 +173,8 @@ def _exchange_back(
         # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
         return scatter_rows(returned, order, num_rows, dtype)
 
-    return Job(record.world.queue, run, label=record.placer.label("exchange_back"))
+    planning = record.planning(homeward=True)
+    return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_back"))
 
 
 def _exchange_back_fake(

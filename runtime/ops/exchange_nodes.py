@@ -100,9 +100,8 @@ def _exchange_nodes(
         copies = _inside(gather_rows(here, middle), spread, collected, record)
         return gather_rows(copies, order, dtype)
 
-    return Job(
-        record.world.queue, run, meanwhile=record.placer.plan_ahead, label=record.placer.label("exchange_nodes")
-    )
+    planning = record.planning(homeward=False)
+    return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_nodes"))
 
 
 def _exchange_nodes_fake(
@@ -132,7 +131,8 @@ def _exchange_nodes_back(
         sums = _sum_rows(copies, middle, sum(into)).to(wire)
         return scatter_rows(collectives.all_to_all(sums, into, out, record.world), order, num_rows, dtype)
 
-    return Job(record.world.queue, run, label=record.placer.label("exchange_nodes_back"))
+    planning = record.planning(homeward=True)
+    return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_nodes_back"))
 
 
 def _exchange_nodes_back_fake(

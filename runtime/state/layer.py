@@ -6,6 +6,7 @@ recompile. It holds the number, and the operators look the rest up here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +73,13 @@ class Layer:
     def sizes(self) -> LayerSizes:
         """What one of its experts weighs on the wire, and what a row weighs and computes."""
         return self.placer.sizes
+
+    def planning(self, *, homeward: bool) -> Callable[[], None] | None:
+        """Plans the next step, unless it is planned: what the host does beside an exchange of rows.
+
+        Beside the one to experts. A GPU's host has their kernels to launch then, so it plans beside the one home.
+        """
+        return self.placer.plan_ahead if homeward == (self.world.device.type == "cuda") else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """What rows of ``dtype`` travel in."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -399,6 +401,9 @@ def test_the_next_step_is_planned_while_rows_are_on_their_way() -> None:
     assert planned is not None
     ops.exchange_back(rows, *ticket, 3, layer.id)
     assert layer.placer.plan.planned is planned
+    # The host of a GPU launches the experts first.
+    launches = replace(layer, world=replace(SINGLE, device=torch.device("cuda")))
+    assert (launches.planning(homeward=False), launches.planning(homeward=True)) == (None, layer.placer.plan_ahead)
 
 
 def test_ranks_that_plan_differently_are_told_layer_and_step() -> None:
