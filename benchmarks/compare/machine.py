@@ -74,6 +74,17 @@ def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> d
     return {name: _mean(statistics.median(found)) for name, found in times.items()}
 
 
+def measure_pace(step: Callable[[], object]) -> float:
+    """Seconds of one ``step`` that exchanges nothing, the mean over ranks, which call this together.
+
+    Against :func:`measure_alone` it says how fast the machine is now.
+    """
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return _mean(time.perf_counter() - start)
+
+
 def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World) -> float:
     """How many times as long ``step``, which exchanges nothing, takes while all ranks exchange rows in other threads.
 

@@ -130,8 +130,8 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
         if key not in captured:
             captured[key] = _capture(shape, cluster, policy, rates, name)
         made = captured[key]
-        simulator = Simulator(made, cluster)
         for workload in found:
+            simulator = Simulator(made, _slowed(cluster, pace(launch, workload)))
             counts = counts_of(workload, shape, cluster.ranks, launch["seed"])
             steps = [sample["step"] for sample in launch["samples"][workload][name]]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
@@ -146,6 +146,15 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
                 one.seconds + clocked.exposed(index, step, one.spans) for index, (step, one) in enumerate(done)
             )
     return found
+
+
+def pace(launch: Mapping[str, Any], workload: str) -> float:
+    """How many times as long compute took while a workload was timed as when rates were measured.
+
+    Before every round of steps ranks time a model that exchanges nothing. Launches from before they did so say 1.
+    """
+    found = launch.get("pace", {}).get(workload)
+    return statistics.median(found) / launch["alone"]["step"] if found else 1.0
 
 
 def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, times: float) -> Prediction:

@@ -21,7 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.machine import measure, measure_alone, measure_beside
+from benchmarks.compare.machine import measure, measure_alone, measure_beside, measure_pace
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of, timed_steps
 from benchmarks.emulator.throttle import throttled
@@ -162,6 +162,7 @@ def main() -> None:
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
             found["alone"]["beside"] = measure_beside(lonely[1].step, shape, world)
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
+            found["pace"] = {}
             for number, (workload, counts) in enumerate(traces.items()):
                 for entry in entries.values():
                     entry.system.begin()
@@ -171,7 +172,10 @@ def main() -> None:
                 samples: dict[str, list[Any]] = {name: [] for name in entries}
                 # Whatever a system leaves behind, in caches or on the link, is there for another one each time.
                 turns = np.random.default_rng([seed, number])
+                paces = found["pace"][workload] = []
                 for step in steps:
+                    # The machine is not as fast in all minutes.
+                    paces.append(measure_pace(lonely[1].step))
                     for name in turns.permutation(list(entries)).tolist():
                         entry = entries[name]
                         runner.load(entry, even if entry.balanced else counts, step)

@@ -92,6 +92,13 @@ def test_what_overlaps_counts_once() -> None:
     assert predict.covered([(1.0, 3.0), (2.0, 4.0), (2.5, 2.7), (5.0, 5.5)]) == pytest.approx(3.5)
 
 
+def test_a_workload_is_predicted_at_the_pace_that_the_machine_had_then() -> None:
+    launch = {"alone": {"step": 0.5}, "pace": {"zipf": [0.6, 0.9, 0.5], "natural": [0.5]}}
+    assert predict.pace(launch, "zipf") == pytest.approx(1.2)
+    assert predict.pace(launch, "natural") == pytest.approx(1.0)
+    assert predict.pace({"alone": {"step": 0.5}}, "zipf") == 1.0, "launches from before paces were measured"
+
+
 def test_compute_is_slower_for_the_part_of_a_step_in_which_something_travels() -> None:
     class Half:
         """A second of compute at full speed, and a collective for half of the step."""
