@@ -6,8 +6,11 @@
 The former commit runs its own code, engine and benchmark, in a checkout of its own, on the same links. Launches take
 turns, and every second pair in the other order. Both time the steps that the former draws. A line is the median over
 pairs of launches, with their range; what one launch says is the median over its steps, without what moves between
-them. With --auto there is a line more, of
-today's default, replicas="auto", against the former two replicas. Results go to build/benchmarks/against.CELL.json.
+them. The machine is not as fast in one launch as in the other: where both have timed a model that exchanges nothing
+before every round, a column says what the ratio is when today's compute is taken to have been as fast as the former's
+(that of a step on links of no time; what a step takes beyond that is left as it is). What made that model itself
+faster since counts for nothing in this column. With --auto there is a line more, of today's default, replicas="auto",
+against the former two replicas. Results go to build/benchmarks/against.CELL.json.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ from typing import Any
 
 from benchmarks.compare.__main__ import calibrate
 from benchmarks.compare.cells import known
+from benchmarks.compare.machine import pace_of
 from benchmarks.results_folder import results_folder
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = ("static EP", "hecate", "bound: free links")
 # With --auto: what only today's version has, and what it is held against.
 AUTO = {"hecate (auto)": "hecate"}
+# Beside the systems of a workload: seconds of a model that exchanges nothing.
+PACE = "pace"
 _LAUNCH = """
 import json, sys
 from benchmarks.compare.__main__ import run_cell
@@ -95,12 +101,14 @@ def steps_of(found: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def medians(found: dict[str, Any], steps: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
-    """Seconds of a step: workload -> system -> median over those of ``steps``."""
+    """Seconds of a step: workload -> system -> median over those of ``steps``; and the pace, if it was measured."""
+    paces = found.get("pace", {})
     return {
         workload: {
             name: statistics.median(s["seconds"] for s in samples if s["step"] in steps[workload])
             for name, samples in systems.items()
         }
+        | ({PACE: pace_of(paces[workload])} if paces.get(workload) else {})
         for workload, systems in found["samples"].items()
     }
 
@@ -111,23 +119,48 @@ def lines_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str
     Args:
         pairs: of every pair of launches the former medians and those of today.
     """
-    lines = ["| workload | system | now, s | times as fast as before, median (range) | free links / now |"]
-    lines.append("|---|---|---|---|---|")
-    ours = []
+    lines = [
+        "| workload | system | now, s | times as fast as before, median (range) | at equal pace | free links / now |",
+        "|---|---|---|---|---|---|",
+    ]
+    ours, ours_paced = [], []
     for workload in pairs[0][1]:
         for system in (*SYSTEMS[:2], *(name for name in AUTO if name in pairs[0][1][workload])):
             was = AUTO.get(system, system)
             ratios = [before[workload][was] / now[workload][system] for before, now in pairs]
             seconds = statistics.median(now[workload][system] for _, now in pairs)
             share = statistics.median(now[workload][SYSTEMS[2]] / now[workload][system] for _, now in pairs)
-            middle = statistics.median(ratios)
+            paced = [at_equal_pace(before[workload], now[workload], system) for before, now in pairs]
+            told = [ratio for ratio in paced if ratio is not None]
             if system == SYSTEMS[1]:
-                ours.append(middle)
+                ours.append(statistics.median(ratios))
+                ours_paced += [statistics.median(told)] if told else []
             shown = f"{share:.0%}" if system != SYSTEMS[0] else ""
-            spread = f"{middle:.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-            lines.append(f"| {workload} | {system} | {seconds:.3f} | {spread} | {shown} |")
+            line = (workload, system, f"{seconds:.3f}", _spread(ratios), _spread(told), shown)
+            lines.append(f"| {' | '.join(line)} |")
     lines.append(f"\nhecate, geometric mean of these medians: {statistics.geometric_mean(ours):.3f}")
+    if ours_paced:
+        lines[-1] += f", at equal pace {statistics.geometric_mean(ours_paced):.3f}"
     return lines
+
+
+def at_equal_pace(before: Mapping[str, float], now: Mapping[str, float], system: str) -> float | None:
+    """How many times as fast a system of Hecate is, had the machine been as fast in both launches.
+
+    Args:
+        before, now: of one workload, from :func:`medians`.
+
+    Returns:
+        None if a launch has no pace, or the system waits for more than its links.
+    """
+    if system == SYSTEMS[0] or PACE not in before or PACE not in now:
+        return None
+    compute = now[SYSTEMS[2]]
+    return before[AUTO.get(system, system)] / (now[system] - compute + compute * before[PACE] / now[PACE])
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})" if ratios else ""
 
 
 def main() -> None:

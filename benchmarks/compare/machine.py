@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,15 +74,23 @@ def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> d
     return {name: _mean(statistics.median(found)) for name, found in times.items()}
 
 
-def measure_pace(step: Callable[[], object]) -> float:
-    """Seconds of one ``step`` that exchanges nothing, the mean over ranks, which call this together.
+def measure_pace(step: Callable[[], object]) -> list[float]:
+    """Seconds of one ``step`` that exchanges nothing, on each rank. All ranks together.
 
-    Against :func:`measure_alone` it says how fast the machine is now.
+    Against :func:`measure_alone` it says how fast the machine is now. One comes before it, as other models ran last.
     """
+    step()
     dist.barrier()
     start = time.perf_counter()
     step()
-    return _mean(time.perf_counter() - start)
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, time.perf_counter() - start)
+    return found
+
+
+def pace_of(rounds: Sequence[Sequence[float]]) -> float:
+    """What :func:`measure_pace` found in some rounds: of each rank the median, and of these the mean."""
+    return statistics.mean(map(statistics.median, zip(*rounds, strict=True)))
 
 
 def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World) -> float:

@@ -25,6 +25,7 @@ import torch
 import hecate
 from benchmarks.compare import routing, shapes, store, systems
 from benchmarks.compare.figures import Spread
+from benchmarks.compare.machine import pace_of
 from benchmarks.compare.rank import MANY
 from benchmarks.compare.workloads import counts_of
 from benchmarks.emulator.quota import QUOTA_US
@@ -153,8 +154,10 @@ def pace(launch: Mapping[str, Any], workload: str) -> float:
 
     Before every round of steps ranks time a model that exchanges nothing. Launches from before they did so say 1.
     """
-    found = launch.get("pace", {}).get(workload)
-    return statistics.median(found) / launch["alone"]["step"] if found else 1.0
+    rounds = launch.get("pace", {}).get(workload)
+    if not rounds:
+        return 1.0
+    return pace_of(rounds) / float(launch["alone"]["step"])
 
 
 def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, times: float) -> Prediction:
@@ -221,9 +224,10 @@ class Clocked:
             index: which of the steps that were asked for.
             step: its number in the trace, where every step is placed.
         """
-        chunks = [s.ended - s.begun for s in spans if (s.part, s.operator) == ("forward", "exchange")]
-        each = len(chunks) // self.layers
-        there = [sum(chunks[layer * each :][:each]) for layer in range(self.layers)]
+        going = ("exchange", "exchange_nodes")
+        chunks = [s.ended - s.begun for s in spans if s.part == "forward" and s.operator in going]
+        # The first chunk of each layer.
+        there = chunks[:: max(1, len(chunks) // self.layers)]
         layers, spent = self.layers, self.spent
         # The last step of a trace plans none.
         placed = spent["place"][(step + 1) * layers :][:layers] or [0.0] * layers

@@ -22,8 +22,8 @@ def kind_of(operator: str) -> str:
 def seconds_waited(spans: Iterable[Sequence[Any]]) -> dict[str, float]:
     """By kind, from spans ``(part, operator, begun, ended, waited, ready)`` of one rank.
 
-    What the host does before it asks for a collective's result, such as planning while rows are on their way, is in
-    the seconds of that collective.
+    What the host does between asking for a collective's result and taking it, such as planning while rows travel,
+    is in the seconds of that collective.
     """
     found = dict.fromkeys(KINDS, 0.0)
     for _, operator, _, _, waited, ready in spans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice, zip_longest
 
 import torch
@@ -22,8 +22,8 @@ def defer(plan: Plan, clock: Clock) -> None:
     Where one exchange of a layer is filled, the next of the same layer takes the rest, and the last takes all that is
     left; so what a matmul reads is kept for one layer longer at most.
 
-    Counts of rows are small, and all ranks wait for the last rank's. So behind their start comes also what else there
-    is between the router and them: rows in the order of their experts, scores.
+    Counts of rows are small, and all ranks wait for the last rank's. So behind their start comes also what stands
+    between the router and them for later: rows in the order of their experts, scores.
     """
     order = plan.sorted()
     position = {node: index for index, node in enumerate(order)}
@@ -35,14 +35,16 @@ def defer(plan: Plan, clock: Clock) -> None:
         at, until = position[one.start], position[one.wait]
         here = plan.key[one.start].node
         # Those of the layer before this one went behind its last exchange.
+        drawn = _drawn_from(order[begin:at])
         waiting = carried + [
             node for node in order[begin:at]
-            if is_heavy(node) and not _is_random(node) and needed.get(node, plan.end) > here
+            if is_heavy(node) and node not in drawn and needed.get(node, plan.end) > here
         ]  # fmt: skip
-        if one.collective.carries == "counts":
-            for turn in _beside_counts(order, begin, at, needed, here):
-                plan.key[order[turn]] = Key(here, Phase.BEHIND_START, turn)
         left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, order[at + 1 : until]))
+        if one.collective.carries == "counts":
+            for turn in _beside_counts(order, begin, at, needed, here, drawn):
+                plan.key[order[turn]] = Key(here, Phase.BEHIND_START, turn)
+                left -= clock.seconds(order[turn])
         carried = []
         for node in waiting:
             if left <= 0 and _may_wait_for(following, one, needed.get(node, plan.end), plan):
@@ -54,13 +56,16 @@ def defer(plan: Plan, clock: Clock) -> None:
     _bring_along(order, plan)
 
 
-def _beside_counts(order: Sequence[Node], begin: int, at: int, needed: Mapping[Node, int], here: int) -> list[int]:
+def _beside_counts(
+    order: Sequence[Node], begin: int, at: int, needed: Mapping[Node, int], here: int, drawn: Container[Node]
+) -> list[int]:
     """Positions of what stands behind the router's matmul and in front of counts, and is needed by later starts only.
 
     Args:
         begin, at: of ``order``, where to look: behind the start before, and in front of that of counts.
         needed: from :func:`_first_start_that_needs`.
         here: where that of counts stands.
+        drawn: from :func:`_drawn_from`.
     """
     found, stays = [], set[Node]()
     for turn in reversed(range(begin, at)):
@@ -70,11 +75,23 @@ def _beside_counts(order: Sequence[Node], begin: int, at: int, needed: Mapping[N
             break
         if is_getitem(node) and not node.users:
             continue
-        # What draws random numbers must not be held up either.
-        if not late or not node.users or _is_half(node) or _is_random(node) or not stays.isdisjoint(node.users):
+        if not late or node in drawn or _has_effect(node) or not stays.isdisjoint(node.users):
             stays.add(node)
         elif not is_heavy(node):
             found.append(turn)
+    return found
+
+
+def _has_effect(node: Node) -> bool:
+    return _is_half(node) or not node.users or node.is_impure()
+
+
+def _drawn_from(nodes: Sequence[Node]) -> set[Node]:
+    """Of these, what draws random numbers, and what that needs: held up, it would draw after others."""
+    found = set[Node]()
+    for node in reversed(nodes):
+        if _is_random(node) or not found.isdisjoint(node.users):
+            found.add(node)
     return found
 
 
@@ -167,5 +184,5 @@ def _is_half(node: Node) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Random numbers keep their order, so what draws them stays."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Random numbers keep their order, so what draws them stays; also inside of an operator that keeps the state."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in (node.target, *node.args))

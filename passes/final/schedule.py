@@ -12,7 +12,8 @@ Changes  the order of nodes, by these rules:
             or where more than ``prefetch_bytes`` would be on their way.
          4. The chunks of a layer's rows start as soon as they are there.
          5. Matmuls that an exchange needs not for its start move behind it: the weight gradients of experts, which
-            autograd puts in front of it, and dense ones. Behind the start of counts comes all that they do not need.
+            autograd puts in front of it, and dense ones. Behind the start of counts comes what stands between the
+            router and them for later.
          6. Matmuls that do not need an exchange (shared experts) move before its wait, as many as fit into its
             predicted time.
 Never    changes values; changes the order of starts by sizes that may differ between ranks.

@@ -2,7 +2,7 @@
 
 Every rank runs its policy on the same counts and so comes to the same placement without talking. A digest of all
 placements so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
-layer and the step. A placement is made when its layer's exchange of the step before is done, so the next layer's
+layer and the step. A placement is made beside its layer's exchange of rows in the step before, so the next layer's
 exchange compares it before it is used; that of a model's only MoE layer, and what ``calibrate`` adds, is compared
 in the exchange after.
 """

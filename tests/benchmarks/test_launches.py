@@ -158,6 +158,20 @@ def test_todays_default_is_held_against_the_former_two_replicas() -> None:
     former = {"zipf": {"static EP": 4.0, "hecate": 3.0, "bound: free links": 1.0}}
     now = {"zipf": {"static EP": 4.0, "hecate": 2.0, "bound: free links": 1.0, "hecate (auto)": 1.5}}
     lines = against.lines_of([(former, now)])
-    assert "| zipf | hecate | 2.000 | 1.50 (1.50 - 1.50) | 50% |" in lines
-    assert "| zipf | hecate (auto) | 1.500 | 2.00 (2.00 - 2.00) | 67% |" in lines
+    assert "| zipf | hecate | 2.000 | 1.50 (1.50 - 1.50) |  | 50% |" in lines
+    assert "| zipf | hecate (auto) | 1.500 | 2.00 (2.00 - 2.00) |  | 67% |" in lines
     assert lines[-1].endswith(": 1.500"), "the mean is over hecate's lines alone"
+
+
+def test_a_machine_that_was_slower_meanwhile_is_taken_out() -> None:
+    """Of 3 seconds now 2 are compute, which took twice as long as it would have before."""
+    samples = {
+        "zipf": {name: [{"step": 1, "seconds": s}] for name, s in zip(against.SYSTEMS, (4.0, 3.0, 2.0), strict=True)}
+    }
+    now = against.medians({"samples": samples, "pace": {"zipf": [[1.0, 1.2], [0.9, 1.6], [5.0, 1.0]]}}, {"zipf": [1]})
+    assert now["zipf"][against.PACE] == pytest.approx(1.1)
+    former = {"zipf": now["zipf"] | {against.PACE: 0.55}}
+    lines = against.lines_of([(former, now)])
+    assert "| zipf | hecate | 3.000 | 1.00 (1.00 - 1.00) | 1.50 (1.50 - 1.50) | 67% |" in lines
+    assert "| zipf | static EP | 4.000 | 1.00 (1.00 - 1.00) |  |  |" in lines
+    assert lines[-1].endswith(": 1.000, at equal pace 1.500")

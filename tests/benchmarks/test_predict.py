@@ -93,9 +93,9 @@ def test_what_overlaps_counts_once() -> None:
 
 
 def test_a_workload_is_predicted_at_the_pace_that_the_machine_had_then() -> None:
-    launch = {"alone": {"step": 0.5}, "pace": {"zipf": [0.6, 0.9, 0.5], "natural": [0.5]}}
-    assert predict.pace(launch, "zipf") == pytest.approx(1.2)
-    assert predict.pace(launch, "natural") == pytest.approx(1.0)
+    launch = {"alone": {"step": 0.5}, "pace": {"zipf": [[0.6, 0.5], [0.9, 0.7], [0.5, 0.9]], "natural": []}}
+    assert predict.pace(launch, "zipf") == pytest.approx(1.3), "medians of ranks, and their mean"
+    assert predict.pace(launch, "natural") == 1.0
     assert predict.pace({"alone": {"step": 0.5}}, "zipf") == 1.0, "launches from before paces were measured"
 
 
@@ -155,9 +155,9 @@ def test_planning_is_what_one_rank_plans_and_what_does_not_hide() -> None:
                 policy.calibrate(step, None, None)
                 for rank in range(8):
                     policy.assign(None, None, None, rank)
-    hidden = PredictedSpan(part="forward", operator="exchange_back", begun=0.0, ended=1.0)
-    shown = PredictedSpan(part="forward", operator="exchange_back", begun=0.0, ended=0.0)
-    other = PredictedSpan(part="backward", operator="exchange_back", begun=0.0, ended=5.0)
+    hidden = PredictedSpan(part="forward", operator="exchange", begun=0.0, ended=1.0)
+    shown = PredictedSpan(part="forward", operator="exchange", begun=0.0, ended=0.0)
+    other = PredictedSpan(part="backward", operator="exchange", begun=0.0, ended=5.0)
     first, second = (2 * (0.006 + calibrated) / shapes.CORES for calibrated in (0.004, 0.008))
     longer = 0.01 / shapes.CORES
     assert clocked.exposed(0, 1, [hidden, hidden, other]) == pytest.approx(first, rel=0.15)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -317,6 +318,37 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
     assert start < beside[0] < beside[1] < beside[2] < nodes.index(exchange.start)
     # What the router needs, what counts need, and what is drawn stay.
     assert max(position[one] for one in (aten.cos, aten.mm, aten.sum, aten.tan, aten.bernoulli)) < start
+    torch.manual_seed(0)
+    same(gm, inputs, expected)
+
+
+def test_draws_in_front_of_counts_keep_their_order() -> None:
+    """Also behind a matmul that no start needs, and inside of an operator that keeps the state of the generator."""
+    layer = number_of(add_layer(name="drawn", owners=Owners.contiguous(E, 1), world=SINGLE))
+    ops = torch.ops.hecate
+
+    def forward(
+        x: torch.Tensor, dense: torch.Tensor, router: torch.Tensor, placement: torch.Tensor, offsets: torch.Tensor,
+        ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        hidden = x @ dense
+        mask = torch.bernoulli(hidden.sigmoid())
+        _, wrapped = run_and_save_rng_state(torch.ops.aten.rand_like.default, x[:, :1])
+        logits = x @ router
+        noisy = logits + torch.rand_like(logits)
+        counts = ops.gather_counts(offsets + noisy.sum().mul(0).to(torch.int32), placement, layer)
+        home = ops.exchange_back(ops.exchange(x * wrapped, *ticket, layer).sin(), *ticket, R, layer)
+        return [home * mask, counts, noisy]
+
+    inputs = [
+        torch.randn(R, H), torch.randn(H, H), torch.randn(H, E), torch.full((E, 1), 2, dtype=torch.int8),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+    ]  # fmt: skip
+    gm = make_fx(forward, tracing_mode="fake")(*inputs)
+    torch.manual_seed(0)
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm)
     torch.manual_seed(0)
     same(gm, inputs, expected)
 
