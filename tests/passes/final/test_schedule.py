@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -281,6 +281,19 @@ def test_what_a_start_needs_stays_before_it() -> None:
     same(gm, inputs, expected)
 
 
+def scheduled(forward: Callable[..., list[torch.Tensor]], dense: list[torch.Tensor]) -> GraphModule:
+    """``forward`` of dense tensors, a placement, offsets and a ticket, after the passes. It must draw as before."""
+    ticket = [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]
+    inputs = [*dense, torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32), ticket]
+    gm = make_fx(forward, tracing_mode="fake")(*inputs)
+    torch.manual_seed(0)
+    expected = gm(*inputs)
+    run(FINAL_PASSES, gm)
+    torch.manual_seed(0)
+    same(gm, inputs, expected)
+    return gm
+
+
 def test_counts_leave_before_rows_are_put_in_order() -> None:
     """What lies between the router and counts and is not needed for them comes behind their start, in order."""
     layer = number_of(add_layer(name="counted", owners=Owners.contiguous(E, 1), world=SINGLE))
@@ -299,15 +312,7 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
         home = ops.exchange_back(ops.exchange(rows, *ticket, layer).sin(), *ticket, R, layer)
         return [home * scores[:, :1] * noise[:, :1] + before, counts]
 
-    inputs = [
-        torch.randn(R, H), torch.randn(H, E), torch.full((E, 1), 2, dtype=torch.int8),
-        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
-    ]  # fmt: skip
-    gm = make_fx(forward, tracing_mode="fake")(*inputs)
-    torch.manual_seed(0)
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm)
+    gm = scheduled(forward, [torch.randn(R, H), torch.randn(H, E)])
     nodes = list(gm.graph.nodes)
     position = {getattr(node.target, "overloadpacket", None): nodes.index(node) for node in nodes}
     aten, (counts, exchange, _) = torch.ops.aten, sorted(in_flight(nodes), key=lambda one: nodes.index(one.start))
@@ -318,8 +323,6 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
     assert start < beside[0] < beside[1] < beside[2] < nodes.index(exchange.start)
     # What the router needs, what counts need, and what is drawn stay.
     assert max(position[one] for one in (aten.cos, aten.mm, aten.sum, aten.tan, aten.bernoulli)) < start
-    torch.manual_seed(0)
-    same(gm, inputs, expected)
 
 
 def test_draws_in_front_of_counts_keep_their_order() -> None:
@@ -333,24 +336,14 @@ def test_draws_in_front_of_counts_keep_their_order() -> None:
     ) -> list[torch.Tensor]:  # fmt: skip
         hidden = x @ dense
         mask = torch.bernoulli(hidden.sigmoid())
-        _, wrapped = run_and_save_rng_state(torch.ops.aten.rand_like.default, x[:, :1])
+        _, wrapped = run_and_save_rng_state(torch.ops.aten.rand_like.default, (x @ dense.t())[:, :1])
         logits = x @ router
         noisy = logits + torch.rand_like(logits)
         counts = ops.gather_counts(offsets + noisy.sum().mul(0).to(torch.int32), placement, layer)
         home = ops.exchange_back(ops.exchange(x * wrapped, *ticket, layer).sin(), *ticket, R, layer)
         return [home * mask, counts, noisy]
 
-    inputs = [
-        torch.randn(R, H), torch.randn(H, H), torch.randn(H, E), torch.full((E, 1), 2, dtype=torch.int8),
-        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
-    ]  # fmt: skip
-    gm = make_fx(forward, tracing_mode="fake")(*inputs)
-    torch.manual_seed(0)
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm)
-    torch.manual_seed(0)
-    same(gm, inputs, expected)
+    scheduled(forward, [torch.randn(R, H), torch.randn(H, H), torch.randn(H, E)])
 
 
 def test_switched_off_everything_stays() -> None:

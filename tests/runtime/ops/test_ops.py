@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -386,24 +384,6 @@ def test_owners_that_changed_before_the_backward_are_named() -> None:
     layer.placer.change_owners(Owners((0, 0, 0), 1))
     with pytest.raises(RuntimeError, match=r"blocks\.3\.experts changed owners"):
         torch.ops.hecate.sparse_reduce_scatter([torch.zeros(2, 3)], [torch.zeros(0, 3)], stale, 2, layer.id)
-
-
-def test_the_next_step_is_planned_while_rows_are_on_their_way() -> None:
-    """Behind the exchange to experts: its placement is compared in the next layer's exchange, before it is used."""
-    layer = add_layer(name="planned", owners=Owners.contiguous(4, 1), world=SINGLE)
-    exchange, ops = collective_named("exchange"), torch.ops.hecate
-    rows, ticket = torch.randn(3, 2), [torch.tensor([[3], [3]]), torch.arange(3), torch.arange(3)]
-    ops.place(rows, layer.id)
-    started = exchange.start(rows, *ticket, layer.id, [], "forward exchange 0 0 0 planned")
-    assert layer.placer.plan.planned is None
-    torch.testing.assert_close(exchange.wait(started, rows, *ticket, layer.id), rows)
-    planned = layer.placer.plan.planned
-    assert planned is not None
-    ops.exchange_back(rows, *ticket, 3, layer.id)
-    assert layer.placer.plan.planned is planned
-    # The host of a GPU launches the experts first.
-    launches = replace(layer, world=replace(SINGLE, device=torch.device("cuda")))
-    assert (launches.planning(homeward=False), launches.planning(homeward=True)) == (None, layer.placer.plan_ahead)
 
 
 def test_ranks_that_plan_differently_are_told_layer_and_step() -> None:

@@ -1,4 +1,4 @@
-"""What a policy returns is checked before a step runs on it, and the message names the policy."""
+"""What a policy returns is checked before a step runs on it, and when it is asked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.collective import collective_named
+from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
+from hecate.runtime.state.layer import add_layer
 from hecate.runtime.state.layer_plan import LayerPlacer
 from hecate.runtime.state.placer import Placer
 
@@ -116,3 +118,21 @@ def test_quotas(quotas: Any, message: str) -> None:
 def test_right_quotas_pass() -> None:
     found = placer("assign", lambda *_: right()).assign(Placement.owned(OWNERS), COUNTS)
     assert np.array_equal(found.sends, right().sends)
+
+
+def test_the_next_step_is_planned_while_rows_are_on_their_way() -> None:
+    """Behind the exchange to experts: its placement is compared in the next layer's exchange, before it is used."""
+    layer = add_layer(name="planned", owners=Owners.contiguous(4, 1), world=SINGLE)
+    exchange, ops = collective_named("exchange"), torch.ops.hecate
+    rows, ticket = torch.randn(3, 2), [torch.tensor([[3], [3]]), torch.arange(3), torch.arange(3)]
+    ops.place(rows, layer.id)
+    started = exchange.start(rows, *ticket, layer.id, [], "forward exchange 0 0 0 planned")
+    assert layer.placer.plan.planned is None
+    torch.testing.assert_close(exchange.wait(started, rows, *ticket, layer.id), rows)
+    planned = layer.placer.plan.planned
+    assert planned is not None
+    ops.exchange_back(rows, *ticket, 3, layer.id)
+    assert layer.placer.plan.planned is planned
+    # The host of a GPU launches the experts first.
+    launches = replace(layer, world=replace(SINGLE, device=torch.device("cuda")))
+    assert (launches.planning(homeward=False), launches.planning(homeward=True)) == (None, layer.placer.plan_ahead)
