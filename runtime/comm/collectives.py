@@ -1,13 +1,14 @@
 """Collectives on tensors whose first dimension is split unevenly over ranks.
 
-Everything is ``all_to_all_single`` or ``all_gather_into_tensor`` of ``torch.distributed``, so gloo and
-NCCL work alike. Sums run in rank order, which makes them deterministic.
+Everything is ``all_to_all_single`` or ``all_gather_into_tensor`` of ``torch.distributed``, or messages with gloo, so
+gloo and NCCL work alike. Sums run in rank order, which makes them deterministic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,13 +104,13 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
     if world.group is None:
         return out.copy_(rows)
     group, rows = world.group, rows.contiguous()
-    supervised(
-        "all_to_all",
-        lambda background: dist.all_to_all_single(out, rows, receive, send, group=group, async_op=background),
-        rows,
-        group,
-        (send, receive),
-    )
+
+    def start(background: bool) -> Any:
+        if gloo.carries(group, rows.device):
+            return gloo.exchange(out, rows, receive, send, group)
+        return dist.all_to_all_single(out, rows, receive, send, group=group, async_op=background)
+
+    supervised("all_to_all", start, rows, group, (send, receive))
     return out
 
 

@@ -3,6 +3,8 @@
 - It blocks its caller until the group's timeout. A collective that is waited for in rounds can be left.
 - The process of a rank that left one would not end before that timeout either. So the group is cut off: its
   connections are closed, which ends what is on its way here and on its peers.
+- A message cannot be waited for in rounds: the end of the first would cut the group off, and even to send one may
+  block. A thread of its own does both, and is left behind with it.
 - A message that is longer than expected is an exception in a thread of gloo's own, which ends the process without a
   word. That thread is held until ranks have found out what happened, see :func:`hold_fatal_errors`.
 """
@@ -14,9 +16,10 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,8 +30,8 @@ log = logging.getLogger("hecate")
 # How long one look at a collective takes, and how long a process that gloo wants to end is held for an explanation.
 ROUND = timedelta(seconds=1)
 _HELD = 20
-# A tag that no message has.
-_NOBODY = 2**31 - 1
+# The tag of messages, and one that no message has.
+_MESSAGE, _NOBODY = 0, 2**31 - 1
 
 
 # By group, the kinds of device for which gloo carries what they have.
@@ -61,6 +64,125 @@ def wait_in_rounds(work: Any, leave: Callable[[], None]) -> None:
                 work.wait()
                 return
         leave()
+
+
+class Messages:
+    """An exchange of messages; waited for like a collective of torch.distributed.
+
+    Args:
+        work: sends and receives them, and returns when that is done.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    def run(self) -> None:
+        """In a thread that may be left in it."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._work = None
+            self._under_way.release()
+
+    def is_completed(self) -> bool:
+        """Whether all have left and come, or none will any more."""
+        return not self._under_way.locked()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when all have left and come.
+
+        Raises:
+            RuntimeError: not within ``timeout``; a connection was closed; or the group's timeout is over.
+        """
+        if not self._under_way.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("messages are still on their way")
+        self._under_way.release()
+        if self._error is not None:
+            raise self._error
+
+
+class _Messenger:
+    """A thread that runs one exchange of messages after the other; it ends when this is let go."""
+
+    def __init__(self) -> None:
+        self._last: Messages | None = None
+        self._inbox: SimpleQueue[Messages | None] = SimpleQueue()
+        # A daemon: it may be left in messages that never come.
+        threading.Thread(target=_run, args=(self._inbox,), name="hecate-messages", daemon=True).start()
+        weakref.finalize(self, self._inbox.put, None).atexit = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is in an exchange that nobody waits for any more."""
+        return self._last is not None and not self._last.is_completed()
+
+    def give(self, messages: Messages) -> None:
+        self._last = messages
+        self._inbox.put(messages)
+
+
+def _run(inbox: SimpleQueue[Messages | None]) -> None:
+    while (messages := inbox.get()) is not None:
+        messages.run()
+        # What they held goes with them, not with the next ones.
+        del messages
+
+
+class _Messengers(threading.local):
+    """Of each thread that exchanges messages the one that does it for this thread."""
+
+    own: _Messenger | None = None
+
+
+_messengers = _Messengers()
+
+
+def exchange(
+    out: torch.Tensor, rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> Messages:
+    """Start an all-to-all as messages, and none between ranks that have nothing for each other.
+
+    All that comes is asked for before anything is sent. In gloo's own all-to-all a rank asks another for its rows
+    behind those that it sends to it, on the same connection: a rank that comes late gets nothing until its own rows
+    have left, so one link carries both directions one after the other. And there all ranks wait for all.
+
+    Args:
+        out: ``[sum(receive), ...]``, contiguous.
+        rows: ``[sum(send), ...]``, contiguous.
+        receive, send: rows from and to each rank, length W.
+    """
+    inference = torch.is_inference_mode_enabled()
+
+    def work() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            _exchange(out, rows, receive, send, group)
+
+    messages, own = Messages(work), _messengers.own
+    if own is None or own.is_left:
+        own = _messengers.own = _Messenger()
+    own.give(messages)
+    return messages
+
+
+def _exchange(
+    out: torch.Tensor, rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    rank, size = group.rank(), group.size()
+    coming, going = out.split(list(receive)), rows.split(list(send))
+    # Not all ranks begin with the same one.
+    turns = [(rank + turn) % size for turn in range(1, size)]
+    works = [group.recv([coming[other]], other, _MESSAGE) for other in reversed(turns) if receive[other]]
+    works += [group.send([going[other]], other, _MESSAGE) for other in turns if send[other]]
+    if send[rank]:
+        coming[rank].copy_(going[rank])
+    for one in works:
+        one.wait()
 
 
 def cut_off(group: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import collectives
+from hecate.runtime.comm import collectives, gloo
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import LayerView
@@ -204,18 +204,19 @@ def _log_collectives() -> list[str]:
     """A line for every collective from now on: its name, dtype, and the width of its rows."""
     calls: list[str] = []
 
-    def logged(name: str) -> None:
-        original = getattr(dist, name)
+    def logged(module: Any, name: str) -> None:
+        original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             calls.append(f"{name} {tensor.dtype} {list(tensor.shape[1:])}")
             return original(*args, **kwargs)
 
-        setattr(dist, name, call)
+        setattr(module, name, call)
 
     for name in ("all_to_all_single", "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor"):
-        logged(name)
+        logged(dist, name)
+    logged(gloo, "exchange")
     original = collectives._all_gather
     collectives._all_gather = lambda *args, **kwargs: (calls.append("all_gather_single"), original(*args, **kwargs))[
         1

@@ -1,0 +1,139 @@
+"""All-to-alls as messages over gloo: what comes, who waits for whom, and how a rank gets out of one."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hecate.runtime.comm import collectives, gloo
+from hecate.runtime.comm.world import World
+from tests.support.ranks import run_ranks
+
+_HERE = "tests.runtime.comm.test_messages"
+_SOON = timedelta(milliseconds=10)
+
+
+class Pretended:
+    """A group that notes what is asked of it.
+
+    Args:
+        until: opened when its messages may come.
+    """
+
+    def __init__(self, rank: int, size: int, until: threading.Event | None = None, fails: bool = False) -> None:
+        self._rank, self._size, self._until, self._fails = rank, size, until, fails
+        self.asked: list[tuple[str, int, int]] = []
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def recv(self, tensors: list[torch.Tensor], other: int, tag: int) -> Pretended:
+        self.asked.append(("receive", other, len(tensors[0])))
+        return self
+
+    def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> Pretended:
+        self.asked.append(("send", other, len(tensors[0])))
+        return self
+
+    def wait(self) -> None:
+        if self._until is not None:
+            self._until.wait()
+        if self._fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+def exchange(group: Any, receive: list[int], send: list[int]) -> gloo.Messages:
+    out, rows = torch.zeros(sum(receive), 2), torch.arange(2.0 * sum(send)).view(-1, 2)
+    return gloo.exchange(out, rows, receive, send, group)
+
+
+def test_all_is_asked_for_before_anything_is_sent_and_nothing_is_no_message() -> None:
+    group = Pretended(1, 4)
+    exchange(group, [3, 2, 0, 4], [0, 2, 5, 1]).wait()
+    assert group.asked == [("receive", 0, 3), ("receive", 3, 4), ("send", 2, 5), ("send", 3, 1)]
+
+
+def test_own_rows_stay_here() -> None:
+    out, rows = torch.zeros(3), torch.arange(4.0)
+    gloo.exchange(out, rows, [2, 1], [3, 1], Pretended(1, 2)).wait()
+    assert out.tolist() == [0, 0, 3]
+
+
+def test_messages_that_never_come_are_left_and_hold_up_no_others() -> None:
+    until = threading.Event()
+    left = exchange(Pretended(0, 2, until), [1, 1], [1, 1])
+    with pytest.raises(RuntimeError, match="on their way"):
+        left.wait(_SOON)
+    assert not left.is_completed()
+    exchange(Pretended(0, 2), [1, 1], [1, 1]).wait(timedelta(seconds=60))
+    until.set()
+    left.wait(timedelta(seconds=60))
+    assert left.is_completed()
+
+
+def test_the_error_of_a_message_is_raised_where_it_is_waited_for() -> None:
+    messages = exchange(Pretended(0, 2, fails=True), [1, 1], [1, 1])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            messages.wait()
+    assert messages.is_completed()
+
+
+def test_a_thread_that_ends_takes_its_messenger_along() -> None:
+    def messengers() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name == "hecate-messages"}
+
+    before = messengers()
+    found: list[threading.Thread] = []
+
+    def work() -> None:
+        exchange(Pretended(0, 2), [1, 1], [1, 1]).wait()
+        found.extend(messengers() - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    (messenger,) = found
+    messenger.join(60)
+    assert not messenger.is_alive()
+
+
+def on_ranks() -> str:
+    """Random all-to-alls beside a sum over ranks, and one in which a rank has nothing and comes later."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, group=dist.group.WORLD, device=torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        splits = torch.randint(-2, 4, (size, size), generator=draw).clamp(min=0)
+        rows = [(torch.rand(int(sent.sum()), 3, generator=draw) * 9).to(dtype) for sent in splits]
+        got = collectives.all_to_all(rows[rank], splits[rank].tolist(), splits[:, rank].tolist(), world)
+        parts = [all.split(sent.tolist())[rank] for all, sent in zip(rows, splits, strict=True)]
+        assert torch.equal(got, torch.cat(parts))
+        total = torch.ones(1)
+        collectives.all_reduce(total, world)
+        assert total.item() == size
+    # The last rank has nothing for the others, and they have nothing for it.
+    store = dist.distributed_c10d._get_default_store()
+    if rank == size - 1:
+        store.wait([f"done {other}" for other in range(size - 1)], timedelta(seconds=60))
+    mine = [1] * (size - 1) + [0] if rank < size - 1 else [0] * size
+    got = collectives.all_to_all(torch.full((sum(mine),), rank), mine, mine, world)
+    assert got.tolist() == (list(range(size - 1)) if rank < size - 1 else [])
+    store.set(f"done {rank}", "")
+    dist.barrier()
+    return "ok"
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_messages_equal_a_collective_and_wait_for_nobody_else() -> None:
+    assert run_ranks(f"{_HERE}:on_ranks", 3, timeout=240) == ["ok"] * 3
