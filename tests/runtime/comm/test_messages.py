@@ -23,6 +23,7 @@ class Pretended:
 
     Args:
         until: opened when its messages may come.
+        fails: they do not come.
     """
 
     def __init__(self, rank: int, size: int, until: threading.Event | None = None, fails: bool = False) -> None:
@@ -121,6 +122,8 @@ def on_ranks() -> str:
         total = torch.ones(1)
         collectives.all_reduce(total, world)
         assert total.item() == size
+    nothing = collectives.all_to_all(torch.ones(2 * size, 0), [2] * size, [2] * size, world)
+    assert nothing.shape == (2 * size, 0)
     # The last rank has nothing for the others, and they have nothing for it.
     store = dist.distributed_c10d._get_default_store()
     if rank == size - 1:
