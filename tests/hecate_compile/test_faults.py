@@ -34,7 +34,7 @@ _SOON = 60
 
 
 def model() -> torch.nn.Module:
-    # Rows cross in every exchange. With replicas two ranks may have nothing for each other, and wait for each other later.
+    # Rows cross in every exchange. With replicas two ranks may have nothing for each other, and meet later.
     config = hecate.Config(backend="aot_eager", policy="static")
     return hecate.compile(PlainLanguageModel(hidden=8, layers=2, experts=4), config)
 
