@@ -181,8 +181,13 @@ def _exchange(
     works += [group.send([going[other]], other, _MESSAGE) for other in turns if send[other]]
     if send[rank]:
         coming[rank].copy_(going[rank])
-    for one in works:
-        one.wait()
+    try:
+        for one in works:
+            one.wait()
+    except BaseException:
+        # Their destructors wait for a thread of gloo that may be held below.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(works))
+        raise
 
 
 def cut_off(group: dist.ProcessGroup) -> None:
