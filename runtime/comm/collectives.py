@@ -107,7 +107,7 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
 
     def start(background: bool) -> Any:
         if gloo.carries(group, rows.device):
-            return gloo.exchange(out, rows, receive, send, group)
+            return gloo.exchange(out, rows, receive, send, group, history_of(group).number)
         return dist.all_to_all_single(out, rows, receive, send, group=group, async_op=background)
 
     supervised("all_to_all", start, rows, group, (send, receive))

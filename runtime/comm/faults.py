@@ -139,17 +139,24 @@ def reason(group: dist.ProcessGroup, error: BaseException) -> Problem:
     return Problem(f"{failures.first_line(error)}{_late(group)}", certain=False)
 
 
+def unheard(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of ``group`` that may be gone: they have told nothing for a while, or it cannot be known."""
+    return [
+        rank for rank, seconds in _silence(group).items() if seconds is None or seconds > _SILENT * bulletins.EVERY
+    ]
+
+
+def _silence(group: dist.ProcessGroup) -> dict[int, float | None]:
+    return {rank: bulletin().silence(other) for rank, other in _others(group)}
+
+
 def _gone(group: dist.ProcessGroup) -> Problem | None:
-    found = {rank: bulletin().silence(other) for rank, other in _others(group)}
-    silent = {
-        rank: seconds
-        for rank, seconds in found.items()
-        if seconds is not None and seconds > _SILENT * bulletins.EVERY
-    }
-    if not silent:
+    found = _silence(group).items()
+    gone = {rank: seconds for rank, seconds in found if seconds is not None and seconds > _SILENT * bulletins.EVERY}
+    if not gone:
         return None
-    names = f"rank {next(iter(silent))} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
-    them, seconds = "it was" if len(silent) == 1 else "they were", max(silent.values())
+    names = f"rank {next(iter(gone))} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} have"
+    them, seconds = "it was" if len(gone) == 1 else "they were", max(gone.values())
     return Problem(
         f"{names} not been heard of for {seconds:.0f} s: {them} killed, stopped, or cut off from the others"
     )

@@ -4,7 +4,8 @@
 - The process of a rank that left one would not end before that timeout either. So the group is cut off: its
   connections are closed, which ends what is on its way here and on its peers.
 - A message cannot be waited for in rounds: the end of the first would cut the group off, and even to send one may
-  block. A thread of its own does both, and is left behind with it.
+  block. A thread of its own does both, and is left behind with it, until the timeout. Of one that is half there
+  gloo does not even say that its connection was closed, see :func:`check_connections`.
 - A message that is longer than expected is an exception in a thread of gloo's own, which ends the process without a
   word. That thread is held until ranks have found out what happened, see :func:`hold_fatal_errors`.
 """
@@ -30,8 +31,8 @@ log = logging.getLogger("hecate")
 # How long one look at a collective takes, and how long a process that gloo wants to end is held for an explanation.
 ROUND = timedelta(seconds=1)
 _HELD = 20
-# The tag of messages, and one that no message has.
-_MESSAGE, _NOBODY = 0, 2**31 - 1
+# A tag that no message has, and that of messages which nobody reads. All others have lower ones.
+_NOBODY, _PROBE = 2**31 - 1, 2**31 - 2
 
 
 # By group, the kinds of device for which gloo carries what they have.
@@ -71,13 +72,16 @@ class Messages:
 
     Args:
         work: sends and receives them, and returns when that is done.
+
+    Attributes:
+        under_way: locked until all have left and come, or none will any more.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
+        self.under_way = threading.Lock()
+        self.under_way.acquire()
 
     def run(self) -> None:
         """In a thread that may be left in it."""
@@ -85,14 +89,15 @@ class Messages:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
+            # Frames would keep what they send.
+            self._error = error.with_traceback(None)
         finally:
             self._work = None
-            self._under_way.release()
+            self.under_way.release()
 
     def is_completed(self) -> bool:
-        """Whether all have left and come, or none will any more."""
-        return not self._under_way.locked()
+        """Whether :meth:`wait` returns or raises at once."""
+        return not self.under_way.locked()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when all have left and come.
@@ -100,9 +105,9 @@ class Messages:
         Raises:
             RuntimeError: not within ``timeout``; a connection was closed; or the group's timeout is over.
         """
-        if not self._under_way.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+        if not self.under_way.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
             raise RuntimeError("messages are still on their way")
-        self._under_way.release()
+        self.under_way.release()
         if self._error is not None:
             raise self._error
 
@@ -111,7 +116,7 @@ class _Messenger:
     """A thread that runs one exchange of messages after the other; it ends when this is let go."""
 
     def __init__(self) -> None:
-        self._last: Messages | None = None
+        self._last: threading.Lock | None = None
         self._inbox: SimpleQueue[Messages | None] = SimpleQueue()
         # A daemon: it may be left in messages that never come.
         threading.Thread(target=_run, args=(self._inbox,), name="hecate-messages", daemon=True).start()
@@ -120,10 +125,11 @@ class _Messenger:
     @property
     def is_left(self) -> bool:
         """Whether it is in an exchange that nobody waits for any more."""
-        return self._last is not None and not self._last.is_completed()
+        return self._last is not None and self._last.locked()
 
     def give(self, messages: Messages) -> None:
-        self._last = messages
+        # Not the messages: they may hold an error, and that all frames that it went through.
+        self._last = messages.under_way
         self._inbox.put(messages)
 
 
@@ -144,7 +150,12 @@ _messengers = _Messengers()
 
 
 def exchange(
-    out: torch.Tensor, rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    receive: Sequence[int],
+    send: Sequence[int],
+    group: dist.ProcessGroup,
+    number: int,
 ) -> Messages:
     """Start an all-to-all as messages, and none between ranks that have nothing for each other.
 
@@ -156,32 +167,43 @@ def exchange(
         out: ``[sum(receive), ...]``, contiguous.
         rows: ``[sum(send), ...]``, contiguous.
         receive, send: rows from and to each rank, length W.
+        number: of the collective in its group, so that no rank takes the rows of another one.
+
+    Raises:
+        RuntimeError: a rank sends itself another number of rows than it expects.
     """
-    inference = torch.is_inference_mode_enabled()
+    rank, inference = group.rank(), torch.is_inference_mode_enabled()
+    if send[rank] != receive[rank]:
+        raise RuntimeError(f"rank {rank} sends itself {send[rank]} rows and expects {receive[rank]}")
+    coming, going = out.split(list(receive)), rows.split(list(send))
 
     def work() -> None:
         with torch.inference_mode(inference), torch.no_grad():
-            _exchange(out, rows, receive, send, group)
+            _exchange(coming, going, group, number % _PROBE)
 
     messages, own = Messages(work), _messengers.own
     if own is None or own.is_left:
         own = _messengers.own = _Messenger()
     own.give(messages)
+    if send[rank]:
+        coming[rank].copy_(going[rank])
     return messages
 
 
 def _exchange(
-    out: torch.Tensor, rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+    coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> None:
     rank, size = group.rank(), group.size()
-    coming, going = out.split(list(receive)), rows.split(list(send))
     # Not all ranks begin with the same one.
     turns = [(rank + turn) % size for turn in range(1, size)]
-    works = [group.recv([coming[other]], other, _MESSAGE) for other in reversed(turns) if receive[other]]
-    works += [group.send([going[other]], other, _MESSAGE) for other in turns if send[other]]
-    if send[rank]:
-        coming[rank].copy_(going[rank])
+    works: list[Any] = []
     try:
+        for other in reversed(turns):
+            if len(coming[other]):
+                works.append(group.recv([coming[other]], other, tag))
+        for other in turns:
+            if len(going[other]):
+                works.append(group.send([going[other]], other, tag))
         for one in works:
             one.wait()
     except BaseException:
@@ -190,8 +212,39 @@ def _exchange(
         raise
 
 
+def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Of a message that is half there gloo does not say when its connection is closed, but of one that begins.
+
+    Args:
+        ranks: of which nothing was heard for a while. One that is only slow gets a message that it never reads.
+
+    Raises:
+        RuntimeError: the connection to one of them is closed.
+    """
+    for other in ranks:
+        errors: list[RuntimeError] = []
+        # It may block as any message may.
+        prober = threading.Thread(target=_probe, args=(group, other, errors), name="hecate-probe", daemon=True)
+        prober.start()
+        prober.join(ROUND.total_seconds())
+        if errors:
+            raise errors[0]
+
+
+def _probe(group: dist.ProcessGroup, other: int, errors: list[RuntimeError]) -> None:
+    try:
+        work = group.send([torch.empty(0, device="cpu")], other, _PROBE)
+    except RuntimeError as error:
+        errors.append(error)
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+
+
 def cut_off(group: dist.ProcessGroup) -> None:
-    """Close the connections of ``group``. What is on its way fails, here and on peers; nothing works afterwards."""
+    """Close the connections of ``group``. What is on its way fails, here and on peers; nothing works afterwards.
+
+    Messages of which a part has come or left stay until the group's timeout.
+    """
     # Its destructor waits for its threads, and one may be held below.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     threading.Thread(target=_cut_off, args=(group,), name="hecate-cut-off", daemon=True).start()

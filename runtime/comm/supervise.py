@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from hecate.runtime.comm import failures, faults, gloo
 from hecate.runtime.comm.history import current_label, history_of
 from hecate.runtime.comm.waiting import Wait, watched
+
+# Seconds of a wait after which connections to ranks that tell nothing are looked at.
+_PATIENT = 4.0
 
 
 def supervised(
@@ -93,3 +97,6 @@ class _Left(RuntimeError):
 def _leave(wait: Wait) -> None:
     if wait.problem is not None:
         raise _Left
+    # Whoever waits for so long has heard of the others by then.
+    if time.monotonic() - wait.since > _PATIENT:
+        gloo.check_connections(wait.group, faults.unheard(wait.group))

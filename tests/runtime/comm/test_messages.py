@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 from hecate.runtime.comm import collectives, gloo
 from hecate.runtime.comm.world import World
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 
 _HERE = "tests.runtime.comm.test_messages"
 _SOON = timedelta(milliseconds=10)
@@ -29,6 +32,7 @@ class Pretended:
     def __init__(self, rank: int, size: int, until: threading.Event | None = None, fails: bool = False) -> None:
         self._rank, self._size, self._until, self._fails = rank, size, until, fails
         self.asked: list[tuple[str, int, int]] = []
+        self.tags: set[int] = set()
 
     def rank(self) -> int:
         return self._rank
@@ -38,10 +42,12 @@ class Pretended:
 
     def recv(self, tensors: list[torch.Tensor], other: int, tag: int) -> Pretended:
         self.asked.append(("receive", other, len(tensors[0])))
+        self.tags.add(tag)
         return self
 
     def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> Pretended:
         self.asked.append(("send", other, len(tensors[0])))
+        self.tags.add(tag)
         return self
 
     def wait(self) -> None:
@@ -53,19 +59,22 @@ class Pretended:
 
 def exchange(group: Any, receive: list[int], send: list[int]) -> gloo.Messages:
     out, rows = torch.zeros(sum(receive), 2), torch.arange(2.0 * sum(send)).view(-1, 2)
-    return gloo.exchange(out, rows, receive, send, group)
+    return gloo.exchange(out, rows, receive, send, group, 7)
 
 
 def test_all_is_asked_for_before_anything_is_sent_and_nothing_is_no_message() -> None:
     group = Pretended(1, 4)
     exchange(group, [3, 2, 0, 4], [0, 2, 5, 1]).wait()
     assert group.asked == [("receive", 0, 3), ("receive", 3, 4), ("send", 2, 5), ("send", 3, 1)]
+    assert group.tags == {7}, "rows of another exchange are never taken for these"
 
 
 def test_own_rows_stay_here() -> None:
     out, rows = torch.zeros(3), torch.arange(4.0)
-    gloo.exchange(out, rows, [2, 1], [3, 1], Pretended(1, 2)).wait()
+    gloo.exchange(out, rows, [2, 1], [3, 1], Pretended(1, 2), 0).wait()
     assert out.tolist() == [0, 0, 3]
+    with pytest.raises(RuntimeError, match="sends itself 1 rows and expects 2"):
+        exchange(Pretended(1, 2), [2, 2], [3, 1])
 
 
 def test_messages_that_never_come_are_left_and_hold_up_no_others() -> None:
@@ -122,6 +131,14 @@ def on_ranks() -> str:
         total = torch.ones(1)
         collectives.all_reduce(total, world)
         assert total.item() == size
+    # Ranks run ahead of each other, each in its turn.
+    for number in range(30):
+        time.sleep(0.01 * (number // 10 == rank))
+        got = collectives.all_to_all(torch.full((2 * size,), number), [2] * size, [2] * size, world)
+        assert got.tolist() == [number] * (2 * size)
+    with torch.inference_mode():
+        got = collectives.all_to_all(torch.full((size,), rank), [1] * size, [1] * size, world)
+        assert got.tolist() == list(range(size))
     nothing = collectives.all_to_all(torch.ones(2 * size, 0), [2] * size, [2] * size, world)
     assert nothing.shape == (2 * size, 0)
     # The last rank has nothing for the others, and they have nothing for it.
@@ -140,3 +157,31 @@ def on_ranks() -> str:
 @pytest.mark.timeout(300)
 def test_messages_equal_a_collective_and_wait_for_nobody_else() -> None:
     assert run_ranks(f"{_HERE}:on_ranks", 3, timeout=240) == ["ok"] * 3
+
+
+def die_amid_a_message() -> None:
+    """The last rank is killed when the first bytes have come."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    rank, size, many = dist.get_rank(), dist.get_world_size(), 2**25
+    world = World(rank=rank, size=size, group=dist.group.WORLD, device=torch.device("cpu"))
+    collectives.all_to_all(torch.ones(size), [1] * size, [1] * size, world)
+    splits = [0] * size
+    splits[1 - rank] = many
+    if rank == 0:
+        collectives.all_to_all(torch.ones(many), splits, splits, world)
+    out = torch.zeros(many)
+    gloo.exchange(out, torch.ones(many), splits, splits, dist.group.WORLD, 2)
+    while not out[0]:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_amid_a_message_is_named() -> None:
+    """gloo lets those wait to whom it was sending, until the group's timeout."""
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(f"{_HERE}:die_amid_a_message", 2, timeout=240)
+    assert "cannot end: rank 1 has not been heard of for" in str(failure.value)
+    assert time.monotonic() - start < 60
