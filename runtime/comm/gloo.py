@@ -128,7 +128,7 @@ class _Messenger:
         return self._last is not None and self._last.locked()
 
     def give(self, messages: Messages) -> None:
-        # Not the messages: they may hold an error, and that all frames that it went through.
+        # Not the messages: an error in them holds all frames that it goes through.
         self._last = messages.under_way
         self._inbox.put(messages)
 
@@ -221,23 +221,25 @@ def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     Raises:
         RuntimeError: the connection to one of them is closed.
     """
-    for other in ranks:
-        errors: list[RuntimeError] = []
-        # It may block as any message may.
-        prober = threading.Thread(target=_probe, args=(group, other, errors), name="hecate-probe", daemon=True)
-        prober.start()
-        prober.join(ROUND.total_seconds())
-        if errors:
-            raise errors[0]
+    if not ranks:
+        return
+    errors: list[RuntimeError] = []
+    # It may block as any message may.
+    prober = threading.Thread(target=_probe, args=(group, ranks, errors), name="hecate-probe", daemon=True)
+    prober.start()
+    prober.join(ROUND.total_seconds())
+    if errors:
+        raise errors[0]
 
 
-def _probe(group: dist.ProcessGroup, other: int, errors: list[RuntimeError]) -> None:
+def _probe(group: dist.ProcessGroup, ranks: Sequence[int], errors: list[RuntimeError]) -> None:
     try:
-        work = group.send([torch.empty(0, device="cpu")], other, _PROBE)
+        for other in ranks:
+            work = group.send([torch.empty(0, device="cpu")], other, _PROBE)
+            # Nobody waits for it, and its destructor may have to.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
     except RuntimeError as error:
         errors.append(error)
-    else:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 def cut_off(group: dist.ProcessGroup) -> None:
