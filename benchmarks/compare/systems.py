@@ -295,7 +295,7 @@ class EngineSystem(System):
 
     def _held(self, layer: Any) -> int:
         """Bytes of a layer's replicas on this rank."""
-        placement, _ = layer.placer.plan.recent[-1] if layer.placer.plan.recent else (None, None)
+        placement = layer.placer.plan.current
         if placement is None or not self.policy.replicates:
             return 0
         held = sum(layer.world.rank in ranks for ranks in placement.holders)

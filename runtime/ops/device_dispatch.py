@@ -16,7 +16,6 @@ from hecate.runtime.kernels.balance_rows import balance_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.split_rows import split_rows
 from hecate.runtime.kernels.ticket_segments import ticket_segments
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner.balance import PARTS_BITS, local_ends
@@ -66,7 +65,7 @@ class DeviceTables:
         """
         order, experts = np.argsort(topology.position), len(placement.holders)
         copied = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
-        slots, parts = slots_of(placement, rank), _parts(placement, topology, copied)
+        slots, parts = placement.slots_on(rank), _parts(placement, topology, copied)
         vacant = max(0, placement.owners.counts[rank] + replicas - len(slots))
         lines = max(0, replicated - len(copied))
         # As many for all placements with this room. Rank 0 owns them, alone.

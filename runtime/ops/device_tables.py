@@ -18,7 +18,6 @@ from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.sum_replicas import rounds_of
 from hecate.runtime.ops.device_dispatch import DeviceTables
 from hecate.runtime.ops.sparse_collectives import stage_of_rank
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
@@ -105,7 +104,7 @@ class ExpertTables:
         rank = layer.world.rank
         # On one node an expert travels once, straight from its owner.
         _, stage = layer.placer.stages(placement)
-        mine = stage_of_rank(slots_of(placement, rank), stage, layer)
+        mine = stage_of_rank(placement.slots_on(rank), stage, layer)
         owned = placement.owners.counts[rank]
         summed = np.unique(mine.leave) if room is None else np.arange(owned)
         lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))

@@ -113,7 +113,7 @@ def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 def as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
     """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
     replicas = replicas_of(placement, record.world.rank)
-    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas)
+    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas.copy())
 
 
 def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:

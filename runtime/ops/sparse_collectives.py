@@ -18,7 +18,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
-from hecate.runtime.ops.ticket import replicas_of, slots_of
+from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Stage
@@ -127,7 +127,7 @@ def new_gradients(
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
     """
     rank, world_size, owned, device = layer.world.rank, layer.world.size, len(own[0]), own[0].device
-    slots, groups, legs = slots_of(placement, rank), by_dtype([grad.dtype for grad in own]), []
+    slots, groups, legs = placement.slots_on(rank), by_dtype([grad.dtype for grad in own]), []
     for stage in reversed(stages):
         if len(stage.experts):
             mine = stage_of_rank(slots, stage, layer)

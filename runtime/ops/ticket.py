@@ -46,17 +46,9 @@ class Ticket:
     receive_index: torch.Tensor
 
 
-def slots_of(placement: Placement, rank: int) -> Ints:
-    """The experts that ``rank`` holds, in slot order: int64 ``[S]``."""
-    experts, ranks = placement.pairs
-    held = experts[ranks == rank]
-    owners = placement.owner_array[held]
-    return held[np.lexsort((held, owners, owners != rank))]
-
-
 def replicas_of(placement: Placement, rank: int) -> Ints:
     """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
-    return slots_of(placement, rank)[placement.owners.counts[rank] :]
+    return placement.slots_on(rank)[placement.owners.counts[rank] :]
 
 
 def join_segments(starts: Ints, lengths: Ints) -> Ints:
@@ -108,7 +100,7 @@ def make_ticket(
     sent = np.bincount(destinations, lengths, minlength=len(quotas.receives)).astype(np.int64)
 
     # Step 2: what it receives, [W, S] rows of each source for each slot.
-    slots = slots_of(placement, rank)
+    slots = placement.slots_on(rank)
     _, arriving = _cut(quotas.receives[:, slots], slots, chunk, chunks)
     flat = arriving.reshape(-1)
     arrival = (np.cumsum(flat) - flat).reshape(arriving.shape)

@@ -60,6 +60,27 @@ class Placement:
         matrix[np.arange(len(matrix)), self.owner_array] = 2
         return matrix
 
+    @cached_property
+    def key(self) -> bytes:
+        """:attr:`matrix` as bytes: the same for equal placements, and no others of its size."""
+        return self.matrix.tobytes()
+
+    def slots_on(self, rank: int) -> Ints:
+        """The experts that ``rank`` holds, own ones before replicas, both by (owner, expert): int64 ``[S]``.
+
+        Worked out once for each rank; not to be written to.
+        """
+        if (slots := self._slots.get(rank)) is None:
+            experts, ranks = self.pairs
+            held = experts[ranks == rank]
+            owners = self.owner_array[held]
+            slots = self._slots[rank] = held[np.lexsort((held, owners, owners != rank))]
+        return slots
+
+    @cached_property
+    def _slots(self) -> dict[int, Ints]:
+        return {}
+
     @property
     def owner_array(self) -> Ints:
         """The owner of each expert, int64 ``[E]``."""

@@ -122,10 +122,10 @@ class Layer:
         return row_bytes
 
     def _add_sent(self, row_bytes: int, send: list[int]) -> None:
-        node_of, rank = self.placer.model.topology.node_of, self.world.rank
-        self.bytes_sent += row_bytes * (sum(send) - send[rank])
-        here = sum(count for count, node in zip(send, node_of, strict=True) if node == node_of[rank])
-        self.node_bytes_sent += row_bytes * (sum(send) - here)
+        topology, rank, total = self.placer.model.topology, self.world.rank, sum(send)
+        self.bytes_sent += row_bytes * (total - send[rank])
+        here = sum([send[neighbour] for neighbour in topology.members[topology.node_of[rank]]])
+        self.node_bytes_sent += row_bytes * (total - here)
 
 
 LAYERS: Registry[Layer] = Registry("MoE layer")

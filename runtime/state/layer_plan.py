@@ -27,7 +27,8 @@ class LayerPlan:
         step: forwards of this layer so far.
         planned: the placement of the next forward, if it is known already.
         current: that of the last forward, with what was added after the gate; None before the first.
-        recent: placements in use and how they travel, newest last: a forward, and a backward of an earlier one.
+        recent: placements in use and how they travel, newest last: the next forward's, this one's, and a backward's
+            of an earlier one.
     """
 
     loads: deque[Ints]
@@ -107,6 +108,14 @@ class LayerPlacer:
         if plan.planned is None:
             plan.planned = self._checked(self.model.policy.place(self.view), "place")
             self._sign(plan.planned)
+            self._look_up(plan.planned)
+
+    def _look_up(self, placement: Placement) -> None:
+        """What a step asks of its placement, worked out where planning hides and not where the step waits for it."""
+        self._keep(placement)
+        placement.key, placement.slots_on(self.model.world.rank)
+        if self.model.policy.replicates:
+            self.stages(placement)
 
     def _checked(self, placement: Placement, method: str) -> Placement:
         """What the policy returned, if a step can run on it; else an error that names the policy."""
@@ -210,8 +219,9 @@ class LayerPlacer:
     def find(self, matrix: torch.Tensor) -> Placement:
         """The placement behind a graph's ``[E, W]`` tensor."""
         wanted = matrix.numpy()
+        key = wanted.tobytes()
         for placement, _ in reversed(self.plan.recent):
-            if np.array_equal(placement.matrix, wanted):
+            if placement.key == key:
                 return placement
         placement = Placement.from_matrix(wanted)
         self._keep(placement)

@@ -14,7 +14,6 @@ from hecate.runtime.ops import reference
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.one_sided import Transport
 from hecate.runtime.ops.symmetric import Symmetric
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
@@ -280,7 +279,7 @@ def test_rows_in_fewer_bytes(dtype: torch.dtype) -> None:
 def slot_grads(placement: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     """For every rank a gradient ``[S, *shape]`` of its slots."""
     return [
-        torch.randn(len(slots_of(placement, r)), *shape, generator=torch.Generator().manual_seed(r)).to(dtype)
+        torch.randn(len(placement.slots_on(r)), *shape, generator=torch.Generator().manual_seed(r)).to(dtype)
         for r in range(3)
     ]
 

@@ -16,7 +16,6 @@ from hecate.passes.final.split_collectives import split_collectives
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import sparse_collectives
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import stages_of
@@ -33,7 +32,7 @@ SHAPES = ((2, 3), (4,), ())
 
 def gradients_of(placement: Placement, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Of a rank's slots, ``[S, ...]`` of each shape; sums of these depend on their order."""
-    generator, slots = torch.Generator().manual_seed(rank), len(slots_of(placement, rank))
+    generator, slots = torch.Generator().manual_seed(rank), len(placement.slots_on(rank))
     return [torch.randn(slots, *shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
@@ -52,7 +51,7 @@ def means_of(grads: list[torch.Tensor], placement: Placement, topology: Topology
     totals = {
         (int(expert), rank): grad[slot].to(WIDE[dtype])
         for rank, grad in enumerate(grads)
-        for slot, expert in enumerate(slots_of(placement, rank))
+        for slot, expert in enumerate(placement.slots_on(rank))
     }
     for stage in reversed(stages_of(placement, topology)):
         for expert, giver, holder in sorted(zip(*(part.tolist() for part in vars(stage).values()), strict=True)):
@@ -110,7 +109,7 @@ def send_home(placement: Placement, dtype: torch.dtype, monkeypatch: pytest.Monk
     world = World(rank=0, size=2, group=None, device=torch.device("cpu"))
     topology = Topology((0, 0))
     layer, stages = replicating_layer(world, placement, topology), stages_of(placement, topology)
-    grads = [torch.ones(len(slots_of(placement, 0)), *shape, dtype=dtype) for shape in ((16, 8), (32,))]
+    grads = [torch.ones(len(placement.slots_on(0)), *shape, dtype=dtype) for shape in ((16, 8), (32,))]
     own, replicas = halves(grads, placement.owners.counts[0])
     held = Held(*(sum(grad.nbytes for grad in half) for half in (own, replicas)))
     alive = Alive(*grads)

@@ -36,7 +36,6 @@ from hecate.runtime.ops import one_sided_experts, reference, symmetric
 from hecate.runtime.ops.device_tables import Fixed, FixedTables, Room
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
 from hecate.runtime.ops.symmetric import Symmetric
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
@@ -138,7 +137,7 @@ def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: 
 
     def check(world: World) -> None:
         rank = world.rank
-        owned, slots = placement.owners.counts[rank], len(slots_of(placement, rank))
+        owned, slots = placement.owners.counts[rank], len(placement.slots_on(rank))
         plain = replicating_layer(world, placement, ONE_NODE)
         one_sided = layer_over(transports[rank], world, placement, PLENTY)
         for width in (3, 48, 49):
@@ -195,7 +194,7 @@ def test_what_was_recorded_reads_other_placements(name: str) -> None:
                          shard in shards]  # fmt: skip
                 halves = [[grad[part] for grad in grads] for part in (slice(owned), slice(owned, owned + len(held)))]
                 home = ops.sparse_reduce_scatter(*halves, placed, owned, layer.id)
-                count = placement.num_replicas and len(slots_of(placement, rank)) - owned
+                count = placement.num_replicas and len(placement.slots_on(rank)) - owned
                 found.append([out, back, ends[: owned + count], *home, *(part[:count] for part in replicas)])
             assert all(map(torch.equal, *found))
             # Slots that nobody fills get no rows.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hecate.runtime.comm.collectives import slices_of
 from hecate.runtime.ops import reference
-from hecate.runtime.ops.ticket import Ticket, join_segments, make_ticket, slots_of
+from hecate.runtime.ops.ticket import Ticket, join_segments, make_ticket
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
@@ -43,7 +43,7 @@ def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, P
         assert torch.equal(got, want)
     for rank, ticket in enumerate(tickets):
         assert torch.equal(ticket.slot_offsets, slot_offsets[rank])
-        assert slots_of(placement, rank).tolist() == reference.slots_of(placement, rank)
+        assert placement.slots_on(rank).tolist() == reference.slots_of(placement, rank)
         for other in ranks:
             assert ticket.splits[0, other] == tickets[other].splits[1, rank]
 

@@ -136,3 +136,31 @@ def test_the_next_step_is_planned_while_rows_are_on_their_way() -> None:
     # The host of a GPU launches the experts first.
     launches = replace(layer, world=replace(SINGLE, device=torch.device("cuda")))
     assert (launches.planning(homeward=False), launches.planning(homeward=True)) == (None, layer.placer.plan_ahead)
+
+
+def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning hides behind rows on their way, and a step's own start does not."""
+    made = Placement.with_replicas(OWNERS, [{1}, set(), {0}, set()])
+    layer = placer("place", lambda *_: made)
+    layer.plan_ahead()
+    for name in ("hecate.runtime.state.layer_plan.stages_of", "hecate.runtime.placement.placement.np.lexsort"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("too late"))
+    taken = layer.take()
+    assert taken is made
+    assert layer.find(torch.from_numpy(made.matrix.copy())) is made
+    across, inside = layer.stages(made)
+    assert [len(across.experts), len(inside.experts)] == [0, 2]
+    assert made.slots_on(WORLD.rank).tolist() == [2, 0]
+
+
+def test_a_placement_is_found_by_its_matrix_as_long_as_a_backward_may_ask_for_it() -> None:
+    """Of the forward, of one that was added to after the gate, and of the next, which is planned by then."""
+    ways = [[{1}, set(), set(), set()], [set(), {2}, set(), set()], [set(), set(), {0}, set()]]
+    made = [Placement.with_replicas(OWNERS, way) for way in ways]
+    layer = placer("place", lambda *_: made[layer.plan.step])
+    for step in range(2):
+        layer.take()
+        layer.plan_ahead()
+        assert layer.find(torch.from_numpy(made[step].matrix.copy())) is made[step]
+    other = Placement.with_replicas(OWNERS, [{2}, set(), set(), set()])
+    assert layer.find(torch.from_numpy(other.matrix.copy())) == other

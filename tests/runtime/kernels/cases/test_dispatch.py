@@ -12,7 +12,6 @@ from hecate.runtime.kernels.balance_rows import balance_rows, balance_rows_refer
 from hecate.runtime.kernels.expand_segments import expand_segments, expand_segments_reference
 from hecate.runtime.kernels.ticket_segments import ticket_segments, ticket_segments_reference
 from hecate.runtime.ops.device_dispatch import DeviceTables
-from hecate.runtime.ops.ticket import slots_of
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, balance
@@ -126,7 +125,7 @@ def test_segments_of_any_exchange(drawn: tuple[Case, Placement], number: int) ->
     quotas = assign_tokens(case.counts, placement, case.topology, rank)
     sends, receives, owners, slots = (
         torch.from_numpy(array).to(DEVICE)
-        for array in (quotas.sends, quotas.receives, placement.owner_array, slots_of(placement, rank))
+        for array in (quotas.sends, quotas.receives, placement.owner_array, placement.slots_on(rank))
     )
     found = ticket_segments(sends, receives, owners, slots)
     expected = ticket_segments_reference(sends, receives, owners, slots)
