@@ -1,0 +1,373 @@
+"""Loops over experts in a captured graph: where they are, and whether their turns can be grouped.
+
+For ``group_expert_loops``. A *turn* is what is computed with one expert's parameters, a *loop* all turns of one call
+of a layer. Whoever looks for a loop that cannot be grouped gets :class:`Refused`, with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.base import Refused
+from hecate.passes.captured.rowwise import Kind, check_rowwise
+from hecate.passes.captured.torch_values import (
+    NO_AUTOCAST,
+    ONE_GRAD_MODE,
+    PLAIN_FORM,
+    GraphFacts,
+    mutates,
+    storage_of,
+    under_autocast,
+    value_of,
+)
+from hecate.passes.fx import (
+    arg,
+    between,
+    calls,
+    closure_backward,
+    closure_forward,
+    computed_from,
+    describe,
+    is_getitem,
+    operands,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of the loop: what is computed with one expert's parameters.
+
+    Attributes:
+        views: nodes computed from the expert's parameters alone, ``w[e]`` and its transposes and casts.
+        body: nodes between the first and the last use of the parameters, in graph order.
+        entries: row tensors that flow in and differ from turn to turn.
+        exit: the row tensor that flows out.
+    """
+
+    views: tuple[Node, ...]
+    body: tuple[Node, ...]
+    entries: tuple[Node, ...]
+    exit: Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """All turns, and what stands around them.
+
+    Attributes:
+        turns: one for each expert, or several, those of an expert one behind the other.
+        repeats: how many for each.
+        inputs: everything that the turns compute from.
+        last: the last of these; the grouped computation stands behind it.
+        delayed: what depends on a turn's result and stands before ``last``; it moves behind the whole.
+    """
+
+    turns: tuple[Turn, ...]
+    repeats: int
+    inputs: frozenset[Node]
+    last: Node
+    delayed: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn], repeats: int) -> Loop:
+        inputs: set[Node] = set()
+        for turn in turns:
+            own = {*turn.views, *turn.body}
+            inputs |= {source for node in own for source in node.all_input_nodes} - own
+        last = max(inputs)
+        delayed = sorted(closure_forward([turn.exit for turn in turns], until=last))
+        return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
+
+
+_ALIKE = "compute every expert in the same way"
+_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]) or one addition of a bias for each expert"
+_CASTS = ("to", "float", "bfloat16", "half", "contiguous", "type_as")
+
+
+def find_loops(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> list[Loop]:
+    """The loops of one layer, one for each call, in graph order; see :func:`_find_loop`.
+
+    How often it is called is not written in the graph: it is the least number of equal parts, of the passes over the
+    experts, of which each is a loop.
+    """
+    passes: list[list[Node]] = []
+    num_experts, before = arg(gathers[0], 1), 0
+    for pick in sorted(user for gather in gathers for user in gather.users if is_one_expert(user)):
+        expert = arg(pick, 1) % num_experts
+        if not passes or expert < before:
+            passes.append([])
+        passes[-1].append(pick)
+        before = expert
+    reasons = []
+    for several in (number for number in range(1, len(passes) + 1) if len(passes) % number == 0):
+        length = len(passes) // several
+        parts = [list(chain(*passes[begin : begin + length])) for begin in range(0, len(passes), length)]
+        try:
+            loops = [_find_loop(facts, num_experts, part, by_node=by_node) for part in parts]
+            _check_apart(loops)
+            return loops
+        except Refused as reason:
+            reasons.append(reason)
+    # What is wrong with it as one loop says most.
+    raise reasons[0]
+
+
+def _check_apart(loops: Sequence[Loop]) -> None:
+    """Each loop ends before the next begins, and its results are combined between."""
+    for one, other in pairwise(loops):
+        bodies = [[node for turn in loop.turns for node in turn.body] for loop in (one, other)]
+        if max(one.last, *bodies[0]) > min(bodies[1]) or not other.inputs.isdisjoint(turn.exit for turn in one.turns):
+            raise Refused("a call of the layer begins before an earlier one has ended")
+
+
+def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by_node: bool) -> Loop:
+    """The loop of one call, checked.
+
+    Args:
+        picks: where it reads the parameters of one expert.
+        by_node: take into it what results are multiplied with, if possible (see ``node_rows``).
+
+    Raises:
+        Refused: it cannot be grouped.
+    """
+    turns, repeats = _find_turns(num_experts, picks)
+    if by_node:
+        try:
+            loop = Loop.of(_with_weights(turns, repeats), repeats)
+            _check_order(facts, loop)
+            return loop
+        except Refused:
+            pass
+    loop = Loop.of(turns, repeats)
+    _check_order(facts, loop)
+    return loop
+
+
+def is_one_expert(node: Node) -> bool:
+    return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
+
+
+def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], int]:
+    """The turns of every expert, all of the same form, and how many each has.
+
+    Raises:
+        Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
+    """
+    picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
+    for pick in picks:
+        picked[arg(pick, 1) % num_experts].append(pick)
+    if not all(picked.values()):
+        raise Refused(f"experts {[e for e, nodes in picked.items() if not nodes]} are never used")
+    views = {expert: tuple(sorted(computed_from(nodes))) for expert, nodes in picked.items()}
+    everything = {view for nodes in views.values() for view in nodes}
+    of_each = [_turns(views[expert], everything) for expert in range(num_experts)]
+    repeats = len(of_each[0])
+    for expert, own in enumerate(of_each):
+        if len(own) != repeats:
+            raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}", fix=_ALIKE)
+    turns = [turn for own in of_each for turn in own]
+    # What is the same node in every turn is no rows.
+    shared = set.intersection(*(set(turn.entries) for turn in turns))
+    turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
+    for number, turn in enumerate(turns[1:], start=1):
+        _check_same(turns[0], turn, number // repeats)
+    first = turns[0]
+    if not first.entries:
+        raise Refused("every expert gets the same rows")
+    for turn in turns:
+        if len({_num_rows(entry) for entry in turn.entries}) != 1:
+            raise Refused("values with different numbers of rows flow into a turn")
+    _check_forms(first)
+    check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
+    return turns, repeats
+
+
+def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
+    """The turns, each with the multiplication by its rows' routing weights ``[n, 1]`` behind it.
+
+    Raises:
+        Refused: not every turn has one, or they differ.
+    """
+    found = []
+    for turn in turns:
+        users = list(turn.exit.users)
+        if len(users) != 1 or not (calls(users[0], operator.mul, torch.mul) or users[0].target == "mul"):
+            raise Refused("its results are not multiplied with weights")
+        (user,) = users
+        weights = [other for other in operands(user) if other is not turn.exit]
+        value = value_of(weights[0]) if len(weights) == 1 else None
+        is_weight = isinstance(value, torch.Tensor) and value.ndim == 2 and str(value.shape[1]) == "1"
+        if not is_weight or _num_rows(weights[0]) != _num_rows(turn.entries[0]):
+            raise Refused("its results are not multiplied with weights")
+        found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights[0]), exit=user))
+    if len({turn.entries[-1] for turn in found}) != len(found):
+        raise Refused("turns have the same weights")
+    for number, turn in enumerate(found[1:], start=1):
+        _check_same(found[0], turn, number // repeats)
+    first = found[0]
+    check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
+    return found
+
+
+def _num_rows(entry: Node) -> str:
+    """The number of rows of a tensor, which may be a symbol."""
+    value = value_of(entry)
+    return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
+
+
+def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[Turn]:
+    """What is computed with one expert, each connected part of it a turn."""
+    own = set(views)
+    anchors = {user for view in views for user in view.users if user not in own}
+    if any(source in everything - own for anchor in anchors for source in anchor.all_input_nodes):
+        raise Refused("two experts meet in one operation")
+    turns = []
+    for part in _connected(anchors | between(anchors, anchors)):
+        behind = closure_backward(part, since=views[0])
+        _join(part)
+        body = tuple(sorted(part))
+        entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in part and s not in own))
+        exits = _exits(part)
+        if len(exits) != 1:
+            raise Refused(f"{len(exits)} values leave a turn, one is expected")
+        used = tuple(view for view in views if view in behind)
+        turns.append(Turn(views=used, body=body, entries=entries, exit=exits[0]))
+    return sorted(turns, key=lambda turn: turn.body[0])
+
+
+def _exits(part: set[Node]) -> list[Node]:
+    return sorted(n for n in part if any(user not in part for user in n.users))
+
+
+def _join(part: set[Node]) -> None:
+    """Add what joins several results of a turn, such as those of a matrix and of its adapter, into one."""
+    while len(exits := _exits(part)) > 1:
+        users = {user for exit in exits for user in exit.users if user not in part}
+        inner = {user for user in users if all(source in part for source in user.all_input_nodes)}
+        if not inner:
+            return
+        part.add(min(inner))
+
+
+def _connected(nodes: set[Node]) -> list[set[Node]]:
+    """The parts of ``nodes`` between which there is no edge."""
+    parts, left = [], set(nodes)
+    while left:
+        part, waiting = set(), [left.pop()]
+        while waiting:
+            node = waiting.pop()
+            part.add(node)
+            near = left & {*node.users, *node.all_input_nodes}
+            left -= near
+            waiting += near
+        parts.append(part)
+    return parts
+
+
+def _check_same(first: Turn, other: Turn, expert: int) -> None:
+    pairs = (
+        (first.views, other.views), (first.body, other.body), (first.entries, other.entries)
+    )  # fmt: skip
+    if any(len(a) != len(b) for a, b in pairs):
+        raise Refused(f"expert {expert} is computed in another way than expert 0", fix=_ALIKE)
+    match = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}
+    for a, b in zip(first.views + first.body, other.views + other.body, strict=True):
+        if is_one_expert(a) and is_one_expert(b) and a in first.views and arg(a, 0) is b.args[0]:
+            continue
+        wanted = torch.fx.node.map_arg((a.args, a.kwargs), lambda n: match.get(n, n))
+        if (a.op, a.target) != (b.op, b.target) or wanted != (b.args, b.kwargs):
+            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}", b, fix=_ALIKE)
+
+
+def _check_order(facts: GraphFacts, loop: Loop) -> None:
+    """Grouping computes all turns after the last entry is known: nothing before that may need an early turn."""
+    turns = loop.turns
+    exits = {turn.exit for turn in turns}
+    if loop.inputs & (exits | set(loop.delayed)):
+        raise Refused(
+            "a turn needs the result of an earlier one",
+            fix="let the turns of the loop not read what earlier ones wrote",
+        )
+    bodies = {node for turn in turns for node in turn.body}
+    facts.refuse_changes_of(loop.inputs, until=max(loop.inputs | bodies))
+    for turn in turns:
+        facts.refuse_changes_of(turn.body, until=turn.body[-1])
+    if len({facts.grad_mode(node) for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
+        raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
+    if under_autocast(facts.graph):
+        raise Refused(
+            "it runs under autocast, which a grouped matmul does not know",
+            fix=NO_AUTOCAST,
+        )
+    changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
+    if None in changed:
+        raise Refused("an in-place operation between turns, on a tensor that nothing is known about", fix=PLAIN_FORM)
+    if not changed:
+        return
+    delayed, node = set(loop.delayed), loop.delayed[0]
+    while node <= loop.last:
+        if node not in delayed and any(storage_of(source) in changed for source in node.all_input_nodes):
+            raise Refused(
+                f"{describe(node)} reads what an earlier turn changed in place; `out[rows] += y` does, "
+                "`out.index_add_(0, rows, y)` does not",
+                node,
+                fix="out.index_add_(0, rows, y) in place of out[rows] += y",
+            )
+        node = node.next
+
+
+def _check_forms(turn: Turn) -> None:
+    """Every use of the parameters has a grouped form, or this raises :class:`Refused`."""
+    for node in turn.body:
+        if node in anchors_of(turn):
+            matrix_operand(node, set(turn.views))
+    for view in turn.views:
+        if not (is_one_expert(view) or is_transpose(view) or _name(view) in _CASTS):
+            raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
+
+
+def anchors_of(turn: Turn) -> set[Node]:
+    return {user for view in turn.views for user in view.users if user in turn.body}
+
+
+_PRODUCTS = (torch.matmul, operator.matmul, torch.mm)
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+_SUMS = (operator.add, torch.add)
+
+
+def matrix_operand(node: Node, views: set[Node]) -> str:
+    """How an anchor uses an expert's parameter: "product", "linear" or "bias".
+
+    Raises:
+        Refused: in no way that has a grouped form.
+    """
+    args = operands(node)
+    own = [index for index, arg in enumerate(args) if arg in views]
+    method = node.target if node.op == "call_method" else None
+    if (calls(node, *_PRODUCTS) or method in ("matmul", "mm")) and own == [1] and len(args) == 2:
+        return "product"
+    if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
+        return "linear"
+    if (calls(node, *_SUMS) or method == "add") and len(own) == 1 and len(args) == 2:
+        value = value_of(args[own[0]])
+        if isinstance(value, torch.Tensor) and value.ndim == 1:
+            return "bias"
+    raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def is_transpose(node: Node) -> bool:
+    """Any spelling of the transpose of a matrix."""
+    name = _name(node)
+    if name == "transpose":
+        return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
+    return name in ("t", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
