@@ -88,8 +88,7 @@ class LayerPlacer:
         plan.total_load, plan.steps_seen, plan.step = state["total_load"], state["steps_seen"], state["step"]
         if state["planned"] is not None:
             holders = tuple(tuple(ranks) for ranks in state["planned"])
-            plan.planned = self._checked(Placement(self.owners, holders), "place")
-            self._sign(plan.planned)
+            self._plan(Placement(self.owners, holders))
 
     def label(self, operator: str) -> str:
         """A collective of the layer's forward that began last, in words that are the same on all ranks."""
@@ -104,16 +103,19 @@ class LayerPlacer:
 
     def plan_ahead(self) -> None:
         """Decide the next forward's placement, if it is not decided yet."""
-        plan = self.plan
-        if plan.planned is None:
-            plan.planned = self._checked(self.model.policy.place(self.view), "place")
-            self._sign(plan.planned)
-            self._look_up(plan.planned)
+        if self.plan.planned is None:
+            self._plan(self.model.policy.place(self.view))
 
-    def _look_up(self, placement: Placement) -> None:
-        """What a step asks of its placement, worked out where planning hides and not where the step waits for it."""
+    def _plan(self, placement: Placement) -> None:
+        """Make it the next forward's, if a step can run on it.
+
+        What that step asks of it is worked out here, where planning hides, and not where the step waits for it.
+        """
+        self.plan.planned = self._checked(placement, "place")
+        self._sign(placement)
         self._keep(placement)
-        placement.key, placement.slots_on(self.model.world.rank)
+        placement.slots_on(self.model.world.rank)
+        placement.key  # noqa: B018
         if self.model.policy.replicates:
             self.stages(placement)
 
@@ -156,7 +158,6 @@ class LayerPlacer:
         plan.planned = None
         plan.step += 1
         plan.current = placement
-        self._keep(placement)
         return placement
 
     def calibrate(self, placement: Placement, counts: Ints) -> Placement:
@@ -219,7 +220,7 @@ class LayerPlacer:
     def find(self, matrix: torch.Tensor) -> Placement:
         """The placement behind a graph's ``[E, W]`` tensor."""
         wanted = matrix.numpy()
-        key = wanted.tobytes()
+        key: bytes = wanted.tobytes()
         for placement, _ in reversed(self.plan.recent):
             if placement.key == key:
                 return placement

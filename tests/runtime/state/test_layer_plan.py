@@ -154,13 +154,19 @@ def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monk
 
 
 def test_a_placement_is_found_by_its_matrix_as_long_as_a_backward_may_ask_for_it() -> None:
-    """Of the forward, of one that was added to after the gate, and of the next, which is planned by then."""
+    """Of the forward, of what was added to it after the gate, and of the next, which is planned by then."""
     ways = [[{1}, set(), set(), set()], [set(), {2}, set(), set()], [set(), set(), {0}, set()]]
     made = [Placement.with_replicas(OWNERS, way) for way in ways]
-    layer = placer("place", lambda *_: made[layer.plan.step])
+    more = [Placement.with_replicas(OWNERS, [*way[:3], {0}]) for way in ways]
+    layer = placer(
+        "place",
+        lambda *_: made[layer.plan.step],
+        calibrate=lambda self, view, placement, _: more[made.index(placement)],
+    )
     for step in range(2):
-        layer.take()
+        layer.calibrate(layer.take(), COUNTS)
         layer.plan_ahead()
-        assert layer.find(torch.from_numpy(made[step].matrix.copy())) is made[step]
+        for placement in (made[step], more[step]):
+            assert layer.find(torch.from_numpy(placement.matrix.copy())) is placement
     other = Placement.with_replicas(OWNERS, [{2}, set(), set(), set()])
     assert layer.find(torch.from_numpy(other.matrix.copy())) == other
