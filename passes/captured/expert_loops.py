@@ -175,8 +175,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
     # What is the same node in every turn is no rows.
     shared = set.intersection(*(set(turn.entries) for turn in turns))
     turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
-    for number, turn in enumerate(turns[1:], start=1):
-        _check_same(turns[0], turn, number // repeats)
+    _check_alike(turns, repeats)
     first = turns[0]
     if not first.entries:
         raise Refused("every expert gets the same rows")
@@ -184,7 +183,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
         if len({_num_rows(entry) for entry in turn.entries}) != 1:
             raise Refused("values with different numbers of rows flow into a turn")
     _check_forms(first)
-    check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
+    _check_rows_apart(first)
     return turns, repeats
 
 
@@ -208,10 +207,8 @@ def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
         found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights[0]), exit=user))
     if len({turn.entries[-1] for turn in found}) != len(found):
         raise Refused("turns have the same weights")
-    for number, turn in enumerate(found[1:], start=1):
-        _check_same(found[0], turn, number // repeats)
-    first = found[0]
-    check_rowwise([*first.views, *first.body], dict.fromkeys(first.entries, Kind.ROWS), {first.exit: Kind.ROWS})
+    _check_alike(found, repeats)
+    _check_rows_apart(found[0])
     return found
 
 
@@ -268,6 +265,17 @@ def _connected(nodes: set[Node]) -> list[set[Node]]:
             waiting += near
         parts.append(part)
     return parts
+
+
+def _check_rows_apart(turn: Turn) -> None:
+    """No row of a turn's result depends on another row."""
+    check_rowwise([*turn.views, *turn.body], dict.fromkeys(turn.entries, Kind.ROWS), {turn.exit: Kind.ROWS})
+
+
+def _check_alike(turns: Sequence[Turn], repeats: int) -> None:
+    """All turns have the form of the first."""
+    for number, turn in enumerate(turns[1:], start=1):
+        _check_same(turns[0], turn, number // repeats)
 
 
 def _check_same(first: Turn, other: Turn, expert: int) -> None:

@@ -17,6 +17,20 @@ from hecate.runtime.state.placer import Placer
 
 
 @dataclass
+class InUse:
+    """A placement that a graph may ask for.
+
+    Attributes:
+        key: the bytes of the tensor by which graphs know it.
+        stages: how its replicas travel, once that was asked.
+    """
+
+    placement: Placement
+    key: bytes
+    stages: tuple[Stage, Stage] | None = None
+
+
+@dataclass
 class LayerPlan:
     """What a layer remembers between steps.
 
@@ -27,8 +41,7 @@ class LayerPlan:
         step: forwards of this layer so far.
         planned: the placement of the next forward, if it is known already.
         current: that of the last forward, with what was added after the gate; None before the first.
-        recent: placements in use and how they travel, newest last: the next forward's, this one's, and a backward's
-            of an earlier one.
+        recent: placements in use, newest last: the next forward's, this one's, and a backward's of an earlier one.
     """
 
     loads: deque[Ints]
@@ -37,7 +50,7 @@ class LayerPlan:
     step: int = 0
     planned: Placement | None = None
     current: Placement | None = None
-    recent: deque[tuple[Placement, list[tuple[Stage, Stage]]]] = field(default_factory=lambda: deque(maxlen=4))
+    recent: deque[InUse] = field(default_factory=lambda: deque(maxlen=4))
 
     def forget(self) -> None:
         """Begin to add up the load anew."""
@@ -115,7 +128,6 @@ class LayerPlacer:
         self._sign(placement)
         self._keep(placement)
         placement.slots_on(self.model.world.rank)
-        placement.key  # noqa: B018
         if self.model.policy.replicates:
             self.stages(placement)
 
@@ -221,26 +233,26 @@ class LayerPlacer:
         """The placement behind a graph's ``[E, W]`` tensor."""
         wanted = matrix.numpy()
         key: bytes = wanted.tobytes()
-        for placement, _ in reversed(self.plan.recent):
-            if placement.key == key:
-                return placement
+        for known in reversed(self.plan.recent):
+            if known.key == key:
+                return known.placement
         placement = Placement.from_matrix(wanted)
         self._keep(placement)
         return placement
 
     def stages(self, placement: Placement) -> tuple[Stage, Stage]:
         """How its replicas travel."""
-        for known, stages in self.plan.recent:
-            if known is placement:
-                if not stages:
-                    stages.append(stages_of(placement, self.model.topology))
-                return stages[0]
+        for known in self.plan.recent:
+            if known.placement is placement:
+                if known.stages is None:
+                    known.stages = stages_of(placement, self.model.topology)
+                return known.stages
         return stages_of(placement, self.model.topology)
 
     def _keep(self, placement: Placement) -> None:
         recent = self.plan.recent
-        if not any(known is placement for known, _ in recent):
-            recent.append((placement, []))
+        if not any(known.placement is placement for known in recent):
+            recent.append(InUse(placement, placement.key))
 
 
 def _kind(value: object) -> str:
