@@ -3,7 +3,7 @@
 # make quick   lint, and the tests of passes and runtime that need one process and no compiler, under a minute
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 55 minutes (make bench-full: five shapes and links,
-#              four to five hours; either goes on after an interruption with BENCH=--continue)
+#              about four hours; either goes on after an interruption with BENCH=--continue)
 # make gpu     on a machine with a GPU and torch for it: its tests, training steps, kernels, nine minutes (docs/gpu.md)
 # All but make gpu make .venv and install what they need. `make test TORCH=2.11.0` is for the other end of the declared
 # range.

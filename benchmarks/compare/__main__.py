@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="five cells, four to five hours")
+    parser.add_argument("--full", action="store_true", help="five cells, about four hours")
     parser.add_argument(
         "--cell", action="append", help="only these, such as gpt-moe-s.a; also of those not in --full"
     )
