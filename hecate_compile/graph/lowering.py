@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
 import hecate.runtime
+from hecate.graph.eager import note_row_reads, select_rows, simplify_views
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
@@ -148,13 +149,18 @@ def _aot_eager(
             run(gm, FINAL_PASSES, part)
             if finish is not None:
                 return finish(gm, part)
-            _simplify_views(gm)
+            if part == "forward":
+                # Without gradients there was no joint graph.
+                note_row_reads(gm)
+            simplify_views(gm)
+            select_rows(gm)
             return boxed_nop(gm, inputs)
 
         return compile
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         run(joint, JOINT_PASSES, "joint")
+        note_row_reads(joint)
         parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
         return parts
 
@@ -166,27 +172,6 @@ def _aot_eager(
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled
-
-
-def _simplify_views(gm: GraphModule) -> None:
-    """As under Inductor, a view that changes nothing is no call, and one that no strides allow becomes a copy.
-
-    Where a gradient arrives with other strides than were traced (linear attention of Qwen3-Next), aten.view fails.
-    Nothing is changed in place behind a view by now. A result of the graph stays a view of its own.
-    """
-    for node in list(gm.graph.nodes):
-        if node.target is not torch.ops.aten.view.default:
-            continue
-        node.target = torch.ops.aten.reshape.default
-        source, result = node.args[0].meta.get("val"), node.meta.get("val")
-        if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
-            continue
-        sizes = [*source.shape, *result.shape]
-        unchanged = all(isinstance(size, int) for size in sizes) and source.shape == result.shape
-        if unchanged and all(user.op != "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
-    gm.recompile()
 
 
 def _inductor(

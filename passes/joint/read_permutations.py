@@ -46,7 +46,7 @@ def _added(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
-    if not _is_zeros(zeros) or not _is_order(order):
+    if not _is_zeros(zeros) or not is_order(order):
         return False
     room, added = _value(zeros), _value(rows)
     if not _same(added.shape, room.shape) or not _same(_value(order).shape, room.shape[:1]):
@@ -80,8 +80,8 @@ def _is_zeros(node: Node) -> bool:
     return calls(node, aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
-def _is_order(node: Node) -> bool:
-    """Whether the numbers are 0, 1, ... in some order: where a sort found its results, or the inverse of that."""
+def is_order(node: Node) -> bool:
+    """Whether these are 0, 1, ... in some order: where a sort found its results, or the inverse of that."""
     return _sorted_from(node) is not None or _inverted_from(node) is not None
 
 
@@ -104,7 +104,7 @@ def _inverted_from(inverse: Node) -> Node | None:
     if not calls(inverse, aten.index_put) or _adds(inverse) or _value(inverse).dtype != torch.int64:
         return None
     room, indices, numbers = (arg(inverse, place) for place in range(3))
-    if len(indices) != 1 or not _counts_up(numbers) or not _is_order(indices[0]):
+    if len(indices) != 1 or not _counts_up(numbers) or not is_order(indices[0]):
         return None
     order, shape = indices[0], _value(indices[0]).shape
     return order if _same(_value(room).shape, shape) and _same(_value(numbers).shape, shape) else None
@@ -124,7 +124,7 @@ def _inverse_of(order: Node, user: Node) -> Node:
     if (source := _inverted_from(order)) is not None:
         return source
     source = _sorted_from(order)
-    if source is not None and _ascends(order) and _is_order(source):
+    if source is not None and _ascends(order) and is_order(source):
         return source
     for other in order.users:
         for part in other.users if calls(other, aten.sort, aten.sort.stable) else {other: None}:
