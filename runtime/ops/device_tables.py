@@ -17,7 +17,6 @@ import torch
 from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.sum_replicas import rounds_of
 from hecate.runtime.ops.device_dispatch import DeviceTables
-from hecate.runtime.ops.sparse_collectives import stage_of_rank
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
@@ -103,8 +102,9 @@ class ExpertTables:
         """The tables on ``device``, without waiting for what it does meanwhile."""
         rank = layer.world.rank
         # On one node an expert travels once, straight from its owner.
-        _, stage = layer.placer.stages(placement)
-        mine = stage_of_rank(placement.slots_on(rank), stage, layer)
+        travels = layer.placer.travels(placement)
+        _, stage = travels.stages
+        _, mine = travels.slots
         owned = placement.owners.counts[rank]
         summed = np.unique(mine.leave) if room is None else np.arange(owned)
         lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))

@@ -128,14 +128,14 @@ def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, replicas: Tensor, layer: int) -> Job:
     record = get_layer(layer)
     used = record.placer.find(placement)
-    stages = record.placer.stages(used)
-    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
+    travels = record.placer.travels(used)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
     if record.symmetric is not None:
         return one_sided_experts.sparse_all_gather(record, shards, used)
-    coming = sparse_collectives.new_replicas(shards, used, stages, record)
+    coming = sparse_collectives.new_replicas(shards, travels)
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.gather(coming, stages, record),
+        lambda: sparse_collectives.gather(coming, record.world),
         label=record.placer.label("sparse_all_gather"),
     )
 
@@ -156,14 +156,14 @@ def _sparse_reduce_scatter(
             f"hecate: experts of {record.name} changed owners between a forward and its backward. Run the backward "
             "before the next optimizer step, or set Config(reshard_every=0)."
         )
-    stages = record.placer.stages(used)
-    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, own, record.world.rank, homeward=True)
+    travels = record.placer.travels(used)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, own, homeward=True)
     if record.symmetric is not None:
         return one_sided_experts.sparse_reduce_scatter(record, own, replicas, used)
-    gradients = sparse_collectives.new_gradients(own, replicas, used, stages, record)
+    gradients = sparse_collectives.new_gradients(own, replicas, travels, record.world)
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.scatter(gradients, record),
+        lambda: sparse_collectives.scatter(gradients, record.world),
         label=record.placer.label("sparse_reduce_scatter"),
     )
 
@@ -179,13 +179,13 @@ def _top_up(
 ) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
-    stages = sparse_collectives.missing_stages(record.placer.stages(new), old)
-    coming = sparse_collectives.new_replicas(shards, new, stages, record)
-    sparse_collectives.take_over(coming, have, old, record)
-    record.expert_bytes_sent += sparse_collectives.bytes_leaving(stages, shards, record.world.rank)
+    travels = sparse_collectives.missing_travels(record.placer.travels(new), new, old, record.world.rank)
+    coming = sparse_collectives.new_replicas(shards, travels)
+    sparse_collectives.take_over(coming, have, old, record.world.rank)
+    record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
     return Job(
         record.world.queue,
-        lambda: sparse_collectives.gather(coming, stages, record),
+        lambda: sparse_collectives.gather(coming, record.world),
         label=record.placer.label("top_up"),
     )
 

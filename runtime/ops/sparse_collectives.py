@@ -16,15 +16,13 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
 from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Stage
-from hecate.runtime.state.layer import Layer
-
-Stages = tuple[Stage, Stage]
+from hecate.runtime.placement.planner import Stage, StageOfRank, Travels, places_of, travels_of
 
 
 @dataclass(frozen=True)
@@ -32,63 +30,57 @@ class Replicas:
     """This rank's replicas while they come, and what it sends to others meanwhile.
 
     Attributes:
-        experts: the replicas, int64 ``[K]``.
+        travels: which are these, and where they come from.
         tensors: ``[K, ...]``, one for each tensor of the layer.
-        leaving: own experts that others want, int64 ``[L]``.
-        copies: of those, ``[L, ...]``.
+        copies: of own experts that others want, ``[L, ...]``.
     """
 
-    experts: Ints
+    travels: Travels
     tensors: list[Tensor]
-    leaving: Ints
     copies: list[Tensor]
 
 
-def new_replicas(shards: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer) -> Replicas:
+def new_replicas(shards: Sequence[Tensor], travels: Travels) -> Replicas:
     """Room for a rank's replicas, and copies of those of its own experts ``[E_r, ...]`` that leave."""
-    rank, owners = layer.world.rank, placement.owner_array
-    experts = replicas_of(placement, rank)
-    sent = np.concatenate([stage.experts[stage.sources == rank] for stage in stages])
-    leaving = np.unique(sent[owners[sent] == rank])
-    index = on_device(_places(leaving, np.flatnonzero(owners == rank), len(owners)), shards[0].device)
+    index, count = on_device(travels.places, shards[0].device), len(travels.replicas)
     return Replicas(
-        experts=experts,
-        tensors=[shard.new_empty((len(experts), *shard.shape[1:])) for shard in shards],
-        leaving=leaving,
+        travels=travels,
+        tensors=[shard.new_empty((count, *shard.shape[1:])) for shard in shards],
         copies=[shard.index_select(0, index) for shard in shards],
     )
 
 
-def gather(replicas: Replicas, stages: Stages, layer: Layer) -> list[Tensor]:
+def gather(replicas: Replicas, world: World) -> list[Tensor]:
     """Fill the replicas: SparseAllGather."""
-    for stage in stages:
-        _forward(replicas, stage, layer)
+    for stage, mine in zip(replicas.travels.stages, replicas.travels.there, strict=True):
+        if len(stage.experts):
+            _forward(replicas, mine, world)
     return replicas.tensors
 
 
-def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, layer: Layer) -> None:
+def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, rank: int) -> None:
     """Copy what an earlier, smaller placement had in its replicas ``have``."""
-    where = _places(replicas_of(before, layer.world.rank), replicas.experts, before.owners.num_experts)
+    where = places_of(replicas_of(before, rank), replicas.travels.replicas, before.owners.num_experts)
     there = on_device(where, replicas.tensors[0].device)
     for out, tensor in zip(replicas.tensors, have, strict=True):
         out.index_copy_(0, there, tensor)
 
 
-def missing_stages(stages: Stages, before: Placement) -> Stages:
-    """What of ``stages`` the placement ``before`` did not have.
+def missing_travels(travels: Travels, after: Placement, before: Placement, rank: int) -> Travels:
+    """Of what brings ``after``, what the placement ``before`` did not have.
 
     A rank that passes an expert on has it by then: from before, or from the first stage.
     """
     held = before.matrix > 0
     first, second = (
         Stage(experts=s.experts[new], sources=s.sources[new], destinations=s.destinations[new])
-        for s in stages
+        for s in travels.stages
         for new in (~held[s.experts, s.destinations],)
     )
-    return first, second
+    return travels_of(after, rank, (first, second))
 
 
-def bytes_leaving(stages: Stages, tensors: Sequence[Tensor], rank: int, *, homeward: bool = False) -> int:
+def bytes_leaving(travels: Travels, tensors: Sequence[Tensor], *, homeward: bool = False) -> int:
     """What a rank sends in all stages.
 
     Args:
@@ -96,8 +88,7 @@ def bytes_leaving(stages: Stages, tensors: Sequence[Tensor], rank: int, *, homew
         homeward: gradients, which go the way back.
     """
     expert = sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
-    senders = [stage.destinations if homeward else stage.sources for stage in stages]
-    return expert * sum(int((ranks == rank).sum()) for ranks in senders)
+    return expert * travels.experts_sent(homeward=homeward)
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class Gradients:
     Attributes:
         means: of own experts, divided by W: ``[E_r, ...]``, one for each tensor of the layer. Where others have parts
             of a gradient, they come from the sums at the end.
-        summed: slots that get parts: own experts, then replicas that pass them on, int64 ``[P]``.
+        summed: slots that get parts, int64 ``[P]``; see :class:`Travels`.
         sums: gradients of these to add up in, ``[P, width]``, one for each tensor; float32 for narrower dtypes.
         legs: what is sent, in the order in which it is.
     """
@@ -118,26 +109,22 @@ class Gradients:
     legs: list[_Leg]
 
 
-def new_gradients(
-    own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement, stages: Stages, layer: Layer
-) -> Gradients:
+def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Travels, world: World) -> Gradients:
     """Copies of gradients, so that those may go. One for which no parts come stays in its dtype.
 
     Args:
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
     """
-    rank, world_size, owned, device = layer.world.rank, layer.world.size, len(own[0]), own[0].device
-    slots, groups, legs = placement.slots_on(rank), by_dtype([grad.dtype for grad in own]), []
-    for stage in reversed(stages):
+    owned, device = len(own[0]), own[0].device
+    groups, legs = by_dtype([grad.dtype for grad in own]), []
+    for stage, mine in zip(reversed(travels.stages), reversed(travels.slots), strict=True):
         if len(stage.experts):
-            mine = stage_of_rank(slots, stage, layer)
             leave = on_device(mine.arrive - owned, device)
             legs.append(_Leg(mine, [pack_experts([replicas[place] for place in group], leave) for group in groups]))
-    summed = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(leg.mine.leave for leg in legs)]))
-    index, in_own = on_device(summed, device), _below(summed, owned)
+    index, in_own = on_device(travels.summed, device), _below(travels.summed, owned)
     return Gradients(
-        means=[torch.div(grad, world_size, out=room_like(grad)) for grad in own],
-        summed=summed,
+        means=[torch.div(grad, world.size, out=room_like(grad)) for grad in own],
+        summed=travels.summed,
         sums=[
             pack_experts(
                 [first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own, ascending=True
@@ -148,7 +135,7 @@ def new_gradients(
     )
 
 
-def scatter(gradients: Gradients, layer: Layer) -> list[Tensor]:
+def scatter(gradients: Gradients, world: World) -> list[Tensor]:
     """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...]``. SparseReduceScatter.
 
     A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Gradients
@@ -158,40 +145,18 @@ def scatter(gradients: Gradients, layer: Layer) -> list[Tensor]:
         gradients: overwritten.
     """
     for leg in gradients.legs:
-        _backward(gradients, leg, layer)
-    means, world_size = gradients.means, layer.world.size
+        _backward(gradients, leg, world)
+    means = gradients.means
     if home := _below(gradients.summed, len(means[0])):
         rows = on_device(gradients.summed[:home], means[0].device)
         for mean, total in zip(means, gradients.sums, strict=True):
-            mean.index_copy_(0, rows, (total[:home] / world_size).to(mean.dtype).view(home, *mean.shape[1:]))
+            mean.index_copy_(0, rows, (total[:home] / world.size).to(mean.dtype).view(home, *mean.shape[1:]))
     return means
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what gradients of ``dtype`` are added up."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _places(experts: Ints, among: Ints, num_experts: int) -> Ints:
-    """Where each of ``experts`` is in ``among``."""
-    where = np.zeros(num_experts, dtype=np.int64)
-    where[among] = np.arange(len(among))
-    return where[experts]
-
-
-@dataclass(frozen=True)
-class StageOfRank:
-    """One stage seen from one rank.
-
-    Attributes:
-        leave, arrive: which of the experts at hand go out and come in, ordered by the other rank, int64.
-        send, receive: how many go to and come from each rank, length W.
-    """
-
-    leave: Ints
-    arrive: Ints
-    send: list[int]
-    receive: list[int]
 
 
 @dataclass(frozen=True)
@@ -207,34 +172,20 @@ class _Leg:
     packed: list[Tensor]
 
 
-def stage_of_rank(at_hand: Ints, stage: Stage, layer: Layer) -> StageOfRank:
-    rank, world_size = layer.world.rank, layer.world.size
-    out, come = stage.sources == rank, stage.destinations == rank
-    return StageOfRank(
-        leave=_places(stage.experts[out], at_hand, layer.num_experts),
-        arrive=_places(stage.experts[come], at_hand, layer.num_experts),
-        send=np.bincount(stage.destinations[out], minlength=world_size).tolist(),
-        receive=np.bincount(stage.sources[come], minlength=world_size).tolist(),
-    )
-
-
-def _forward(replicas: Replicas, stage: Stage, layer: Layer) -> None:
+def _forward(replicas: Replicas, mine: StageOfRank, world: World) -> None:
     """Send experts on: this rank's own ones, and replicas that have come, into replicas of others."""
-    if len(stage.experts) == 0:
-        return
-    own = len(replicas.leaving)
-    mine = stage_of_rank(np.concatenate([replicas.leaving, replicas.experts]), stage, layer)
+    own = len(replicas.travels.leaving)
     device = replicas.tensors[0].device
     leave, arrive = on_device(mine.leave, device), on_device(mine.arrive - own, device)
     for group in by_dtype([tensor.dtype for tensor in replicas.tensors]):
         tensors = [replicas.tensors[index] for index in group]
         copies = [replicas.copies[index] for index in group]
         packed = pack_experts(copies, leave, behind=tensors, in_first=int((mine.leave < own).sum()))
-        received = collectives.all_to_all(packed, mine.send, mine.receive, layer.world)
+        received = collectives.all_to_all(packed, mine.send, mine.receive, world)
         unpack_experts(received, tensors, arrive)
 
 
-def _backward(gradients: Gradients, leg: _Leg, layer: Layer) -> None:
+def _backward(gradients: Gradients, leg: _Leg, world: World) -> None:
     """Return gradients the way the experts came, and add them up where they came from."""
     mine, summed, device = leg.mine, gradients.summed, gradients.means[0].device
     # A replica that got parts leaves with its sum.
@@ -249,7 +200,7 @@ def _backward(gradients: Gradients, leg: _Leg, layer: Layer) -> None:
         sums = [gradients.sums[place] for place in group]
         if len(passed_on):
             packed.index_copy_(0, there, pack_experts(sums, which, dtype=packed.dtype))
-        received = collectives.all_to_all(packed, mine.receive, mine.send, layer.world)
+        received = collectives.all_to_all(packed, mine.receive, mine.send, world)
         for total, part in zip(sums, received.split(widths_of(sums), dim=1), strict=True):
             sum_replicas(total, part, begins, order, rounds)
 

@@ -11,7 +11,7 @@ import torch
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import LayerSizes, Quotas, Stage, stages_of
+from hecate.runtime.placement.planner import LayerSizes, Quotas, Travels, stages_of, travels_of
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.state.placer import Placer
 
@@ -22,12 +22,12 @@ class InUse:
 
     Attributes:
         key: the bytes of the tensor by which graphs know it.
-        stages: how its replicas travel, once that was asked.
+        travels: how its replicas travel, once that was asked.
     """
 
     placement: Placement
     key: bytes
-    stages: tuple[Stage, Stage] | None = None
+    travels: Travels | None = None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class LayerPlacer:
         self._keep(placement)
         placement.slots_on(self.model.world.rank)
         if self.model.policy.replicates:
-            self.stages(placement)
+            self.travels(placement)
 
     def _checked(self, placement: Placement, method: str) -> Placement:
         """What the policy returned, if a step can run on it; else an error that names the policy."""
@@ -240,14 +240,17 @@ class LayerPlacer:
         self._keep(placement)
         return placement
 
-    def stages(self, placement: Placement) -> tuple[Stage, Stage]:
-        """How its replicas travel."""
+    def travels(self, placement: Placement) -> Travels:
+        """How its replicas travel, and this rank's part in that."""
         for known in self.plan.recent:
             if known.placement is placement:
-                if known.stages is None:
-                    known.stages = stages_of(placement, self.model.topology)
-                return known.stages
-        return stages_of(placement, self.model.topology)
+                if known.travels is None:
+                    known.travels = self._travels(placement)
+                return known.travels
+        return self._travels(placement)
+
+    def _travels(self, placement: Placement) -> Travels:
+        return travels_of(placement, self.model.world.rank, stages_of(placement, self.model.topology))
 
     def _keep(self, placement: Placement) -> None:
         recent = self.plan.recent

@@ -83,7 +83,7 @@ from hecate.runtime.placement.planner.fastest import (
 from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
 from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
-from hecate.runtime.placement.planner.stages import Stage, stages_of
+from hecate.runtime.placement.planner.stages import Stage, StageOfRank, Travels, places_of, stages_of, travels_of
 
 __all__ = [
     "Budget",
@@ -95,7 +95,9 @@ __all__ = [
     "Rates",
     "Recipe",
     "Stage",
+    "StageOfRank",
     "StepTime",
+    "Travels",
     "assign_tokens",
     "balance",
     "balance_in_nodes",
@@ -107,6 +109,7 @@ __all__ = [
     "materialize_frugally",
     "near_recipes",
     "owners_only",
+    "places_of",
     "quota_matrix",
     "rows_per_rank",
     "seconds_of",
@@ -116,4 +119,5 @@ __all__ = [
     "stages_of",
     "steady_steps",
     "swap_owners",
+    "travels_of",
 ]

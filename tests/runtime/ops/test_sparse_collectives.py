@@ -18,7 +18,7 @@ from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import stages_of
+from hecate.runtime.placement.planner import stages_of, travels_of
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import add_layer
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer
@@ -108,7 +108,7 @@ def send_home(placement: Placement, dtype: torch.dtype, monkeypatch: pytest.Monk
     """What the first of two ranks holds beside what came in; the other one sends ones."""
     world = World(rank=0, size=2, group=None, device=torch.device("cpu"))
     topology = Topology((0, 0))
-    layer, stages = replicating_layer(world, placement, topology), stages_of(placement, topology)
+    travels = travels_of(placement, world.rank, stages_of(placement, topology))
     grads = [torch.ones(len(placement.slots_on(0)), *shape, dtype=dtype) for shape in ((16, 8), (32,))]
     own, replicas = halves(grads, placement.owners.counts[0])
     held = Held(*(sum(grad.nbytes for grad in half) for half in (own, replicas)))
@@ -121,9 +121,9 @@ def send_home(placement: Placement, dtype: torch.dtype, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
     with alive:
-        started = sparse_collectives.new_gradients(own, replicas, placement, stages, layer)
+        started = sparse_collectives.new_gradients(own, replicas, travels, world)
         del own[:], replicas[:]
-        means = sparse_collectives.scatter(started, layer)
+        means = sparse_collectives.scatter(started, world)
     held.peak = alive.peak
     for expert, (mean, holders) in enumerate(zip(means[0], placement.holders, strict=False)):
         assert mean.eq(len(holders) / 2).all(), expert

@@ -143,13 +143,18 @@ def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monk
     made = Placement.with_replicas(OWNERS, [{1}, set(), {0}, set()])
     layer = placer("place", lambda *_: made)
     layer.plan_ahead()
-    for name in ("hecate.runtime.state.layer_plan.stages_of", "hecate.runtime.placement.placement.np.lexsort"):
-        monkeypatch.setattr(name, lambda *_: pytest.fail("too late"))
+    for name in ("state.layer_plan.stages_of", "state.layer_plan.travels_of", "placement.placement.np.lexsort"):
+        monkeypatch.setattr(f"hecate.runtime.{name}", lambda *_: pytest.fail("too late"))
     taken = layer.take()
     assert taken is made
     assert layer.find(torch.from_numpy(made.matrix.copy())) is made
-    across, inside = layer.stages(made)
-    assert [len(across.experts), len(inside.experts)] == [0, 2]
+    travels = layer.travels(made)
+    assert [len(stage.experts) for stage in travels.stages] == [0, 2]
+    assert (travels.leaving.tolist(), travels.places.tolist(), travels.replicas.tolist()) == ([2], [0], [0])
+    (_, there), (_, slots) = travels.there, travels.slots
+    assert (there.leave.tolist(), there.arrive.tolist()) == ([0], [1])
+    assert there.send == there.receive == [1, 0, 0]
+    assert (slots.leave.tolist(), slots.arrive.tolist(), travels.summed.tolist()) == ([0], [1], [0])
     assert made.slots_on(WORLD.rank).tolist() == [2, 0]
 
 
