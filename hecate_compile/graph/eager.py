@@ -1,4 +1,4 @@
-"""What is done to graphs that run node by node (``backend="aot_eager"``), and what Inductor does by itself."""
+"""What is done to graphs that run node by node (``backend="aot_eager"``); Inductor does it by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from hecate.passes.fx import arg, calls, is_view
+from hecate.passes.fx import arg, calls
 from hecate.passes.joint.read_permutations import is_order
 
 aten = torch.ops.aten
@@ -52,9 +52,10 @@ def note_row_reads(gm: GraphModule) -> None:
 def select_rows(gm: GraphModule) -> int:
     """Rows read by their numbers are copied as wholes: ``x[numbers]`` becomes ``x.index_select(0, numbers)``.
 
-    The same values. On a CPU ``x[numbers]`` goes from element to element, and takes three to nine times as long for
-    rows of 32 to 96 numbers. It may count from the end, which ``index_select`` may not, so numbers must be known not
-    to be negative: those of a sort, of its inverse, and what is such a number divided by how many rows a token has.
+    The same values. On CPUs, where this is done, ``x[numbers]`` goes from element to element, and takes three to nine
+    times as long for rows of 32 to 96 numbers. It may count from the end, which ``index_select`` may not, so numbers
+    must be known not to be negative: those of a sort, of its inverse, and what is such a number divided by how many
+    rows a token has.
 
     Args:
         gm: after :func:`note_row_reads`, or a part of such a graph.
@@ -70,9 +71,9 @@ def select_rows(gm: GraphModule) -> int:
 
 
 def _lies_in_rows(node: Node) -> bool:
-    """Whether it has rows, one behind the other: the result of either operator then does."""
+    """Whether it has rows on a CPU, one behind the other: the result of either operator then does."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.device.type != "cpu":
         return False
     step: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
@@ -85,7 +86,9 @@ def _lies_in_rows(node: Node) -> bool:
 def _counts_rows(node: Any) -> bool:
     """Whether it is one line of numbers of which none is negative."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1 and _not_negative(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.device.type != "cpu":
+        return False
+    return value.dtype == torch.int64 and _not_negative(node)
 
 
 def _not_negative(node: Node) -> bool:
@@ -96,4 +99,5 @@ def _not_negative(node: Node) -> bool:
     ):
         divisor = arg(node, 1)
         return isinstance(divisor, int) and divisor > 0 and _not_negative(arg(node, 0))
-    return is_view(node) and node.op == "call_function" and _not_negative(node.all_input_nodes[0])
+    # Not any view: of other dtypes, and the one that negates, are some too.
+    return calls(node, aten.view, aten.alias, aten.detach) and _not_negative(arg(node, 0))

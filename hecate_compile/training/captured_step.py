@@ -24,7 +24,6 @@ from hecate.runtime.comm.collectives import keeping_constants
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.device_tables import Fixed, FixedTables
-from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
@@ -117,7 +116,7 @@ def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> N
     rank = layer.world.rank
     own = placement.owner_array == rank
     leaving = int((placement.matrix[own] > 0).sum() - own.sum())
-    experts = gathers * leaving + len(replicas_of(placement, rank))
+    experts = gathers * leaving + len(placement.replicas_on(rank))
     layer.replicas, layer.expert_bytes_sent = placement.num_replicas, int(layer.sizes.expert_bytes * experts)
 
 

@@ -26,7 +26,6 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops import one_sided_experts, sparse_collectives
 from hecate.runtime.ops.device_tables import Fixed
 from hecate.runtime.ops.registration import define, define_collective, differentiate
-from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer, get_layer
 
@@ -112,7 +111,7 @@ def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 def as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
     """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
-    replicas = replicas_of(placement, record.world.rank)
+    replicas = placement.replicas_on(record.world.rank)
     return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas.copy())
 
 
@@ -179,7 +178,7 @@ def _top_up(
 ) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
-    travels = sparse_collectives.missing_travels(record.placer.travels(new), new, old, record.world.rank)
+    travels = sparse_collectives.missing_travels(record.placer.travels(new), old)
     coming = sparse_collectives.new_replicas(shards, travels)
     sparse_collectives.take_over(coming, have, old, record.world.rank)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)

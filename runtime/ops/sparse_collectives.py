@@ -8,7 +8,7 @@ inside it. Bytes that travel are the number of replicas times the bytes of an ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
 from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
-from hecate.runtime.ops.ticket import replicas_of
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Stage, StageOfRank, Travels, places_of, travels_of
+from hecate.runtime.placement.planner import Stage, StageOfRank, Travels, places_of
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ def gather(replicas: Replicas, world: World) -> list[Tensor]:
 
 def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, rank: int) -> None:
     """Copy what an earlier, smaller placement had in its replicas ``have``."""
-    where = places_of(replicas_of(before, rank), replicas.travels.replicas, before.owners.num_experts)
+    where = places_of(before.replicas_on(rank), replicas.travels.replicas, before.owners.num_experts)
     there = on_device(where, replicas.tensors[0].device)
     for out, tensor in zip(replicas.tensors, have, strict=True):
         out.index_copy_(0, there, tensor)
 
 
-def missing_travels(travels: Travels, after: Placement, before: Placement, rank: int) -> Travels:
-    """Of what brings ``after``, what the placement ``before`` did not have.
+def missing_travels(travels: Travels, before: Placement) -> Travels:
+    """Of what brings replicas, what the placement ``before`` did not have.
 
     A rank that passes an expert on has it by then: from before, or from the first stage.
     """
@@ -77,7 +76,7 @@ def missing_travels(travels: Travels, after: Placement, before: Placement, rank:
         for s in travels.stages
         for new in (~held[s.experts, s.destinations],)
     )
-    return travels_of(after, rank, (first, second))
+    return replace(travels, stages=(first, second))
 
 
 def bytes_leaving(travels: Travels, tensors: Sequence[Tensor], *, homeward: bool = False) -> int:

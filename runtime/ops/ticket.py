@@ -46,11 +46,6 @@ class Ticket:
     receive_index: torch.Tensor
 
 
-def replicas_of(placement: Placement, rank: int) -> Ints:
-    """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
-    return placement.slots_on(rank)[placement.owners.counts[rank] :]
-
-
 def join_segments(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [sum(lengths)]``."""
     before = np.cumsum(lengths) - lengths

@@ -77,6 +77,10 @@ class Placement:
             slots = self._slots[rank] = held[np.lexsort((held, owners, owners != rank))]
         return slots
 
+    def replicas_on(self, rank: int) -> Ints:
+        """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
+        return self.slots_on(rank)[self.owners.counts[rank] :]
+
     @cached_property
     def _slots(self) -> dict[int, Ints]:
         return {}

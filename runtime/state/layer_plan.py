@@ -11,7 +11,7 @@ import torch
 
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import LayerSizes, Quotas, Travels, stages_of, travels_of
+from hecate.runtime.placement.planner import LayerSizes, Quotas, Travels, stages_of
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.state.placer import Placer
 
@@ -129,7 +129,7 @@ class LayerPlacer:
         self._keep(placement)
         placement.slots_on(self.model.world.rank)
         if self.model.policy.replicates:
-            self.travels(placement)
+            self.travels(placement).prepare()
 
     def _checked(self, placement: Placement, method: str) -> Placement:
         """What the policy returned, if a step can run on it; else an error that names the policy."""
@@ -250,7 +250,7 @@ class LayerPlacer:
         return self._travels(placement)
 
     def _travels(self, placement: Placement) -> Travels:
-        return travels_of(placement, self.model.world.rank, stages_of(placement, self.model.topology))
+        return Travels(placement, self.model.world.rank, stages_of(placement, self.model.topology))
 
     def _keep(self, placement: Placement) -> None:
         recent = self.plan.recent

@@ -83,7 +83,7 @@ from hecate.runtime.placement.planner.fastest import (
 from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
 from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
-from hecate.runtime.placement.planner.stages import Stage, StageOfRank, Travels, places_of, stages_of, travels_of
+from hecate.runtime.placement.planner.stages import Stage, StageOfRank, Travels, places_of, stages_of
 
 __all__ = [
     "Budget",
@@ -119,5 +119,4 @@ __all__ = [
     "stages_of",
     "steady_steps",
     "swap_owners",
-    "travels_of",
 ]

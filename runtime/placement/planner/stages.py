@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,53 +44,70 @@ class StageOfRank:
 
 @dataclass(frozen=True, eq=False)
 class Travels:
-    """How replicas travel, and what one rank has to do with that.
+    """How replicas travel, and what one rank has to do with that. Worked out once; not to be written to.
 
     Attributes:
-        stages: of all ranks.
-        replicas: experts that the rank holds and does not own, in slot order, int64 ``[K]``.
-        leaving: own experts that others want, int64 ``[L]``.
-        places: where these are among the own ones, int64 ``[L]``.
-        there: each stage as experts travel; at hand are ``leaving``, and behind them ``replicas``.
-        slots: each stage, at hand are the rank's slots; as gradients return, what arrived leaves.
-        summed: slots that get parts of gradients: own experts, then replicas that pass them on, int64 ``[P]``.
+        stages: of all ranks; they bring replicas of ``placement``.
     """
 
+    placement: Placement
+    rank: int
     stages: tuple[Stage, Stage]
-    replicas: Ints
-    leaving: Ints
-    places: Ints
-    there: tuple[StageOfRank, StageOfRank]
-    slots: tuple[StageOfRank, StageOfRank]
-    summed: Ints
+
+    @cached_property
+    def replicas(self) -> Ints:
+        """Experts that the rank holds and does not own, in slot order, int64 ``[K]``."""
+        return self.placement.replicas_on(self.rank)
+
+    @cached_property
+    def leaving(self) -> Ints:
+        """Own experts that others want, int64 ``[L]``."""
+        sent = np.concatenate([stage.experts[stage.sources == self.rank] for stage in self.stages])
+        return np.unique(sent[self.placement.owner_array[sent] == self.rank])
+
+    @cached_property
+    def places(self) -> Ints:
+        """Where :attr:`leaving` are among the own ones, int64 ``[L]``."""
+        own = np.flatnonzero(self.placement.owner_array == self.rank)
+        return places_of(self.leaving, own, len(self.placement.holders))
+
+    @cached_property
+    def there(self) -> tuple[StageOfRank, StageOfRank]:
+        """Each stage as experts travel; at hand are :attr:`leaving`, and behind them :attr:`replicas`."""
+        return self._seen_from(np.concatenate([self.leaving, self.replicas]))
+
+    @cached_property
+    def slots(self) -> tuple[StageOfRank, StageOfRank]:
+        """Each stage, at hand are the rank's slots; as gradients return, what arrived leaves."""
+        return self._seen_from(self.placement.slots_on(self.rank))
+
+    @cached_property
+    def summed(self) -> Ints:
+        """Slots that get parts of gradients: own experts, then replicas that pass them on, int64 ``[P]``."""
+        first, second = self.slots
+        return np.unique(np.concatenate([first.leave, second.leave]))
+
+    def prepare(self) -> None:
+        """Work out all that a step asks for."""
+        _ = self.places, self.there, self.summed
 
     def experts_sent(self, *, homeward: bool) -> int:
         """Copies of experts that the rank sends; with ``homeward`` gradients of such."""
-        return sum(sum(stage.receive if homeward else stage.send) for stage in self.there)
+        if homeward:
+            return sum(sum(stage.receive) for stage in self.slots)
+        return sum(sum(stage.send) for stage in self.there)
 
-
-def travels_of(placement: Placement, rank: int, stages: tuple[Stage, Stage]) -> Travels:
-    """What ``rank`` does in ``stages``, which bring replicas of ``placement``."""
-    owners, slots = placement.owner_array, placement.slots_on(rank)
-    replicas = slots[placement.owners.counts[rank] :]
-    sent = np.concatenate([stage.experts[stage.sources == rank] for stage in stages])
-    leaving = np.unique(sent[owners[sent] == rank])
-    at_hand = np.concatenate([leaving, replicas])
-    first, second = (_of_rank(slots, stage, rank, placement) for stage in stages)
-    return Travels(
-        stages=stages,
-        replicas=replicas,
-        leaving=leaving,
-        places=places_of(leaving, np.flatnonzero(owners == rank), len(owners)),
-        there=(_of_rank(at_hand, stages[0], rank, placement), _of_rank(at_hand, stages[1], rank, placement)),
-        slots=(first, second),
-        summed=np.unique(np.concatenate([first.leave, second.leave])),
-    )
+    def _seen_from(self, at_hand: Ints) -> tuple[StageOfRank, StageOfRank]:
+        first, second = (_of_rank(at_hand, stage, self.rank, self.placement) for stage in self.stages)
+        return first, second
 
 
 def _of_rank(at_hand: Ints, stage: Stage, rank: int, placement: Placement) -> StageOfRank:
-    out, come = stage.sources == rank, stage.destinations == rank
     num_experts, world_size = len(placement.holders), placement.owners.world_size
+    if not len(stage.experts):
+        # On a single node nothing crosses.
+        return StageOfRank(stage.experts, stage.experts, [0] * world_size, [0] * world_size)
+    out, come = stage.sources == rank, stage.destinations == rank
     return StageOfRank(
         leave=places_of(stage.experts[out], at_hand, num_experts),
         arrive=places_of(stage.experts[come], at_hand, num_experts),

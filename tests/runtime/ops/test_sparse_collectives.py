@@ -18,7 +18,7 @@ from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import stages_of, travels_of
+from hecate.runtime.placement.planner import Travels, stages_of
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import add_layer
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer
@@ -108,7 +108,7 @@ def send_home(placement: Placement, dtype: torch.dtype, monkeypatch: pytest.Monk
     """What the first of two ranks holds beside what came in; the other one sends ones."""
     world = World(rank=0, size=2, group=None, device=torch.device("cpu"))
     topology = Topology((0, 0))
-    travels = travels_of(placement, world.rank, stages_of(placement, topology))
+    travels = Travels(placement, world.rank, stages_of(placement, topology))
     grads = [torch.ones(len(placement.slots_on(0)), *shape, dtype=dtype) for shape in ((16, 8), (32,))]
     own, replicas = halves(grads, placement.owners.counts[0])
     held = Held(*(sum(grad.nbytes for grad in half) for half in (own, replicas)))

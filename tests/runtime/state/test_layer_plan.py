@@ -143,7 +143,7 @@ def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monk
     made = Placement.with_replicas(OWNERS, [{1}, set(), {0}, set()])
     layer = placer("place", lambda *_: made)
     layer.plan_ahead()
-    for name in ("state.layer_plan.stages_of", "state.layer_plan.travels_of", "placement.placement.np.lexsort"):
+    for name in ("state.layer_plan.stages_of", "placement.planner.stages._of_rank", "placement.placement.np.lexsort"):
         monkeypatch.setattr(f"hecate.runtime.{name}", lambda *_: pytest.fail("too late"))
     taken = layer.take()
     assert taken is made
