@@ -149,14 +149,16 @@ def _aot_eager(
             run(gm, FINAL_PASSES, part)
             if finish is not None:
                 return finish(gm, part)
-            if part == "forward":
-                # Without gradients there was no joint graph.
-                note_row_reads(gm)
             simplify_views(gm)
             select_rows(gm)
             return boxed_nop(gm, inputs)
 
         return compile
+
+    def without_gradients(gm: GraphModule, inputs: list[Any]) -> Any:
+        # There was no joint graph to note them in.
+        note_row_reads(gm)
+        return compiler("forward")(gm, inputs)
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         run(joint, JOINT_PASSES, "joint")
@@ -167,7 +169,7 @@ def _aot_eager(
     compiled: Compiled = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
-        inference_compiler=compiler("forward"),
+        inference_compiler=without_gradients,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)

@@ -47,7 +47,9 @@ class Travels:
     """How replicas travel, and what one rank has to do with that. Worked out once; not to be written to.
 
     Attributes:
-        stages: of all ranks; they bring replicas of ``placement``.
+        placement: whose replicas travel.
+        rank: of this process.
+        stages: of all ranks.
     """
 
     placement: Placement
@@ -68,8 +70,8 @@ class Travels:
     @cached_property
     def places(self) -> Ints:
         """Where :attr:`leaving` are among the own ones, int64 ``[L]``."""
-        own = np.flatnonzero(self.placement.owner_array == self.rank)
-        return places_of(self.leaving, own, len(self.placement.holders))
+        # Own experts are the first slots.
+        return places_of(self.leaving, self.placement.slots_on(self.rank), len(self.placement.holders))
 
     @cached_property
     def there(self) -> tuple[StageOfRank, StageOfRank]:
