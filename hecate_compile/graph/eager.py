@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hecate.passes.fx import arg, calls
-from hecate.passes.joint.read_permutations import is_order
+from hecate.passes.joint.read_permutations import is_order, shared_out
 
 aten = torch.ops.aten
 # In the meta of a node that reads rows by numbers of which none is negative.
@@ -94,10 +94,7 @@ def _counts_rows(node: Any) -> bool:
 def _not_negative(node: Node) -> bool:
     if is_order(node):
         return True
-    if calls(node, aten.floor_divide) or (
-        calls(node, aten.div.Tensor_mode, aten.div.Scalar_mode) and node.kwargs.get("rounding_mode") == "floor"
-    ):
-        divisor = arg(node, 1)
-        return isinstance(divisor, int) and divisor > 0 and _not_negative(arg(node, 0))
+    if (rows := shared_out(node)[0]) is not node:
+        return _not_negative(rows)
     # Not any view: of other dtypes, and the one that negates, are some too.
     return calls(node, aten.view, aten.alias, aten.detach) and _not_negative(arg(node, 0))

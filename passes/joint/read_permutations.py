@@ -2,12 +2,15 @@
 
 Needs    a joint graph with zeros.index_put([p], y, accumulate), as autograd writes it for x[p], or with
          zeros.index_add(0, p, y), where p is the order of a sort or the inverse of one: rows sorted by expert, and
-         back.
-Changes  zeros.index_put([p], y, True)   becomes   y[q], where q is the inverse of p
+         back. Or p // k, of k rows for each token.
+Changes  zeros.index_put([p], y, True)        becomes   y[q], where q is the inverse of p
+         zeros.index_put([p // k], y, True)   becomes   y[q].view(-1, k, ...).sum(1)
 Never    does so where the zeros have another number of rows, or the numbers are not known to be a permutation.
 
-The same values but for the sign of zeros, in one pass over the rows, which Inductor fuses with what stands in front.
-To add is to write zeros first, and is atomic on GPUs.
+The same values but for the sign of zeros, and for rounding where a token has three rows or more: they are added up
+in the order of its choices, not of experts, and those of half precision are rounded once. It takes one pass over the
+rows, which Inductor fuses with what stands in front. To add is to write zeros first, goes from element to element on
+CPUs, and is atomic on GPUs, where rows come in any order.
 """
 
 from __future__ import annotations
@@ -45,18 +48,39 @@ def _added(node: Node) -> tuple[Node, Node, Node] | None:
     return None
 
 
-def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
+def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node) -> bool:
+    order, each = shared_out(numbers)
     if not _is_zeros(zeros) or not is_order(order):
         return False
     room, added = _value(zeros), _value(rows)
-    if not _same(added.shape, room.shape) or not _same(_value(order).shape, room.shape[:1]):
+    beyond = [_number(size) for size in room.shape[1:]]
+    shape = (room.shape[0] * each, *room.shape[1:])
+    if not _same(added.shape, shape) or not _same(_value(order).shape, shape[:1]):
+        return False
+    # A size of the view that is a symbol would need a node.
+    if each > 1 and None in beyond:
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
-    addition.replace_all_uses_with(_noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added))
+    result = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added)
+    if each > 1:
+        parted = added.new_empty((room.shape[0], each, *room.shape[1:]))
+        result = _noted(here.call(aten.view.default, result, [-1, each, *beyond]), addition, parted)
+        result = _noted(here.call(aten.sum.dim_IntList, result, [1]), addition, room)
+    addition.replace_all_uses_with(result)
     for node in (addition, zeros):
         if not node.users:
             node.graph.erase_node(node)
     return True
+
+
+def shared_out(numbers: Node) -> tuple[Node, int]:
+    """Of ``order // k`` the order and k; of all else itself and 1."""
+    floors = calls(numbers, aten.floor_divide) or (
+        calls(numbers, aten.div.Tensor_mode, aten.div.Scalar_mode) and numbers.kwargs.get("rounding_mode") == "floor"
+    )
+    if floors and isinstance(arg(numbers, 0), Node) and isinstance(each := arg(numbers, 1), int) and each > 0:
+        return arg(numbers, 0), each
+    return numbers, 1
 
 
 def _adds(write: Node) -> bool:
@@ -72,6 +96,11 @@ def _value(node: Any) -> torch.Tensor:
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+
+
+def _number(size: Any) -> int | None:
+    """A size that is no symbol, or of which the graph knows that it is this number."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def _is_zeros(node: Node) -> bool:

@@ -25,7 +25,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype = torch.float64) -> int:
     """How many additions of ``function(tokens [T, H], weights [T, K], experts [T, K])`` and of its backward are read.
 
-    Its results and gradients must be the same with them and without.
+    Its results and gradients must be the same with them and without. With ``dynamic`` all sizes but K are symbols.
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -42,6 +42,8 @@ def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype =
     results = []
     for run in (function, torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)):
         given = [tokens.clone().requires_grad_(), weights.clone().requires_grad_()]
+        for choices in (given[1], experts):
+            torch._dynamo.mark_static(choices, 1)
         out = run(*given, experts)
         results.append([out, *torch.autograd.grad((out * out).sum(), given, materialize_grads=True)])
     torch.testing.assert_close(results[1], results[0])
@@ -54,6 +56,13 @@ def as_transformers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.size(0))
     return rows[inverse].view(-1, K, H).sum(1)
+
+
+def divided(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Rows of tokens in other spellings: rows of the second dimension too, and a token for each row."""
+    order = experts.flatten().argsort()
+    pairs = torch.stack([tokens, tokens.sin()], 1)[torch.div(order, K, rounding_mode="floor")]
+    return pairs.sum(1) * tokens.repeat_interleave(K, 0)[order // 1]
 
 
 def inverse_in_zeros(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -115,9 +124,10 @@ def as_bytes(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "count"),
-    # Of as_transformers the weights and the results; an index_add's backward reads anyway.
+    # Of as_transformers tokens, weights and results; an index_add's backward reads anyway.
     [
-        (as_transformers, 2),
+        (as_transformers, 3),
+        (divided, 2),
         (inverse_in_zeros, 3),
         (with_argsort, 3),
         (added_up, 1),
@@ -134,12 +144,22 @@ def test_additions_by_a_permutation_are_read(function: Function, count: int, dty
 
 
 def test_sizes_may_change() -> None:
-    assert rewritten(as_transformers, dynamic=True) == 2
+    # A view says that tokens have H numbers.
+    assert rewritten(as_transformers, dynamic=True) == 3
+    # Here nothing does, and of rows that are added up only the number may be a symbol.
+    assert rewritten(divided, dynamic=True) == 1
 
 
 def of_numbers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Numbers that may come twice."""
-    return tokens[experts.flatten()] + tokens[experts.flatten().argsort() // K]
+    """Numbers that may come twice, and of which some may not come."""
+    return tokens[experts.flatten()] + tokens[experts.flatten() // K]
+
+
+def of_other_parts(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Rows that are not shared out evenly among all tokens; the others are rounded up, or counted from the end."""
+    order = experts.flatten().argsort()
+    up, back = torch.div(order + 1, K, rounding_mode="trunc").clamp(max=T - 1), order // -K
+    return tokens[order // (K + 1)] + tokens[order // (2 * K)] + tokens[up] + tokens[back]
 
 
 def of_a_part(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -166,7 +186,7 @@ def into_columns(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return (tokens @ tokens.T)[:, experts.flatten()[:T].argsort()]
 
 
-@pytest.mark.parametrize("function", [of_numbers, of_a_part, counted_down, onto_ones, into_columns])
+@pytest.mark.parametrize("function", [of_numbers, of_other_parts, of_a_part, counted_down, onto_ones, into_columns])
 def test_what_may_be_no_permutation_is_left_alone(function: Function) -> None:
     assert rewritten(function) == 0
 
@@ -178,5 +198,5 @@ def test_it_runs_on_one_rank_too() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     (graph,) = hecate.explain(model).graphs
     (record,) = (record for record in graph.later["joint"] if record.name == "read_permutations")
-    # Of each of two layers the weights and the results.
-    assert record.enabled and record.rewritten == 4
+    # Of each of two layers tokens, weights and results.
+    assert record.enabled and record.rewritten == 6
