@@ -152,12 +152,14 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
 def pace(launch: Mapping[str, Any], workload: str) -> float:
     """How many times as long compute took while a workload was timed as when rates were measured.
 
-    Before every round of steps ranks time a model that exchanges nothing. Launches from before they did so say 1.
+    Before every round of steps ranks time a model that exchanges nothing: one without the engine, in older launches
+    one on it. Launches from before they did so say 1.
     """
     rounds = launch.get("pace", {}).get(workload)
     if not rounds:
         return 1.0
-    return pace_of(rounds) / float(launch["alone"]["step"])
+    alone = launch["alone"]
+    return pace_of(rounds) / float(alone.get("plain", alone["step"]))
 
 
 def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, times: float) -> Prediction:

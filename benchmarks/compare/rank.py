@@ -138,7 +138,8 @@ def main() -> None:
         )
         runner = Runner(shape)
         lonely = {times: Alone(shape, ids, times) for times in (1, MANY)}
-        for one in lonely.values():
+        plain = Alone(shape, ids, 1, compiled=False)
+        for one in (*lonely.values(), plain):
             one.step()
             one.optimizer.step()
         # Everything is compiled before quotas begin.
@@ -160,6 +161,7 @@ def main() -> None:
                 entry.system.learn(rates)
             found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
             found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
+            found["alone"]["plain"] = measure_alone(plain.step, plain.optimizer.step)["step"]
             found["alone"]["beside"] = measure_beside(lonely[1].step, shape, world)
             found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             found["pace"] = {}
@@ -175,7 +177,7 @@ def main() -> None:
                 paces = found["pace"][workload] = []
                 for step in steps:
                     # The machine is not as fast in all minutes.
-                    paces.append(measure_pace(lonely[1].step))
+                    paces.append(measure_pace(plain.step))
                     for name in turns.permutation(list(entries)).tolist():
                         entry = entries[name]
                         runner.load(entry, even if entry.balanced else counts, step)

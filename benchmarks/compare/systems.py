@@ -353,11 +353,16 @@ class Alone:
     """One rank's compute and nothing that travels: its number of experts, evenly used, with ``times`` its rows.
 
     Tells the simulator how long the operators of such a model take on an emulated rank.
+
+    Args:
+        compiled: it runs on the engine. One that does not is the same work in all versions of it.
     """
 
-    def __init__(self, shape: shapes.Shape, ids: torch.Tensor, times: int) -> None:
-        rank = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "alone"))["alone"]
-        self.model = hecate.compile(shapes.build(alone(shape, times)), hecate.Config(backend="aot_eager"), mesh=rank)
+    def __init__(self, shape: shapes.Shape, ids: torch.Tensor, times: int, *, compiled: bool = True) -> None:
+        self.model = shapes.build(alone(shape, times))
+        if compiled:
+            rank = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "alone"))["alone"]
+            self.model = hecate.compile(self.model, hecate.Config(backend="aot_eager"), mesh=rank)
         routing.prepare(self.model, shape.tokens)
         self.optimizer, self.ids = torch.optim.AdamW(self.model.parameters(), lr=1e-4), ids
 

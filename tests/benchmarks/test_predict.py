@@ -96,6 +96,8 @@ def test_a_workload_is_predicted_at_the_pace_that_the_machine_had_then() -> None
     launch = {"alone": {"step": 0.5}, "pace": {"zipf": [[0.6, 0.5], [0.9, 0.7], [0.5, 0.9]], "natural": []}}
     assert predict.pace(launch, "zipf") == pytest.approx(1.3), "medians of ranks, and their mean"
     assert predict.pace(launch, "natural") == 1.0
+    launch["alone"]["plain"] = 0.8
+    assert predict.pace(launch, "zipf") == pytest.approx(0.65 / 0.8), "where it is another model"
     assert predict.pace({"alone": {"step": 0.5}}, "zipf") == 1.0, "launches from before paces were measured"
 
 
