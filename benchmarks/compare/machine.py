@@ -77,8 +77,8 @@ def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> d
 def measure_pace(step: Callable[[], object]) -> list[float]:
     """Seconds of one ``step`` that exchanges nothing, on each rank. All ranks together.
 
-    Against :func:`measure_alone` of the same it says how fast the machine is now, and is best the same in all versions
-    of the engine. One comes before it, as other models ran last.
+    Against :func:`measure_alone` of the same it says how fast the machine is now; best with a model that is the same
+    in all versions of the engine. One comes before it, as other models ran last.
     """
     step()
     dist.barrier()
