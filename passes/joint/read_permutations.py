@@ -2,15 +2,12 @@
 
 Needs    a joint graph with zeros.index_put([p], y, accumulate), as autograd writes it for x[p], or with
          zeros.index_add(0, p, y), where p is the order of a sort or the inverse of one: rows sorted by expert, and
-         back. Or p // k, of k rows for each token.
-Changes  zeros.index_put([p], y, True)        becomes   y[q], where q is the inverse of p
-         zeros.index_put([p // k], y, True)   becomes   y[q].view(-1, k, ...).sum(1)
+         back.
+Changes  zeros.index_put([p], y, True)   becomes   y[q], where q is the inverse of p
 Never    does so where the zeros have another number of rows, or the numbers are not known to be a permutation.
 
-The same values but for the sign of zeros, and for rounding where a token has three rows or more: they are added up
-in the order of its choices, not of experts, and those of half precision are rounded once. It takes one pass over the
-rows, which Inductor fuses with what stands in front. To add is to write zeros first, goes from element to element on
-CPUs, and is atomic on GPUs, where rows come in any order.
+The same values but for the sign of zeros, in one pass over the rows, which Inductor fuses with what stands in front.
+To add is to write zeros first, and is atomic on GPUs.
 """
 
 from __future__ import annotations
@@ -30,12 +27,23 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite every such addition in ``gm``."""
+    return Outcome(rewritten=read_additions(gm))
+
+
+def read_additions(gm: GraphModule, *, of_tokens: bool = False) -> int:
+    """Rewrite additions; returns how many.
+
+    Args:
+        of_tokens: also those of k rows to each token, ``zeros.index_put([p // k], y, True)``, which becomes
+            ``y[q].view(-1, k, ...).sum(1)``. From three rows on that may round to other values: they are added up in
+            the order of a token's choices, not of experts, and those of half precision are rounded once.
+    """
     count = 0
     for node in list(gm.graph.nodes):
         # What it adds may be what was rewritten a moment ago.
-        if (operands := _added(node)) is not None and _rewrite(node, *operands):
+        if (operands := _added(node)) is not None and _rewrite(node, *operands, of_tokens):
             count += 1
-    return Outcome(rewritten=count)
+    return count
 
 
 def _added(node: Node) -> tuple[Node, Node, Node] | None:
@@ -48,8 +56,8 @@ def _added(node: Node) -> tuple[Node, Node, Node] | None:
     return None
 
 
-def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node) -> bool:
-    order, each = shared_out(numbers)
+def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node, of_tokens: bool) -> bool:
+    order, each = shared_out(numbers) if of_tokens else (numbers, 1)
     if not _is_zeros(zeros) or not is_order(order):
         return False
     room, added = _value(zeros), _value(rows)

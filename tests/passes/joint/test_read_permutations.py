@@ -15,14 +15,16 @@ from torch.fx import GraphModule
 
 import hecate
 from hecate.passes import PassContext
-from hecate.passes.joint.read_permutations import read_permutations
+from hecate.passes.joint.read_permutations import read_additions, read_permutations
 from tests.support.models import batch, build
 
 T, K, H = 6, 2, 5
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype = torch.float64) -> int:
+def rewritten(
+    function: Function, *, dynamic: bool = False, of_tokens: bool = False, dtype: torch.dtype = torch.float64
+) -> int:
     """How many additions of ``function(tokens [T, H], weights [T, K], experts [T, K])`` and of its backward are read.
 
     Its results and gradients must be the same with them and without. With ``dynamic`` all sizes but K are symbols.
@@ -33,7 +35,10 @@ def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype =
     experts, found = torch.randint(0, 4, (T, K)), []
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        found.append(read_permutations(joint, PassContext(world_size=1)).rewritten)
+        if of_tokens:
+            found.append(read_additions(joint, of_tokens=True))
+        else:
+            found.append(read_permutations(joint, PassContext(world_size=1)).rewritten)
         joint.graph.lint()
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **options)
@@ -124,10 +129,9 @@ def as_bytes(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "count"),
-    # Of as_transformers tokens, weights and results; an index_add's backward reads anyway.
+    # Of as_transformers the weights and the results; an index_add's backward reads anyway.
     [
-        (as_transformers, 3),
-        (divided, 2),
+        (as_transformers, 2),
         (inverse_in_zeros, 3),
         (with_argsort, 3),
         (added_up, 1),
@@ -143,11 +147,20 @@ def test_additions_by_a_permutation_are_read(function: Function, count: int, dty
     assert rewritten(function, dtype=dtype) == count
 
 
+@pytest.mark.parametrize(("function", "count"), [(as_transformers, 3), (divided, 2), (chained, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_tokens_are_added_up_where_that_is_asked_for(
+    function: Function, count: int, dtype: torch.dtype
+) -> None:
+    assert rewritten(function, dtype=dtype, of_tokens=True) == count
+
+
 def test_sizes_may_change() -> None:
+    assert rewritten(as_transformers, dynamic=True) == 2
     # A view says that tokens have H numbers.
-    assert rewritten(as_transformers, dynamic=True) == 3
+    assert rewritten(as_transformers, dynamic=True, of_tokens=True) == 3
     # Here nothing does, and of rows that are added up only the number may be a symbol.
-    assert rewritten(divided, dynamic=True) == 1
+    assert rewritten(divided, dynamic=True, of_tokens=True) == 1
 
 
 def of_numbers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -187,8 +200,9 @@ def into_columns(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [of_numbers, of_other_parts, of_a_part, counted_down, onto_ones, into_columns])
-def test_what_may_be_no_permutation_is_left_alone(function: Function) -> None:
-    assert rewritten(function) == 0
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_what_may_be_no_permutation_is_left_alone(function: Function, of_tokens: bool) -> None:
+    assert rewritten(function, of_tokens=of_tokens) == 0
 
 
 def test_it_runs_on_one_rank_too() -> None:
@@ -198,5 +212,5 @@ def test_it_runs_on_one_rank_too() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     (graph,) = hecate.explain(model).graphs
     (record,) = (record for record in graph.later["joint"] if record.name == "read_permutations")
-    # Of each of two layers tokens, weights and results.
-    assert record.enabled and record.rewritten == 6
+    # Of each of two layers the weights and the results.
+    assert record.enabled and record.rewritten == 4
