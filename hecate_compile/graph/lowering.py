@@ -162,6 +162,7 @@ def _aot_eager(
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         run(joint, JOINT_PASSES, "joint")
+        # A graph that is captured stands for Inductor's too.
         if finish is None:
             add_up_rows(joint)
         note_row_reads(joint)

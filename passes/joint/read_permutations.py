@@ -65,8 +65,8 @@ def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node, of_tokens: 
     shape = (room.shape[0] * each, *room.shape[1:])
     if not _same(added.shape, shape) or not _same(_value(order).shape, shape[:1]):
         return False
-    # A size of the view that is a symbol would need a node.
-    if each > 1 and None in beyond:
+    # A size of the view that is a symbol would need a node, and a sum of small integers is one of large ones.
+    if each > 1 and (None in beyond or not added.is_floating_point()):
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
     result = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added)

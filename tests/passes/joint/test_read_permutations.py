@@ -175,6 +175,12 @@ def of_other_parts(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return tokens[order // (K + 1)] + tokens[order // (2 * K)] + tokens[up] + tokens[back]
 
 
+def of_integers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Numbers of experts, in a type that a sum is not of."""
+    order = experts.flatten().argsort()
+    return tokens * torch.zeros(T, dtype=torch.int32).index_add(0, order // K, experts.flatten().int()).unsqueeze(-1)
+
+
 def of_a_part(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """An order of fewer rows than there are."""
     return tokens[experts.flatten()[: T - 1].argsort()]
@@ -199,7 +205,9 @@ def into_columns(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return (tokens @ tokens.T)[:, experts.flatten()[:T].argsort()]
 
 
-@pytest.mark.parametrize("function", [of_numbers, of_other_parts, of_a_part, counted_down, onto_ones, into_columns])
+@pytest.mark.parametrize(
+    "function", [of_numbers, of_other_parts, of_integers, of_a_part, counted_down, onto_ones, into_columns]
+)
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_what_may_be_no_permutation_is_left_alone(function: Function, of_tokens: bool) -> None:
     assert rewritten(function, of_tokens=of_tokens) == 0
