@@ -61,18 +61,18 @@ def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node, of_tokens: 
     if not _is_zeros(zeros) or not is_order(order):
         return False
     room, added = _value(zeros), _value(rows)
-    beyond = [_number(size) for size in room.shape[1:]]
-    shape = (room.shape[0] * each, *room.shape[1:])
-    if not _same(added.shape, shape) or not _same(_value(order).shape, shape[:1]):
+    tokens, *beyond = room.shape
+    if not _same(added.shape, (tokens * each, *beyond)) or not _same(_value(order).shape, added.shape[:1]):
         return False
+    sizes = [_number(size) for size in beyond]
     # A size of the view that is a symbol would need a node, and a sum of small integers is one of large ones.
-    if each > 1 and (None in beyond or not added.is_floating_point()):
+    if each > 1 and (None in sizes or not added.is_floating_point()):
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
     result = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added)
     if each > 1:
-        parted = added.new_empty((room.shape[0], each, *room.shape[1:]))
-        result = _noted(here.call(aten.view.default, result, [-1, each, *beyond]), addition, parted)
+        parted = added.new_empty((tokens, each, *beyond))
+        result = _noted(here.call(aten.view.default, result, [-1, each, *sizes]), addition, parted)
         result = _noted(here.call(aten.sum.dim_IntList, result, [1]), addition, room)
     addition.replace_all_uses_with(result)
     for node in (addition, zeros):

@@ -194,6 +194,7 @@ def test_a_command_ends_in_time() -> None:
 def test_a_file_of_tests_without_end_is_said_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # What is run here; one of its tests is skipped so that there is one to count.
     program = """
 import time, pytest
 pytestmark = pytest.mark.gpu

@@ -27,7 +27,11 @@ def rewritten(
 ) -> int:
     """How many additions of ``function(tokens [T, H], weights [T, K], experts [T, K])`` and of its backward are read.
 
-    Its results and gradients must be the same with them and without. With ``dynamic`` all sizes but K are symbols.
+    Its results and gradients must be the same with them and without.
+
+    Args:
+        dynamic: all sizes but K are symbols.
+        of_tokens: as without Inductor.
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
