@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hecate.passes.fx import arg, calls
-from hecate.passes.joint.read_permutations import is_order, read_additions, shared_out
+from hecate.passes.joint.read_permutations import is_order
 
 aten = torch.ops.aten
 # In the meta of a node that reads rows by numbers of which none is negative.
@@ -35,16 +35,6 @@ def simplify_views(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     gm.recompile()
-
-
-def add_up_rows(joint: GraphModule) -> None:
-    """What a gradient adds to tokens, k rows to each, is read token by token and added up.
-
-    On CPUs to add goes from element to element: in a step of ``modern`` it takes 3 % of a rank's compute, in one of
-    ``gpt-moe-s`` 2 %. Inductor's loop for a read and a sum is slower than what it makes of the addition
-    (docs/decisions.md).
-    """
-    read_additions(joint, of_tokens=True)
 
 
 def note_row_reads(gm: GraphModule) -> None:
@@ -104,7 +94,10 @@ def _counts_rows(node: Any) -> bool:
 def _not_negative(node: Node) -> bool:
     if is_order(node):
         return True
-    if (rows := shared_out(node)[0]) is not node:
-        return _not_negative(rows)
+    if calls(node, aten.floor_divide) or (
+        calls(node, aten.div.Tensor_mode, aten.div.Scalar_mode) and node.kwargs.get("rounding_mode") == "floor"
+    ):
+        divisor = arg(node, 1)
+        return isinstance(divisor, int) and divisor > 0 and _not_negative(arg(node, 0))
     # Not any view: of other dtypes, and the one that negates, are some too.
     return calls(node, aten.view, aten.alias, aten.detach) and _not_negative(arg(node, 0))

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
 import hecate.runtime
-from hecate.graph.eager import add_up_rows, note_row_reads, select_rows, simplify_views
+from hecate.graph.eager import note_row_reads, select_rows, simplify_views
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
@@ -162,9 +162,6 @@ def _aot_eager(
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         run(joint, JOINT_PASSES, "joint")
-        # A graph that is captured stands for Inductor's too.
-        if finish is None:
-            add_up_rows(joint)
         note_row_reads(joint)
         parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
         return parts

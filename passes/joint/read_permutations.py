@@ -27,23 +27,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite every such addition in ``gm``."""
-    return Outcome(rewritten=read_additions(gm))
-
-
-def read_additions(gm: GraphModule, *, of_tokens: bool = False) -> int:
-    """Rewrite additions; returns how many.
-
-    Args:
-        of_tokens: also those of k rows to each token, ``zeros.index_put([p // k], y, True)``, which becomes
-            ``y[q].view(-1, k, ...).sum(1)``. From three rows on that may round to other values: they are added up in
-            the order of a token's choices, not of experts, and those of half precision are rounded once.
-    """
     count = 0
     for node in list(gm.graph.nodes):
         # What it adds may be what was rewritten a moment ago.
-        if (operands := _added(node)) is not None and _rewrite(node, *operands, of_tokens):
+        if (operands := _added(node)) is not None and _rewrite(node, *operands):
             count += 1
-    return count
+    return Outcome(rewritten=count)
 
 
 def _added(node: Node) -> tuple[Node, Node, Node] | None:
@@ -56,39 +45,18 @@ def _added(node: Node) -> tuple[Node, Node, Node] | None:
     return None
 
 
-def _rewrite(addition: Node, zeros: Node, numbers: Node, rows: Node, of_tokens: bool) -> bool:
-    order, each = shared_out(numbers) if of_tokens else (numbers, 1)
+def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
     if not _is_zeros(zeros) or not is_order(order):
         return False
     room, added = _value(zeros), _value(rows)
-    tokens, *beyond = room.shape
-    if not _same(added.shape, (tokens * each, *beyond)) or not _same(_value(order).shape, added.shape[:1]):
-        return False
-    sizes = [_number(size) for size in beyond]
-    # A size of the view that is a symbol would need a node, and a sum of small integers is one of large ones.
-    if each > 1 and (None in sizes or not added.is_floating_point()):
+    if not _same(added.shape, room.shape) or not _same(_value(order).shape, room.shape[:1]):
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
-    result = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added)
-    if each > 1:
-        parted = added.new_empty((tokens, each, *beyond))
-        result = _noted(here.call(aten.view.default, result, [-1, each, *sizes]), addition, parted)
-        result = _noted(here.call(aten.sum.dim_IntList, result, [1]), addition, room)
-    addition.replace_all_uses_with(result)
+    addition.replace_all_uses_with(_noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added))
     for node in (addition, zeros):
         if not node.users:
             node.graph.erase_node(node)
     return True
-
-
-def shared_out(numbers: Node) -> tuple[Node, int]:
-    """Of ``order // k`` the order and k; of all else itself and 1."""
-    floors = calls(numbers, aten.floor_divide) or (
-        calls(numbers, aten.div.Tensor_mode, aten.div.Scalar_mode) and numbers.kwargs.get("rounding_mode") == "floor"
-    )
-    if floors and isinstance(arg(numbers, 0), Node) and isinstance(each := arg(numbers, 1), int) and each > 0:
-        return arg(numbers, 0), each
-    return numbers, 1
 
 
 def _adds(write: Node) -> bool:
@@ -104,11 +72,6 @@ def _value(node: Any) -> torch.Tensor:
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
-
-
-def _number(size: Any) -> int | None:
-    """A size that is no symbol, or of which the graph knows that it is this number."""
-    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def _is_zeros(node: Node) -> bool:

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hecate
 from hecate.graph import lowering
-from hecate.graph.eager import add_up_rows, note_row_reads, select_rows, simplify_views
-from hecate.passes.fx import calls
+from hecate.graph.eager import note_row_reads, select_rows, simplify_views
 from tests.support.models import batch, build
 
 aten = torch.ops.aten
@@ -169,22 +168,3 @@ def test_a_compiled_model_reads_its_rows_as_wholes(training: bool, monkeypatch: 
         assert all(node.args[0].meta["val"].dim() == 1 for node in read)
         # Of each of two layers to experts and back, or gradients the other way.
         assert sum(node.target is aten.index_select.default for node in gm.graph.nodes) >= 2
-
-
-def test_rows_of_tokens_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[GraphModule] = []
-
-    def add_up(joint: GraphModule) -> None:
-        add_up_rows(joint)
-        asked.append(joint)
-
-    monkeypatch.setattr(lowering, "add_up_rows", add_up)
-    torch._dynamo.reset()
-    plain, ids = build("qwen3_moe"), batch(0)
-    model = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager"))
-    for one in (plain, model):
-        one(input_ids=ids, labels=ids).loss.backward()
-    (joint,) = asked
-    assert not [n for n in joint.graph.nodes if calls(n, aten.index_put) and len(n.args) > 3 and n.args[3]]
-    for (name, there), here in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(here.grad, there.grad, msg=lambda text, name=name: f"{name}: {text}")

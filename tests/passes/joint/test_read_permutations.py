@@ -15,23 +15,17 @@ from torch.fx import GraphModule
 
 import hecate
 from hecate.passes import PassContext
-from hecate.passes.joint.read_permutations import read_additions, read_permutations
+from hecate.passes.joint.read_permutations import read_permutations
 from tests.support.models import batch, build
 
 T, K, H = 6, 2, 5
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def rewritten(
-    function: Function, *, dynamic: bool = False, of_tokens: bool = False, dtype: torch.dtype = torch.float64
-) -> int:
+def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype = torch.float64) -> int:
     """How many additions of ``function(tokens [T, H], weights [T, K], experts [T, K])`` and of its backward are read.
 
     Its results and gradients must be the same with them and without.
-
-    Args:
-        dynamic: all sizes but K are symbols.
-        of_tokens: as without Inductor.
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -39,10 +33,7 @@ def rewritten(
     experts, found = torch.randint(0, 4, (T, K)), []
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        if of_tokens:
-            found.append(read_additions(joint, of_tokens=True))
-        else:
-            found.append(read_permutations(joint, PassContext(world_size=1)).rewritten)
+        found.append(read_permutations(joint, PassContext(world_size=1)).rewritten)
         joint.graph.lint()
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **options)
@@ -51,8 +42,6 @@ def rewritten(
     results = []
     for run in (function, torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)):
         given = [tokens.clone().requires_grad_(), weights.clone().requires_grad_()]
-        for choices in (given[1], experts):
-            torch._dynamo.mark_static(choices, 1)
         out = run(*given, experts)
         results.append([out, *torch.autograd.grad((out * out).sum(), given, materialize_grads=True)])
     torch.testing.assert_close(results[1], results[0])
@@ -65,13 +54,6 @@ def as_transformers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.size(0))
     return rows[inverse].view(-1, K, H).sum(1)
-
-
-def divided(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Rows of tokens in other spellings: rows of the second dimension too, and a token for each row."""
-    order = experts.flatten().argsort()
-    pairs = torch.stack([tokens, tokens.sin()], 1)[torch.div(order, K, rounding_mode="floor")]
-    return pairs.sum(1) * tokens.repeat_interleave(K, 0)[order // 1]
 
 
 def inverse_in_zeros(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -151,38 +133,13 @@ def test_additions_by_a_permutation_are_read(function: Function, count: int, dty
     assert rewritten(function, dtype=dtype) == count
 
 
-@pytest.mark.parametrize(("function", "count"), [(as_transformers, 3), (divided, 2), (chained, 3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_of_tokens_are_added_up_where_that_is_asked_for(
-    function: Function, count: int, dtype: torch.dtype
-) -> None:
-    assert rewritten(function, dtype=dtype, of_tokens=True) == count
-
-
 def test_sizes_may_change() -> None:
     assert rewritten(as_transformers, dynamic=True) == 2
-    # A view says that tokens have H numbers.
-    assert rewritten(as_transformers, dynamic=True, of_tokens=True) == 3
-    # Here nothing does, and of rows that are added up only the number may be a symbol.
-    assert rewritten(divided, dynamic=True, of_tokens=True) == 1
 
 
 def of_numbers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Numbers that may come twice, and of which some may not come."""
-    return tokens[experts.flatten()] + tokens[experts.flatten() // K]
-
-
-def of_other_parts(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Rows that are not shared out evenly among all tokens; the others are rounded up, or counted from the end."""
-    order = experts.flatten().argsort()
-    up, back = torch.div(order + 1, K, rounding_mode="trunc").clamp(max=T - 1), order // -K
-    return tokens[order // (K + 1)] + tokens[order // (2 * K)] + tokens[up] + tokens[back]
-
-
-def of_integers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Numbers of experts, in a type that a sum is not of."""
-    order = experts.flatten().argsort()
-    return tokens * torch.zeros(T, dtype=torch.int32).index_add(0, order // K, experts.flatten().int()).unsqueeze(-1)
+    """Numbers that may come twice."""
+    return tokens[experts.flatten()] + tokens[experts.flatten().argsort() // K]
 
 
 def of_a_part(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -209,12 +166,9 @@ def into_columns(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return (tokens @ tokens.T)[:, experts.flatten()[:T].argsort()]
 
 
-@pytest.mark.parametrize(
-    "function", [of_numbers, of_other_parts, of_integers, of_a_part, counted_down, onto_ones, into_columns]
-)
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_what_may_be_no_permutation_is_left_alone(function: Function, of_tokens: bool) -> None:
-    assert rewritten(function, of_tokens=of_tokens) == 0
+@pytest.mark.parametrize("function", [of_numbers, of_a_part, counted_down, onto_ones, into_columns])
+def test_what_may_be_no_permutation_is_left_alone(function: Function) -> None:
+    assert rewritten(function) == 0
 
 
 def test_it_runs_on_one_rank_too() -> None:
