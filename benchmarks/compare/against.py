@@ -7,10 +7,10 @@ The former commit runs its own code, engine and benchmark, in a checkout of its 
 turns, and every second pair in the other order. Both time the steps that the former draws. A line is the median over
 pairs of launches, with their range; what one launch says is the median over its steps, without what moves between
 them. The machine is not as fast in one launch as in the other: where both have timed a model that exchanges nothing
-before every round, a column says what the ratio is when today's compute is taken to have been as fast as the former's
-(that of a step on links of no time; what a step takes beyond that is left as it is). That model does not run on the
-engine today. In versions where it does, what made it faster there counts for nothing in this column. With --auto
-there is a line more, of today's default, replicas="auto", against the former two replicas. Results go to
+before steps or rounds, a column says what the ratio is when today's compute is taken to have been as fast as the
+former's (that of a step on links of no time; what a step takes beyond that is left as it is). That model does not run
+on the engine today. In versions where it does, what made it faster there counts for nothing in this column. With
+--auto there is a line more, of today's default, replicas="auto", against the former two replicas. Results go to
 build/benchmarks/against.CELL.json.
 """
 

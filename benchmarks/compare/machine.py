@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from hecate.runtime.comm.world import World
 
 # Long enough that a rank is stopped and let go many times (quota periods are 7 ms).
 SECONDS, REPEATS = 2.0, 5
+# Of steps that are held against each other.
+TURNS = 9
 # How often, and how many exchanges make a chain: as many as the backward of two layers has.
 LATENCIES, CHAINS, EXCHANGES = 50, 5, 4
 
@@ -62,36 +64,44 @@ def measure(shape: shapes.Shape, world: World) -> dict[str, float]:
     }
 
 
-def measure_alone(step: Callable[[], object], update: Callable[[], object]) -> dict[str, float]:
-    """Seconds of a forward and backward, and of an update, of a model that exchanges nothing. All ranks together."""
-    times: dict[str, list[float]] = {"step": [], "update": []}
-    for _ in range(REPEATS):
-        for name, work in (("step", step), ("update", update)):
+def measure_in_turns(works: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Of each of ``works`` the seconds that it says: of each rank the median, and of these the mean.
+
+    All ranks together. They take turns, so that all are of the same minutes: what is worked out from two of them does
+    not have in it how fast the machine was in the one and in the other.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(TURNS):
+        for name, work in works.items():
             dist.barrier()
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(work())
     return {name: _mean(statistics.median(found)) for name, found in times.items()}
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def measure_pace(step: Callable[[], object]) -> list[float]:
     """Seconds of one ``step`` that exchanges nothing, on each rank. All ranks together.
 
-    Against :func:`measure_alone` of the same it says how fast the machine is now; best with a model that is the same
-    in all versions of the engine. One comes before it, as other models ran last.
+    Against what :func:`measure_in_turns` found for the same it says how fast the machine is now; best with a model
+    that is the same in all versions of the engine. One comes before it, as other models ran last.
     """
     step()
     dist.barrier()
-    start = time.perf_counter()
-    step()
+    mine = seconds_of(step)
     found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, time.perf_counter() - start)
+    dist.all_gather_object(found, mine)
     return found
 
 
-def pace_of(rounds: Sequence[Sequence[float]]) -> float:
-    """What :func:`measure_pace` found in some rounds: of each rank the median, and of these the mean."""
-    return statistics.mean(map(statistics.median, zip(*rounds, strict=True)))
+def pace_of(times: Sequence[Sequence[float]]) -> float:
+    """What :func:`measure_pace` found some times: of each rank the median, and of these the mean."""
+    return statistics.mean(map(statistics.median, zip(*times, strict=True)))
 
 
 def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World) -> float:
@@ -109,15 +119,10 @@ def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World
         for _ in range(times):
             collectives.all_to_all(data, share, share, world)
 
-    def seconds() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
     alone, beside = [], []
     for _ in range(REPEATS):
         dist.barrier()
-        alone += [seconds(), seconds()]
+        alone += [seconds_of(step), seconds_of(step)]
         # As many on all ranks, and enough for some steps.
         count = max(1, round(6 * _mean(alone[-1]) / each))
         exchanges = threading.Thread(target=exchange, args=(count,))
@@ -126,7 +131,7 @@ def measure_beside(step: Callable[[], object], shape: shapes.Shape, world: World
         # Until the thread has left the quota of the one that made it.
         time.sleep(2 * FREED)
         while exchanges.is_alive():
-            found = seconds()
+            found = seconds_of(step)
             if exchanges.is_alive():
                 beside.append(found)
         exchanges.join()

@@ -132,7 +132,6 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
             captured[key] = _capture(shape, cluster, policy, rates, name)
         made = captured[key]
         for workload in found:
-            simulator = Simulator(made, _slowed(cluster, pace(launch, workload)))
             counts = counts_of(workload, shape, cluster.ranks, launch["seed"])
             steps = [sample["step"] for sample in launch["samples"][workload][name]]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
@@ -142,24 +141,31 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
                 clocked.policy, counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes, steps=steps
             )  # fmt: skip
             # All of it, because a step plans the next one.
-            done = [(step, beside(simulator, layers, update, launch["alone"]["beside"])) for step, layers in walked]
+            done = [
+                (step, beside(Simulator(made, _slowed(cluster, times)), layers, update, launch["alone"]["beside"]))
+                for (step, layers), times in zip(walked, paces(launch, workload, name), strict=True)
+            ]
             found[workload][name] = statistics.median(
                 one.seconds + clocked.exposed(index, step, one.spans) for index, (step, one) in enumerate(done)
             )
     return found
 
 
-def pace(launch: Mapping[str, Any], workload: str) -> float:
-    """How many times as long compute took while a workload was timed as when rates were measured.
+def paces(launch: Mapping[str, Any], workload: str, system: str) -> list[float]:
+    """How many times as long compute took around each step of a system as when rates were measured.
 
-    Before every round of steps ranks time a model that exchanges nothing: one without the engine, in older launches
-    one on it. Launches from before they did so say 1.
+    Between steps ranks time a model that exchanges nothing: one without the engine, in older launches one on it. Of
+    each rank the times right before and right after a step count. In older launches it was timed before a round only,
+    and their rounds are taken together; launches from before say 1.
     """
-    rounds = launch.get("pace", {}).get(workload)
-    if not rounds:
-        return 1.0
+    timed = launch.get("pace", {}).get(workload)
+    samples = launch["samples"][workload][system]
+    if not timed:
+        return [1.0] * len(samples)
     alone = launch["alone"]
-    return pace_of(rounds) / float(alone.get("plain", alone["step"]))
+    usual = float(alone.get("plain", alone["step"]))
+    around = [timed[s["turn"] : s["turn"] + 2] if "turn" in s else timed for s in samples]
+    return [pace_of(times) / usual for times in around]
 
 
 def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, times: float) -> Prediction:

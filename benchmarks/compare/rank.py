@@ -21,7 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from benchmarks.compare import routing, shapes
-from benchmarks.compare.machine import measure, measure_alone, measure_beside, measure_pace
+from benchmarks.compare.machine import measure, measure_beside, measure_in_turns, measure_pace, seconds_of
 from benchmarks.compare.systems import Alone, Entry, free_links, make_entries
 from benchmarks.compare.workloads import counts_of, timed_steps
 from benchmarks.emulator.throttle import throttled
@@ -29,7 +29,7 @@ from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.world import World, find_topology, find_world
 from hecate.runtime.state.overlap_window import measure_hidden
 
-FREE_STEPS, HIDDEN_STEPS = 5, 3
+HIDDEN_STEPS = 3
 # Steps of a system that are not timed. DDP fills its buckets anew after the first.
 WARM_UP = 2
 # A busy rank has this many times its share of rows.
@@ -95,11 +95,10 @@ class Runner:
         return sample
 
 
-def free_step(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor) -> float:
-    """Seconds of a step in which nothing takes time on links, with even routing."""
-    runner.load(entry, counts, 0)
+def free_step(runner: Runner, entry: Entry, ids: torch.Tensor) -> float:
+    """Seconds of a step in which nothing takes time on links, from barrier to barrier."""
     with free_links():
-        return float(np.median([runner.time(entry, ids)["seconds"] for _ in range(FREE_STEPS)]))
+        return float(runner.time(entry, ids)["seconds"])
 
 
 def hidden_time(runner: Runner, entry: Entry, counts: Any, ids: torch.Tensor, world: World) -> float:
@@ -159,11 +158,17 @@ def main() -> None:
             rates = replace(rates, hidden_seconds=hidden_time(runner, entries["static EP"], even, ids, world))
             for entry in entries.values():
                 entry.system.learn(rates)
-            found["alone"] = measure_alone(lonely[1].step, lonely[1].optimizer.step)
-            found["alone"]["many"] = measure_alone(lonely[MANY].step, lonely[MANY].optimizer.step)["step"]
-            found["alone"]["plain"] = measure_alone(plain.step, plain.optimizer.step)["step"]
+            static = entries["static EP"]
+            works = {
+                "step": lambda: seconds_of(lonely[1].step),
+                "update": lambda: seconds_of(lonely[1].optimizer.step),
+                "many": lambda: seconds_of(lonely[MANY].step),
+                "plain": lambda: seconds_of(plain.step),
+                "free": lambda: free_step(runner, static, ids),
+            }
+            runner.load(static, even, 0)
+            found["alone"] = measure_in_turns(works)
             found["alone"]["beside"] = measure_beside(lonely[1].step, shape, world)
-            found["alone"]["free"] = free_step(runner, entries["static EP"], even, ids)
             found["pace"] = {}
             for number, (workload, counts) in enumerate(traces.items()):
                 for entry in entries.values():
@@ -176,15 +181,17 @@ def main() -> None:
                 turns = np.random.default_rng([seed, number])
                 paces = found["pace"][workload] = []
                 for step in steps:
-                    # The machine is not as fast in all minutes.
-                    paces.append(measure_pace(plain.step))
                     for name in turns.permutation(list(entries)).tolist():
                         entry = entries[name]
                         runner.load(entry, even if entry.balanced else counts, step)
-                        samples[name].append(runner.time(entry, ids) | {"step": step})
+                        # The machine is not as fast in all seconds: paces before and after a step are its own.
+                        paces.append(measure_pace(plain.step))
+                        turn = len(paces) - 1
+                        samples[name].append(runner.time(entry, ids) | {"step": step, "turn": turn})
                         if runner.spans:
                             found["timelines"].setdefault(workload, {})[name] = runner.spans
                             runner.spans = []
+                paces.append(measure_pace(plain.step))
                 found["samples"][workload] = samples
                 if rank == 0:
                     medians = {n: round(float(np.median([s["seconds"] for s in v])), 3) for n, v in samples.items()}

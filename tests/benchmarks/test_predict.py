@@ -92,13 +92,22 @@ def test_what_overlaps_counts_once() -> None:
     assert predict.covered([(1.0, 3.0), (2.0, 4.0), (2.5, 2.7), (5.0, 5.5)]) == pytest.approx(3.5)
 
 
-def test_a_workload_is_predicted_at_the_pace_that_the_machine_had_then() -> None:
-    launch = {"alone": {"step": 0.5}, "pace": {"zipf": [[0.6, 0.5], [0.9, 0.7], [0.5, 0.9]], "natural": []}}
-    assert predict.pace(launch, "zipf") == pytest.approx(1.3), "medians of ranks, and their mean"
-    assert predict.pace(launch, "natural") == 1.0
-    launch["alone"]["plain"] = 0.8
-    assert predict.pace(launch, "zipf") == pytest.approx(0.65 / 0.8), "where it is another model"
-    assert predict.pace({"alone": {"step": 0.5}}, "zipf") == 1.0, "launches from before paces were measured"
+def test_a_step_is_predicted_at_the_pace_that_the_machine_had_around_it() -> None:
+    launch: dict[str, Any] = {"alone": {"step": 0.5, "plain": 0.4}}
+    launch["samples"] = {"zipf": {"static EP": [{"turn": 0}, {"turn": 2}], "hecate": [{"turn": 1}]}}
+    launch["pace"] = {"zipf": [[0.4, 0.6], [0.6, 0.8], [0.8, 1.0], [1.0, 1.2]]}
+    assert predict.paces(launch, "zipf", "static EP") == pytest.approx([0.6 / 0.4, 1.0 / 0.4]), "before and after"
+    assert predict.paces(launch, "zipf", "hecate") == pytest.approx([0.8 / 0.4])
+
+
+def test_older_launches_have_one_pace_for_a_workload_or_none() -> None:
+    launch: dict[str, Any] = {"alone": {"step": 0.5}}
+    launch["samples"] = {name: {"static EP": [{}, {}, {}]} for name in ("zipf", "natural")}
+    launch["pace"] = {"zipf": [[0.6, 0.5], [0.9, 0.7], [0.5, 0.9]], "natural": []}
+    assert predict.paces(launch, "zipf", "static EP") == pytest.approx([1.3] * 3), "medians of ranks, and their mean"
+    assert predict.paces(launch, "natural", "static EP") == [1.0] * 3
+    del launch["pace"]
+    assert predict.paces(launch, "zipf", "static EP") == [1.0] * 3
 
 
 def test_compute_is_slower_for_the_part_of_a_step_in_which_something_travels() -> None:
