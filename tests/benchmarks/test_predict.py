@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.compare import predict, shapes, store
+from benchmarks.compare import machine, predict, shapes, store
 from hecate.runtime.placement.policy import Static
 from hecate.simulator import ClusterSpec
 from hecate.simulator.step import PredictedSpan, Prediction
@@ -90,6 +90,22 @@ def test_what_overlaps_counts_once() -> None:
     assert predict.covered([]) == 0.0
     # Two that overlap, one inside another, and one apart.
     assert predict.covered([(1.0, 3.0), (2.0, 4.0), (2.5, 2.7), (5.0, 5.5)]) == pytest.approx(3.5)
+
+
+def test_what_is_held_against_each_other_is_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(machine.dist, "barrier", lambda: ran.append("together"))
+    monkeypatch.setattr(machine, "_mean", lambda seconds: seconds + 100.0)
+
+    def work(name: str) -> float:
+        ran.append(name)
+        # The machine slows down.
+        return float(len(ran))
+
+    found = machine.measure_in_turns({name: lambda name=name: work(name) for name in ("one", "other")})
+    assert ran == ["together", "one", "together", "other"] * machine.TURNS
+    assert found["other"] - found["one"] == 2.0, "they differ by one turn, and not by all"
+    assert found["one"] == 100.0 + 2 + 4 * (machine.TURNS // 2), "the median of a rank, then the mean of all"
 
 
 def test_a_step_is_predicted_at_the_pace_that_the_machine_had_around_it() -> None:
