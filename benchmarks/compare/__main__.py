@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -102,15 +102,15 @@ def chosen(names: Sequence[str] | None, *, everything: bool) -> list[Cell]:
     return [there[name] for name in dict.fromkeys(names)]
 
 
-def order(cells: Sequence[Cell], done: Mapping[str, int], launches: int) -> list[tuple[int, Cell]]:
+def order(cells: Sequence[Cell], done: Mapping[str, Collection[int]], launches: int) -> list[tuple[int, Cell]]:
     """Launches that are missing, by their numbers: the first of all cells, then the second of all.
 
     So what a run that is cut off leaves has about as many launches of each.
 
     Args:
-        done: launches that each cell has.
+        done: numbers of the launches that each cell has.
     """
-    return [(number, cell) for number in range(launches) for cell in cells if number >= done[cell.name]]
+    return [(number, cell) for number in range(launches) for cell in cells if number not in done[cell.name]]
 
 
 def _positive(text: str) -> int:
@@ -148,7 +148,7 @@ def main() -> None:
         return
     cells = [c.change(args.systems, args.workloads, args.rounds) for c in chosen(args.cell, everything=args.full)]
     code = store.code_digest()
-    done = {cell.name: store.launches_of(folder, cell, code) if args.resume else 0 for cell in cells}
+    done = {cell.name: store.seeds_of(folder, cell, code) if args.resume else () for cell in cells}
     tested = set() if not args.no_self_test else {cell.link for cell in cells}
     for number, cell in order(cells, done, args.launches):
         start, said = time.perf_counter(), environment(skipped=args.no_self_test)
@@ -165,7 +165,7 @@ def main() -> None:
         del found["cell"]
         found = {"environment": said, "code": code, **found}
         found["took"] = time.perf_counter() - start
-        target = store.add(folder, cell, found, first=number == 0)
+        target = store.add(folder, cell, found, first=number == 0 and not args.resume)
         print(f"{target.name}: {found['took']:.0f} s", flush=True)
     report.write(folder)
 

@@ -38,8 +38,8 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / f"compare.{name}.json"
 
 
-def launches_of(folder: Path, cell: Cell, code: str) -> int:
-    """How many launches of ``cell`` there are, to add to.
+def seeds_of(folder: Path, cell: Cell, code: str) -> list[int]:
+    """Of the launches of ``cell`` that are there to be added to, the seeds, which number them from 0.
 
     Args:
         code: what :func:`code_digest` says now.
@@ -49,14 +49,14 @@ def launches_of(folder: Path, cell: Cell, code: str) -> int:
     """
     found = load(folder).get(cell.name)
     if found is None:
-        return 0
+        return []
     same = found["cell"] == json.loads(json.dumps(cell.as_json()))
     if not same or any(launch["code"] != code for launch in found["launches"]):
         what = "code" if same else "options"
         raise SystemExit(
             f"compare: {path_of(folder, cell.name)} was measured with other {what}; without --continue it is replaced"
         )
-    return len(found["launches"])
+    return [launch["seed"] for launch in found["launches"]]
 
 
 def add(folder: Path, cell: Cell, launch: dict[str, Any], *, first: bool) -> Path:

@@ -19,33 +19,33 @@ ONE, TWO = cells.full()[:2]
 
 
 def test_launches_take_turns_among_cells() -> None:
-    names = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: 0, TWO.name: 0}, 2)]
+    names = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: [], TWO.name: []}, 2)]
     assert names == [(0, ONE.name), (0, TWO.name), (1, ONE.name), (1, TWO.name)]
-    missing = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: 2, TWO.name: 1}, 3)]
-    assert missing == [(1, TWO.name), (2, ONE.name), (2, TWO.name)]
+    missing = [(number, cell.name) for number, cell in order([ONE, TWO], {ONE.name: [0, 1], TWO.name: [1]}, 3)]
+    assert missing == [(0, TWO.name), (2, ONE.name), (2, TWO.name)]
 
 
 def test_a_launch_is_on_disk_as_soon_as_it_ends(tmp_path: Path) -> None:
     for number in range(2):
-        store.add(tmp_path, ONE, {"code": "x", "timelines": {}, "number": number}, first=number == 0)
-        assert store.launches_of(tmp_path, ONE, "x") == number + 1
+        store.add(tmp_path, ONE, {"code": "x", "timelines": {}, "seed": number}, first=number == 0)
+        assert store.seeds_of(tmp_path, ONE, "x") == [*range(number + 1)]
     found = store.load(tmp_path)[ONE.name]
-    assert [launch["number"] for launch in found["launches"]] == [0, 1]
+    assert [launch["seed"] for launch in found["launches"]] == [0, 1]
     assert ["timelines" in launch for launch in found["launches"]] == [False, True], "only the last one is drawn"
     assert found["cell"]["shape"] == ONE.shape
     # A new run replaces them with its first launch, and not before.
-    store.add(tmp_path, ONE, {"code": "x", "number": 7}, first=True)
-    assert [launch["number"] for launch in store.load(tmp_path)[ONE.name]["launches"]] == [7]
+    store.add(tmp_path, ONE, {"code": "x", "seed": 7}, first=True)
+    assert [launch["seed"] for launch in store.load(tmp_path)[ONE.name]["launches"]] == [7]
     assert [path.name for path in tmp_path.iterdir()] == [f"compare.{ONE.name}.json"]
 
 
 def test_only_launches_of_the_same_cell_and_code_are_added_to(tmp_path: Path) -> None:
-    assert store.launches_of(tmp_path, ONE, "x") == 0
+    assert store.seeds_of(tmp_path, ONE, "x") == []
     store.add(tmp_path, ONE, {"code": "x"}, first=True)
     with pytest.raises(SystemExit, match="other code"):
-        store.launches_of(tmp_path, ONE, "y")
+        store.seeds_of(tmp_path, ONE, "y")
     with pytest.raises(SystemExit, match="other options"):
-        store.launches_of(tmp_path, replace(ONE, rounds=99), "x")
+        store.seeds_of(tmp_path, replace(ONE, rounds=99), "x")
 
 
 def test_code_is_what_a_sample_depends_on(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         seeds.append(seed)
         if len(ran) == 4:
             raise SystemExit("cut off")
-        return {"cell": cell.as_json(), "attention": attention, "timelines": {}}
+        return {"cell": cell.as_json(), "attention": attention, "seed": seed, "timelines": {}}
 
     def main(*options: str) -> None:
         names = [option for name in ("modern.a", "modern.b") for option in ("--cell", name)]
