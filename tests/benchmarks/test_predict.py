@@ -126,7 +126,7 @@ def test_older_launches_have_one_pace_for_a_workload_or_none() -> None:
     assert predict.paces(launch, "zipf", "static EP") == [1.0] * 3
 
 
-def test_compute_is_slower_for_the_part_of_a_step_in_which_something_travels() -> None:
+def test_compute_is_slower_for_the_part_of_a_step_in_which_rows_travel() -> None:
     class Half:
         """A second of compute at full speed, and a collective for half of the step."""
 
@@ -136,9 +136,10 @@ def test_compute_is_slower_for_the_part_of_a_step_in_which_something_travels() -
         def step(self, layers: Any, *, update: float) -> Any:
             seconds = 1e9 / self.cluster.flops
             none = np.zeros(1)
-            return Prediction(seconds=seconds, compute=none, waited=none, sent=none, spans=(half,))
+            return Prediction(seconds=seconds, compute=none, waited=none, sent=none, spans=(half, experts))
 
     half = PredictedSpan(part="forward", operator="exchange", begun=0.25, ended=0.75)
+    experts = PredictedSpan(part="forward", operator="sparse_all_gather", begun=0.0, ended=0.9)
     cluster = ClusterSpec(
         name="one", nodes=1, gpus=1, flops=1e9, memory_bytes=1e9, rank_bytes=1e9, node_bytes=1e9, start=1.0
     )
