@@ -172,8 +172,8 @@ def beside(simulator: Simulator, layers: Sequence[LayerStep], update: float, tim
     """A step of the emulated cluster, whose ranks compute more slowly while rows travel.
 
     How long rows do, a step at full speed says. Transfers of experts and of gradients are not counted: the slow-down
-    was measured beside exchanges of rows, in many small pieces to and from all ranks, and on the shape that the
-    simulator was tuned on steps with replicas come out too slow if it is taken for all that travels.
+    was measured beside exchanges of rows, and on the shape that the simulator was tuned on steps with replicas come
+    out too slow if it is taken for all that travels.
 
     Args:
         times: as long as compute takes then (``benchmarks.compare.machine.measure_beside``).
