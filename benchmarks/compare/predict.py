@@ -4,8 +4,9 @@
 
 The simulated cluster has the links that the emulated one was given, the rates that its ranks measured with their
 quota outside of training, and no number that was fitted to the steps. Each launch is predicted from its own rates.
-Moves between steps are on neither side. Planning is timed when this is run, on this machine. Written are
-simulated.json and simulated.md in that folder, by default build/benchmarks.
+Moves between steps are on neither side. The simulator does not predict planning: its CPU time is what ranks spent on
+it in these steps. So the same samples give the same numbers on any machine. Written are simulated.json and
+simulated.md in that folder, by default build/benchmarks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import copy
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     four times as many. What static EP's step takes beyond that, with even routing and on links that take no time, is
     what collectives cost their ranks; less what a rank gets for nothing each time it waited, a quota of CPU time.
     Every collective is taken to be waited for. Half a millisecond in which static EP plans is in there and in
-    :class:`Clocked`.
+    :func:`planned`.
     """
     rates, link = launch["machine"], PAYLOAD * launch["link"]
     rates = rates | {"node_bytes": link, "crowded": min(1.0, rates["node_bytes"] / link)}
@@ -133,20 +133,21 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
         made = captured[key]
         for workload in found:
             counts = counts_of(workload, shape, cluster.ranks, launch["seed"])
-            steps = [sample["step"] for sample in launch["samples"][workload][name]]
+            samples = launch["samples"][workload][name]
+            steps = [sample["step"] for sample in samples]
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
             # A policy remembers steps, so each workload gets its own.
-            clocked = Clocked(copy.deepcopy(policy), shape.layers)
             walked = walk(
-                clocked.policy, counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes, steps=steps
+                copy.deepcopy(policy), counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes,
+                steps=steps,
             )  # fmt: skip
-            # All of it, because a step plans the next one.
             done = [
-                (step, beside(Simulator(made, _slowed(cluster, times)), layers, update, launch["alone"]["beside"]))
-                for (step, layers), times in zip(walked, paces(launch, workload, name), strict=True)
+                beside(Simulator(made, _slowed(cluster, times)), layers, update, launch["alone"]["beside"])
+                for (_, layers), times in zip(walked, paces(launch, workload, name), strict=True)
             ]
             found[workload][name] = statistics.median(
-                one.seconds + clocked.exposed(index, step, one.spans) for index, (step, one) in enumerate(done)
+                one.seconds + planned(sample["planning"], one.spans, shape.layers)
+                for sample, one in zip(samples, done, strict=True)
             )
     return found
 
@@ -202,52 +203,24 @@ def _slowed(cluster: ClusterSpec, times: float) -> ClusterSpec:
     )  # fmt: skip
 
 
-class Clocked:
-    """A policy whose calls are timed, in CPU seconds of this machine, of a core of which a rank has only a share.
+def planned(planning: Mapping[str, Sequence[float]], spans: Sequence[PredictedSpan], layers: int) -> float:
+    """Seconds by which planning makes a step longer on a rank.
+
+    The next step is planned while a layer's rows are on their way to experts; only what takes longer counts. The
+    rest of planning is in the way of the exchange.
 
     Args:
+        planning: CPU seconds of a policy's calls, of every rank, ``before`` the gate and ``after`` it. A rank has
+            only a share of a core. Layers are taken to be alike, and the median rank counts.
+        spans: of the predicted step.
         layers: of the model.
     """
-
-    def __init__(self, policy: Policy, layers: int) -> None:
-        self.policy, self.layers = policy, layers
-        self.spent: dict[str, list[float]] = {"place": [], "calibrate": [], "assign": []}
-        for name, calls in self.spent.items():
-            setattr(policy, name, self._timed(getattr(policy, name), calls))
-
-    @staticmethod
-    def _timed(method: Callable[..., Any], calls: list[float]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            begun = time.thread_time()
-            result = method(*args)
-            calls.append(time.thread_time() - begun)
-            return result
-
-        return timed
-
-    def exposed(self, index: int, step: int, spans: Sequence[PredictedSpan]) -> float:
-        """Seconds by which planning makes one step longer on a rank. After the whole trace was walked.
-
-        The next step is planned while a layer's rows are on their way to experts; only what takes longer counts. The
-        rest of planning is in the way of the exchange.
-
-        Args:
-            index: which of the steps that were asked for.
-            step: its number in the trace, where every step is placed.
-        """
-        going = ("exchange", "exchange_nodes")
-        chunks = [s.ended - s.begun for s in spans if s.part == "forward" and s.operator in going]
-        # The first chunk of each layer.
-        there = chunks[:: max(1, len(chunks) // self.layers)]
-        layers, spent = self.layers, self.spent
-        # The last step of a trace plans none.
-        placed = spent["place"][(step + 1) * layers :][:layers] or [0.0] * layers
-        # The walk assigns for every rank. Only the first call counts: later ones find caches filled.
-        calls = layers * shapes.WORLD_SIZE
-        assigned = spent["assign"][index * calls : (index + 1) * calls : shapes.WORLD_SIZE]
-        calibrated = spent["calibrate"][index * layers :][:layers]
-        late = sum(max(0.0, a / shapes.CORES - b) for a, b in zip(placed, there, strict=True))
-        return late + (sum(assigned) + sum(calibrated)) / shapes.CORES
+    before, after = (statistics.median(planning[when]) / shapes.CORES for when in ("before", "after"))
+    going = ("exchange", "exchange_nodes")
+    chunks = [s.ended - s.begun for s in spans if s.part == "forward" and s.operator in going]
+    # The first chunk of each layer.
+    there = chunks[:: max(1, len(chunks) // layers)]
+    return sum(max(0.0, before / layers - seconds) for seconds in there) + after
 
 
 def measured_seconds(cell: dict[str, Any], workload: str, system: str) -> Spread:
@@ -329,11 +302,12 @@ def markdown(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
         "",
         "Made by `python -m benchmarks.compare.predict`. Seconds of a step without moves between steps, over the",
         "same steps of the traces: the median over launches of their medians. Nothing was fitted to these steps:",
-        "rates are what the ranks measured outside of them, and planning was timed. Which rates are measured, and",
-        f"how, was chosen on {TUNED_ON}. Pairs of systems count where the ranges of their launches do not overlap;",
-        "of a single launch, its quartiles. *Over static EP*: the median over launches of a step's time over static",
-        "EP's in the same launch. The machine is not equally fast in all minutes of a launch, so seconds are off by",
-        "what it was slower or faster while rates were measured, and this is not.",
+        "rates are what the ranks measured outside of them. Planning is not predicted: what it took ranks in these",
+        "steps is added where it does not hide. Which rates are measured, and how, was chosen on",
+        f"{TUNED_ON}. Pairs of systems count where the ranges of their launches do not overlap; of a single launch,",
+        "its quartiles. *Over static EP*: the median over launches of a step's time over static EP's in the same",
+        "launch. The machine is not equally fast in all minutes of a launch, so seconds are off by what it was",
+        "slower or faster while rates were measured, and this is not.",
         "",
         *said_of(cells, predicted),
         "",
