@@ -29,10 +29,10 @@ class ClusterSpec:
         memory_bytes: bytes per second that a rank reads and writes in its own memory.
         rank_bytes: bytes per second of a rank's link inside its node, in each direction.
         node_bytes: bytes per second of a node's link, in each direction.
-        latency: seconds that a collective takes with nothing to carry.
+        latency: seconds that a collective takes with next to nothing to carry.
         ring: further seconds of one that passes around all ranks (all-gather, all-reduce), with nothing to carry.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
-        start: seconds of compute that starting a collective takes.
+        start: seconds of compute that starting a collective takes, on ranks that send or receive in it.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
             matmuls of changing sizes are slower than one.
         crowded: part of a node's rate that an exchange of rows reaches, in which all ranks send to all; less than 1

@@ -120,7 +120,7 @@ class Simulator:
         cluster = self.cluster
         if isinstance(item, Start):
             # A start copies what travels.
-            return cluster.start + 2 * links.packed(item) / cluster.memory_bytes
+            return cluster.start * links.takes_part(item) + 2 * links.packed(item) / cluster.memory_bytes
         assert isinstance(item, Compute)
         total = np.full(cluster.ranks, item.operators * cluster.operator)
         for operations, moved in item.fixed:
@@ -151,12 +151,18 @@ class _Links:
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
-        ended, leaving = begun + self.cluster.latency + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
+        ended, leaving = begun + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
+        ended += self.cluster.latency * self.takes_part(start)
         crowded = self.cluster.crowded if start.collective.carries == "rows" else 1.0
         for matrix in straight or self._matrices(start):
             ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
             leaving += sent
         return ended, leaving
+
+    def takes_part(self, start: Start) -> Any:
+        """Which ranks send to others or receive from them, ``[W]``. For any other the collective is nothing."""
+        between = sum(self._straight(start) or self._matrices(start), np.zeros((self.cluster.ranks,) * 2))
+        return (between.sum(0) > between.diagonal()) | (between.sum(1) > between.diagonal())
 
     def packed(self, start: Start) -> Floats:
         """Bytes that every rank copies before it sends."""

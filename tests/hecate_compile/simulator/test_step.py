@@ -150,6 +150,29 @@ def test_experts_travel_to_their_replicas_and_gradients_back(made: Capture) -> N
         assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(0, abs=1e-6)
 
 
+def test_a_collective_is_nothing_for_ranks_that_neither_send_nor_receive(made: Capture) -> None:
+    spec, id = replace(SPEC, latency=3.0, start=2.0), made.layers[0].id
+    # Rank 3 has a replica of an expert of rank 0.
+    replicated = Placement.with_replicas(
+        owned(made).owners, [{3}, *[set() for _ in range(made.layers[0].num_experts - 1)]]
+    )
+    simulator = Simulator(made, spec)
+    simulator.layers = [id]
+    for operator in ("sparse_all_gather", "sparse_reduce_scatter"):
+        start = Start(token=0, operator=operator, layer=id, unit=1e5)
+        simulator.parts = [("forward", [start, Wait(0)])]
+        found = simulator.step([layer_step(made, replicated)])
+        assert found.compute == pytest.approx([2, 0, 0, 2], abs=1e-6)
+        assert found.waited == pytest.approx([4, 0, 0, 4], abs=1e-6)
+        assert simulator.step([layer_step(made, owned(made))]).seconds == pytest.approx(0, abs=1e-6)
+    # Rows to itself do not count either; what goes around a ring concerns all.
+    alone = layer_step(made, owned(made), np.diag([1, 2, 3, 4]) + np.eye(4, k=3, dtype=np.int64))
+    simulator.parts = [("forward", [Start(token=0, operator="exchange", layer=id, unit=0.0), Wait(0)])]
+    assert simulator.step([alone]).waited == pytest.approx([3, 0, 0, 3])
+    simulator.parts = [("forward", [Start(token=0, operator="average_gradients", layer=None, unit=0.0), Wait(0)])]
+    assert simulator.step([alone]).waited == pytest.approx([3, 3, 3, 3])
+
+
 def test_an_all_reduce_is_a_ring(made: Capture) -> None:
     start = Start(token=0, operator="average_gradients", layer=None, unit=1e5)
     assert by_hand(made, [start, Wait(0)], SPEC, layer_step(made, owned(made))) == pytest.approx(2 * 3 / 4)
