@@ -146,22 +146,21 @@ class _Links:
         Args:
             begun: when each rank begins, ``[W]``.
         """
-        straight = self._straight(start)
-        rounds = 0 if straight else start.collective.ring_rounds
+        rounds = 0 if self._straight(start) else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
         ended, leaving = begun + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
         ended += self.cluster.latency * self.takes_part(start)
         crowded = self.cluster.crowded if start.collective.carries == "rows" else 1.0
-        for matrix in straight or self._matrices(start):
+        for matrix in self._sent(start):
             ended, sent = self._send(matrix * start.unit, ended, self.cluster.node_bytes * crowded)
             leaving += sent
         return ended, leaving
 
     def takes_part(self, start: Start) -> Any:
         """Which ranks send to others or receive from them, ``[W]``. For any other the collective is nothing."""
-        between = sum(self._straight(start) or self._matrices(start), np.zeros((self.cluster.ranks,) * 2))
+        between = sum(self._sent(start), np.zeros((self.cluster.ranks,) * 2))
         return (between.sum(0) > between.diagonal()) | (between.sum(1) > between.diagonal())
 
     def packed(self, start: Start) -> Floats:
@@ -182,8 +181,12 @@ class _Links:
             return sent * start.unit
         return np.asarray(carried.owned) * start.unit
 
-    def _matrices(self, start: Start) -> list[Floats]:
+    def _sent(self, start: Start) -> list[Floats]:
         """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
+        return self._straight(start) or self._matrices(start)
+
+    def _matrices(self, start: Start) -> list[Floats]:
+        """As :meth:`_sent`, of all that is not sent straight."""
         size, collective = self.cluster.ranks, start.collective
         carried = self.layers[start.layer] if start.layer is not None else None
         if collective.ring_rounds:
@@ -212,7 +215,7 @@ class _Links:
         raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
 
     def _straight(self, start: Start) -> list[Floats]:
-        """What does not go around a ring on CPUs, as :meth:`_matrices` has it; nothing of others."""
+        """What does not go around a ring on CPUs, as :meth:`_sent` has it; nothing of others."""
         nodes, gpus, carries = self.cluster.nodes, self.cluster.gpus, start.collective.carries
         if self.cluster.cpus and carries == "counts":
             return [np.ones((nodes * gpus, nodes * gpus))]
