@@ -305,7 +305,7 @@ def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write what this rank's collectives did in the last step, as a Chrome trace; open it in Perfetto.
 
     Of the last forward and its backward: when each collective ran, and when the compute stood still for it. With NCCL
-    the host only knows when it launched them; use torch.profiler there. No communication.
+    these are times of the GPU, for whose last collective this waits. No communication.
 
     Args:
         path: a .json file; give every rank another one.
