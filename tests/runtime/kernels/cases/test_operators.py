@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops import reference
+from hecate.runtime.ops import grouped_mm, reference
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import add_layer
 from tests.runtime.kernels.device import DEVICE, INTERPRETED, MARKS, whole_numbers
@@ -14,33 +16,50 @@ from tests.runtime.kernels.device import DEVICE, INTERPRETED, MARKS, whole_numbe
 pytestmark = MARKS
 
 
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> Sequence[torch.dtype]:
+    """What torch's own kernel multiplies where there is one operand; here its implementation for CPUs."""
+    if INTERPRETED:
+        monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
+    return [torch.bfloat16] if grouped_mm._has_kernel(torch.empty(0, device=DEVICE)) else []
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_grouped_mm_pair_and_its_gradients(dtype: torch.dtype, transposed: bool, launches: list[str]) -> None:
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 5), (torch.float16, 5), (torch.bfloat16, 8)])
+def test_grouped_mm_pair_and_its_gradients(
+    dtype: torch.dtype, n: int, transposed: bool, launches: list[str], torchs: Sequence[torch.dtype]
+) -> None:
+    """With a slot without rows, and rows behind the last."""
     offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
     x = whole_numbers(9, 16, most=2, dtype=dtype).requires_grad_()
-    shape = (5, 16) if transposed else (16, 5)
-    own, more = (whole_numbers(n, *shape, most=2, seed=n, dtype=dtype).requires_grad_() for n in (2, 1))
+    shape = (n, 16) if transposed else (16, n)
+    own, more = (whole_numbers(count, *shape, most=2, seed=count, dtype=dtype).requires_grad_() for count in (2, 1))
     used = [w.transpose(1, 2) if transposed else w for w in (own, more)]
     out = torch.ops.hecate.grouped_mm_pair(x, *used, offs)
     expected = reference.grouped_mm_pair(x, *used, offs)
     assert torch.equal(out, expected)
-    grad = whole_numbers(9, 5, most=2, dtype=dtype)
+    grad = whole_numbers(9, n, most=2, dtype=dtype)
     ours, theirs = (torch.autograd.grad(one, (x, own, more), grad) for one in (out, expected))
     for a, b, like in zip(ours, theirs, (x, own, more), strict=True):
         assert torch.equal(a, b) and a.stride() == like.stride()
-    assert launches == ["grouped_mm", "grouped_mm", "weight_grads"]
+    assert launches == ["grouped_mm", "grouped_mm", "clear_rows" if dtype in torchs else "weight_grads"]
 
 
-def test_a_single_operand(launches: list[str]) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 5), (torch.bfloat16, 8)])
+def test_a_single_operand(
+    dtype: torch.dtype, n: int, transposed: bool, launches: list[str], torchs: Sequence[torch.dtype]
+) -> None:
     offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
-    x, w = whole_numbers(9, 16, most=2).requires_grad_(), whole_numbers(3, 16, 5, most=2).requires_grad_()
-    out = torch.ops.hecate.grouped_mm(x, w, offs)
-    expected = reference.grouped_mm(x, w, offs)
+    x = whole_numbers(9, 16, most=2, dtype=dtype).requires_grad_()
+    w = whole_numbers(3, *((n, 16) if transposed else (16, n)), most=2, dtype=dtype).requires_grad_()
+    used = w.transpose(1, 2) if transposed else w
+    out, expected = torch.ops.hecate.grouped_mm(x, used, offs), reference.grouped_mm(x, used, offs)
     assert torch.equal(out, expected)
-    for a, b in zip(*(torch.autograd.grad(one.sum(), (x, w)) for one in (out, expected)), strict=True):
+    grad = whole_numbers(9, n, most=2, dtype=dtype)
+    for a, b in zip(*(torch.autograd.grad(one, (x, w), grad) for one in (out, expected)), strict=True):
         assert torch.equal(a, b)
-    assert launches == ["grouped_mm", "grouped_mm", "weight_grads"]
+    assert launches == (["clear_rows"] * 3 if dtype in torchs else ["grouped_mm", "grouped_mm", "weight_grads"])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="torch's own implementation for GPUs takes it")
