@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS, check_rows, flat_rows
 
 CONFIGS = (
@@ -58,6 +58,7 @@ def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
             lambda meta: -(-tokens // meta["BLOCK_TOKENS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
             source, positions.contiguous(), weights.contiguous(), out, tokens, width, source.stride(0),
+            rows_class(tokens),
             CHOICES=choices,
         )  # fmt: skip
     return out
@@ -75,9 +76,9 @@ def combine_rows_reference(rows: Tensor, positions: Tensor, weights: Tensor) -> 
     return total.to(rows.dtype).reshape(positions.shape[0], *rows.shape[1:])
 
 
-@tuned(CONFIGS, key=["width", "CHOICES"], varying=["tokens"])
+@tuned(CONFIGS, key=["width", "CHOICES", "tuned_for"], varying=["tokens", "tuned_for"])
 def _combine_rows(
-    rows, positions, weights, out, tokens, width, stride,
+    rows, positions, weights, out, tokens, width, stride, tuned_for,
     CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK_COLS)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
 
 # Columns are a multiple of what 16 bytes hold for each thread, so loads and stores are vectors.
@@ -46,7 +46,7 @@ def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
             _gather_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
-            source, index.contiguous(), out, count, width, source.stride(0),
+            source, index.contiguous(), out, count, width, source.stride(0), rows_class(count),
         )  # fmt: skip
     return out
 
@@ -56,8 +56,10 @@ def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Te
     return rows.index_select(0, index).to(dtype)
 
 
-@tuned(CONFIGS, key=["width"], varying=["count"])
-def _gather_rows(rows, index, out, count, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"])
+def _gather_rows(
+    rows, index, out, count, width, stride, tuned_for, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
     # The columns of a row are next to each other in time, too.
     blocks = tl.cdiv(width, BLOCK_COLS)
     block = tl.program_id(0) // blocks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import INTERPRETED, launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS
 
 # Ends of slots that a program reads at once.
@@ -77,6 +77,7 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         x.device,
         x, own, replicas, offs.contiguous(), out, rows, slots, own.shape[0], columns,
         x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2),
+        rows_class(rows),
         K=inner, SLOTS=SLOTS, PRECISION=precision(), WIDEN=widens(x.dtype),
     )  # fmt: skip
     return out
@@ -139,11 +140,14 @@ def fits_registers(given: Mapping[str, Any]) -> bool:
 
 
 @tuned(
-    CONFIGS, key=["K", "columns", "stride_n", "PRECISION"], varying=["rows", "slots", "owned"], suits=fits_registers
+    CONFIGS,
+    key=["K", "columns", "stride_n", "PRECISION", "tuned_for"],
+    varying=["rows", "slots", "owned", "tuned_for"],
+    suits=fits_registers,
 )
 def _grouped_mm(
     x, own, replicas, offs, out, rows, slots, owned, columns,
-    x_stride, own_stride, replicas_stride, stride_k, stride_n,
+    x_stride, own_stride, replicas_stride, stride_k, stride_n, tuned_for,
     K: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

@@ -70,7 +70,8 @@ def tuned(
 
     Args:
         configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
-        key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step.
+        key: arguments for whose values, and for the dtypes of all tensors, it holds. None that change each step;
+            :func:`rows_class` stands for a number of rows.
         varying: numbers that change each step: the kernel is not compiled again for them.
         unaligned: tensors that begin anywhere in memory, as parts of others do: nor is it for those.
         restore: tensors that the kernel changes in place; each trial is undone.
@@ -91,6 +92,18 @@ def tuned(
         )(triton.jit(do_not_specialize=list(varying), **_beginning_anywhere(unaligned))(kernel))
 
     return declare
+
+
+def rows_class(rows: int) -> int:
+    """Which numbers of rows share a configuration: what is fastest for 64 of them is not for 65,536.
+
+    A class spans a factor of four, since what a step adds or takes away matters little, and ends between powers of
+    two, near which numbers of rows mostly are.
+
+    >>> rows_class(64), rows_class(30_000), rows_class(60_000), rows_class(65_536)
+    (3, 8, 8, 8)
+    """
+    return (rows + rows // 2).bit_length() // 2
 
 
 def _beginning_anywhere(names: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.links import (
     Chunk,
     Rows,
@@ -67,7 +67,7 @@ def put_rows(
         source.device,
         source, chunk.counts if rows.index is None else rows.index.contiguous(), own, addresses,
         chunk.counts, chunk.done, chunk.late, rows.count, width, source.stride(0), chunk.first,
-        capacity, own.shape[2] // 16, rank, ranks,
+        capacity, own.shape[2] // 16, rank, ranks, rows_class(rows.count),
         INDEXED=rows.index is not None, PLACES=own.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
 
@@ -85,9 +85,14 @@ def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank
             windows[peer][number[peer] % windows[peer].shape[0], rank, : len(leaving)] = leaving
 
 
-@tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens", "rank"])
+@tuned(
+    CONFIGS,
+    key=["width", "tuned_for"],
+    varying=["count", "first", "capacity", "sixteens", "rank", "tuned_for"],
+)
 def _put_rows(
     rows, index, own, addresses, counts, done, late, count, width, stride, first, capacity, sixteens, rank, ranks,
+    tuned_for,
     INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip

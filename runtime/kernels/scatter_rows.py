@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
 
 
@@ -45,7 +45,7 @@ def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype 
             _scatter_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
-            source, index.contiguous(), out, count, width, source.stride(0),
+            source, index.contiguous(), out, count, width, source.stride(0), rows_class(count),
         )  # fmt: skip
     return out
 
@@ -60,8 +60,10 @@ def scatter_rows_reference(rows: Tensor, index: Tensor, num_rows: int, dtype: to
     return cast.new_zeros((num_rows, *rows.shape[1:])).index_copy_(0, index, cast)
 
 
-@tuned(CONFIGS, key=["width"], varying=["count"])
-def _scatter_rows(rows, index, out, count, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"])
+def _scatter_rows(
+    rows, index, out, count, width, stride, tuned_for, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
     blocks = tl.cdiv(width, BLOCK_COLS)
     block = tl.program_id(0) // blocks
     r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

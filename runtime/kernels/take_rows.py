@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.links import (
     Chunk,
     Rows,
@@ -64,7 +64,7 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
         out.device,
         source, chunk.counts if rows.index is None else rows.index.contiguous(), out,
         chunk.counts, chunk.done, chunk.late, rows.count, width, chunk.first,
-        capacity, source.shape[2] // 16, ranks,
+        capacity, source.shape[2] // 16, ranks, rows_class(rows.count),
         INDEXED=rows.index is not None, PLACES=source.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
 
@@ -86,9 +86,9 @@ def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dt
         begin += count
 
 
-@tuned(CONFIGS, key=["width"], varying=["count", "first", "capacity", "sixteens"])
+@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "first", "capacity", "sixteens", "tuned_for"])
 def _take_rows(
-    window, index, out, counts, done, late, count, width, first, capacity, sixteens, ranks,
+    window, index, out, counts, done, late, count, width, first, capacity, sixteens, ranks, tuned_for,
     INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip

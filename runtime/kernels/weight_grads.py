@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.grouped_mm import check_offsets, fits_registers, precision, takes_products, widens
-from hecate.runtime.kernels.launch import launch, tl, tuned
+from hecate.runtime.kernels.launch import launch, rows_class, tl, tuned
 
 CONFIGS = (
     {"BLOCK_A": 64, "BLOCK_B": 64, "BLOCK_ROWS": 32, "num_warps": 4, "num_stages": 3},
@@ -49,7 +49,7 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         lambda meta: slots * -(-a // meta["BLOCK_A"]) * -(-b // meta["BLOCK_B"]),
         left.device,
         left, right, offs.contiguous(), own, replicas, own.shape[0], a, b,
-        left.stride(0), right.stride(0),
+        left.stride(0), right.stride(0), rows_class(left.shape[0]),
         PRECISION=precision(), WIDEN=widens(left.dtype),
     )  # fmt: skip
 
@@ -81,9 +81,14 @@ def _check(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replicas: Ten
     check_offsets("weight_grads", offs, own.shape[0] + replicas.shape[0], left.device)
 
 
-@tuned(CONFIGS, key=["a_size", "b_size", "PRECISION"], varying=["owned"], suits=fits_registers)
+@tuned(
+    CONFIGS,
+    key=["a_size", "b_size", "PRECISION", "tuned_for"],
+    varying=["owned", "tuned_for"],
+    suits=fits_registers,
+)
 def _weight_grads(
-    x, y, offs, own, replicas, owned, a_size, b_size, x_stride, y_stride,
+    x, y, offs, own, replicas, owned, a_size, b_size, x_stride, y_stride, tuned_for,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,8 @@ SIZES = Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2)
 CAPABILITIES = (80, 90, 100) if ALL else (90,)
 MODULES = [module for module in kernel_modules() if hasattr(module, "tuned")]
 PRODUCTS = ("grouped_mm", "weight_grads")
+# What is fastest depends on how many rows there are.
+BY_ROWS = (*PRODUCTS, "gather_rows", "scatter_rows", "combine_rows", "put_rows", "take_rows")
 # The largest blocks of attention, and those of two stages.
 BLOCKS = [
     (128, 128, torch.bfloat16), (64, 64, torch.float32), (64, 256, torch.bfloat16), (128, 64, torch.bfloat16),
@@ -99,9 +101,15 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
         assert made.metadata.shared <= SHARED[capability]
 
 
-def launched(run: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Of each launch, that by which Triton finds a compiled kernel and the tuner a configuration."""
-    found: list[tuple[Any, ...]] = []
+class Launch(NamedTuple):
+    """Of a launch, that by which Triton finds a compiled kernel, and the tuner a configuration."""
+
+    kernel: tuple[Any, ...]
+    tuned_by: tuple[Any, ...]
+
+
+def launched(run: Callable[[], object]) -> list[Launch]:
+    found: list[Launch] = []
 
     def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
         parameters = {one.name: one for one in kernel.fn.params}
@@ -114,8 +122,13 @@ def launched(run: Callable[[], object]) -> list[tuple[Any, ...]]:
             key: value.data_ptr() % 16 == 0 for key, value in given.items()
             if isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize_on_alignment
         }  # fmt: skip
-        assert set(kernel.keys) <= set(numbers)
-        found.append((kernel.base_fn.__name__, args[0].dtype, tuple(numbers.items()), tuple(aligned.items())))
+        assert set(kernel.keys) <= set(numbers) | {"tuned_for"}
+        name, dtypes = kernel.base_fn.__name__, [value.dtype for value in args if isinstance(value, torch.Tensor)]
+        found.append(
+            Launch(
+                (name, *dtypes, *numbers.items(), *aligned.items()), (name, *dtypes, *(given[k] for k in kernel.keys))
+            )
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (*MODULES, ticket):
@@ -138,14 +151,29 @@ def test_what_changes_from_step_to_step_makes_no_other_kernel(name: str) -> None
     one = launched(lambda: run(Sizes(tokens=32, choices=2, hidden=128, inner=64, owned=3, replicas=2)))
     # With two more, and not with four more, the last offset begins at 16 bytes no longer.
     for replicas in (150, 151, 152):
-        sizes = Sizes(tokens=77, choices=2, hidden=128, inner=64, owned=3, replicas=replicas)
+        sizes = Sizes(tokens=37, choices=2, hidden=128, inner=64, owned=3, replicas=replicas)
         assert one and one == launched(lambda sizes=sizes: run(sizes))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_how_many_rows_there_are_decides_which_configurations_are_tried(name: str) -> None:
+    """Few rows in a first call must not decide for all steps. Again no kernel is compiled anew."""
+
+    def run(tokens: int) -> list[Launch]:
+        sizes = Sizes(tokens=tokens, choices=2, hidden=16, inner=16, owned=3, replicas=2)
+        return launched(lambda: [case.ours() for case in cases_of(name, sizes, torch.device("cpu"))])
+
+    few, many, about_as_many = run(32), run(32_768), run(30_000)
+    of_many = [one.tuned_by for one in many]
+    assert few and [one.kernel for one in few] == [one.kernel for one in many]
+    assert of_many == [one.tuned_by for one in about_as_many]
+    assert not set(of_many) & {one.tuned_by for one in few}
 
 
 def test_parts_of_a_table_make_no_other_kernel() -> None:
     """Starts and ends of segments travel as one tensor, and begin in it where those before them end."""
 
-    def join(*lengths: int) -> list[tuple[Any, ...]]:
+    def join(*lengths: int) -> list[Launch]:
         ranges = [(np.arange(length), np.arange(1, length + 1)) for length in lengths]
         return launched(lambda: join_on_device(ranges, torch.device("cpu")))
 
