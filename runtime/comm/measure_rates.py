@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ _BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # A matmul large enough to be no matter of launching it, and small enough not to be noticed.
 _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
+# On a GPU so many are launched at once, that only the GPU's own time counts.
+_LAUNCHES, _EXCHANGES = 20, 5
 # Bytes per second of a link that nobody uses.
 NO_LINK = 1e15
 # By group, and not by world: a cache must keep neither a model's queue nor a group that was destroyed.
@@ -41,18 +44,21 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
 
 def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
-    a = torch.ones(side, side, dtype=dtype, device=world.device)
-    memory = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    # Of numbers that are all alike a GPU makes more products in a second than of a model's. The user's random numbers
+    # stay as they are.
+    numbers = torch.Generator(world.device).manual_seed(0)
+    a = torch.randn(side, side, dtype=dtype, device=world.device, generator=numbers)
+    memory = torch.randint(256, (size,), dtype=torch.uint8, device=world.device, generator=numbers)
     nodes = topology.node_of
     inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
               for rank, mine in enumerate(nodes)]  # fmt: skip
     across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
     seconds = torch.tensor(
         [
-            _median(lambda: a @ a, world),
-            _exchange_time(inside, size, world),
-            _exchange_time(across, size, world),
-            _median(memory.clone, world),
+            _median(lambda: a @ a, world.device, _LAUNCHES),
+            _exchange_time(inside, memory, world),
+            _exchange_time(across, memory, world),
+            _median(memory.clone, world.device, _LAUNCHES),
         ],
         dtype=torch.float64,
         device=world.control_device,
@@ -68,30 +74,49 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     )
 
 
-def _exchange_time(peers: list[list[int]], size: int, world: World) -> float:
-    """Seconds in which every rank with peers sends them ``size`` bytes; 0 if nobody has any."""
+def _exchange_time(peers: list[list[int]], memory: torch.Tensor, world: World) -> float:
+    """Seconds in which every rank with peers sends them ``memory``; 0 if nobody has any."""
     if not any(peers):
         return 0.0
-    shares = [size // max(1, len(others)) for others in peers]
+    shares = [len(memory) // max(1, len(others)) for others in peers]
     mine = peers[world.rank]
     send = [shares[world.rank] if rank in mine else 0 for rank in range(world.size)]
     receive = [shares[rank] if rank in mine else 0 for rank in range(world.size)]
-    rows = torch.zeros(sum(send), dtype=torch.uint8, device=world.device)
-    return _median(lambda: collectives.all_to_all(rows, send, receive, world), world)
+    rows = memory[: sum(send)]
+    # Through the host one takes long enough.
+    launches = _EXCHANGES if world.queue.on_stream else 1
+    return _median(lambda: collectives.all_to_all(rows, send, receive, world), world.device, launches)
 
 
-def _median(work: Callable[[], object], world: World) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):
-        _wait(world)
-        start = time.perf_counter()
-        work()
-        _wait(world)
-        times.append(time.perf_counter() - start)
+def _median(work: Callable[[], object], device: torch.device, launches: int) -> float:
+    """Seconds of one ``work``; on a CPU it is timed one by one."""
+    if device.type == "cpu":
+        times = [_on_host(work) for _ in range(_REPEATS + 1)]
+    else:
+        times = [_on_device(work, torch.get_device_module(device), launches) for _ in range(_REPEATS + 1)]
     # The first one sets things up.
     return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
 
 
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+def _on_host(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _on_device(work: Callable[[], object], module: Any, launches: int) -> float:
+    """Between two events of the stream.
+
+    Args:
+        module: ``torch.cuda``, or what it is for another kind of device.
+    """
+    begin, end = (module.Event(enable_timing=True) for _ in range(2))
+    module.synchronize()
+    # While the device is busy with this one the next are launched, and ranks that are late come.
+    work()
+    begin.record()
+    for _ in range(launches):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / launches
