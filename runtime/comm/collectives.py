@@ -64,6 +64,32 @@ def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = Fal
     return pinned.to(device, non_blocking=True)
 
 
+def on_device_together(numbers: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """:func:`on_device` of several int64 arrays: one copy. The results are parts of one tensor."""
+    return parts_of(on_device(joined(numbers), device), numbers)
+
+
+def joined(numbers: Sequence[np.ndarray]) -> np.ndarray:
+    """Several int64 arrays as one, int64 ``[n]``."""
+    together = np.zeros(sum(map(_room, numbers)), dtype=np.int64)
+    begin = 0
+    for part in numbers:
+        together[begin : begin + part.size] = part.reshape(-1)
+        begin += _room(part)
+    return together
+
+
+def parts_of(together: torch.Tensor, numbers: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """The parts of what :func:`joined` made of ``numbers``, as views."""
+    rooms = together.split([_room(part) for part in numbers])
+    return [room[: part.size].view(part.shape) for room, part in zip(rooms, numbers, strict=True)]
+
+
+def _room(part: np.ndarray) -> int:
+    # Every part begins at 16 bytes: Triton compiles another kernel for one that does not.
+    return part.size + part.size % 2
+
+
 @contextmanager
 def keeping_constants() -> Iterator[list[torch.Tensor]]:
     """Around a capture: what its graphs copy from the host in each replay, to be kept as long as they are."""

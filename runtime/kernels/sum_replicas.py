@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS, check_index, flat_rows
+from hecate.runtime.placement.planner import rounds_of
 
 CONFIGS = (
     {"BLOCK": 1024, "num_warps": 4},
@@ -77,15 +77,6 @@ def sum_replicas_reference(
         slots = torch.nonzero_static(lengths > turn, size=count).flatten()
         chosen = order.index_select(0, begins.index_select(0, slots) + turn)
         flat.index_add_(0, slots, parts.index_select(0, chosen).to(totals.dtype))
-
-
-def rounds_of(lengths: np.ndarray) -> list[int]:
-    """How many slots have more than 0 parts, more than 1 and so on, from how many each has.
-
-    >>> rounds_of(np.array([2, 0, 1]))
-    [2, 1]
-    """
-    return [int((lengths > turn).sum()) for turn in range(lengths.max(initial=0))]
 
 
 @tuned(CONFIGS, key=["width"], restore=["totals"])

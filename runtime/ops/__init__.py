@@ -16,6 +16,7 @@ imported, and lists them at its top:
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
+| ``replica_tables`` | where replicas come from and gradients go, on the device |
 | ``symmetric``, ``one_sided`` | how rows travel one-sided, without operators (``route_fixed`` is in ``exchange``) |
 | ``one_sided_experts`` | how replicas do, without operators |
 | ``device_dispatch``, ``device_tables`` | tickets made on the device, and placements there, without operators |

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hecate.runtime.comm.collectives import on_device
-from hecate.runtime.kernels.sum_replicas import rounds_of
+from hecate.runtime.comm.collectives import joined, on_device, parts_of
 from hecate.runtime.ops.device_dispatch import DeviceTables
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import Parts
 from hecate.runtime.state.layer import Layer
 
 Part = TypeVar("Part", DeviceTables, "ExpertTables")
@@ -96,29 +96,27 @@ class ExpertTables:
     most: int
 
     @classmethod
-    def from_placement(
-        cls, placement: Placement, layer: Layer, device: torch.device, room: Room | None = None
-    ) -> ExpertTables:
-        """The tables on ``device``, without waiting for what it does meanwhile."""
+    def from_placement(cls, placement: Placement, layer: Layer, room: Room | None = None) -> ExpertTables:
+        """The tables on the host."""
         rank = layer.world.rank
         # On one node an expert travels once, straight from its owner.
         travels = layer.placer.travels(placement)
         _, stage = travels.stages
         _, mine = travels.slots
         owned = placement.owners.counts[rank]
-        summed = np.unique(mine.leave) if room is None else np.arange(owned)
-        lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))
+        summed = travels.summed if room is None else np.arange(owned)
+        _, parts = travels.parts if room is None else (None, Parts.of(mine, summed))
         # Who owns nothing has nothing to leave, not even in places that nobody reads.
         places = len(mine.leave) if room is None else room.leaving if owned else 0
         return cls(
             travels=room is not None or len(stage.experts) > 0,
-            leave=on_device(_fill(mine.leave, places), device),
-            sends=on_device(np.array(mine.send, dtype=np.int64), device),
-            receives=on_device(np.array(mine.receive, dtype=np.int64), device),
-            summed=on_device(summed, device),
-            begins=on_device(np.cumsum([0, *lengths]), device),
-            order=on_device(_fill(np.argsort(mine.leave, kind="stable"), places), device),
-            rounds=tuple(rounds_of(lengths)) if room is None else None,
+            leave=torch.from_numpy(_fill(mine.leave, places)),
+            sends=torch.from_numpy(np.array(mine.send, dtype=np.int64)),
+            receives=torch.from_numpy(np.array(mine.receive, dtype=np.int64)),
+            summed=torch.from_numpy(summed),
+            begins=torch.from_numpy(parts.begins),
+            order=torch.from_numpy(_fill(parts.order, places)),
+            rounds=parts.rounds if room is None else None,
             replicas=len(mine.arrive) if room is None else room.replicas,
             most=max(*mine.send, *mine.receive) if room is None else min(room.replicas, room.leaving),
         )
@@ -132,25 +130,32 @@ class LayerTables:
     experts: ExpertTables
 
     @classmethod
-    def from_placement(
-        cls, placement: Placement, layer: Layer, device: torch.device, room: Room | None = None
-    ) -> LayerTables:
-        """The tables of one rank, with more room than the placement takes if ``room`` says so."""
+    def from_placement(cls, placement: Placement, layer: Layer, room: Room | None = None) -> LayerTables:
+        """The tables of one rank on the host, with more room than the placement takes if ``room`` says so."""
         more = (0, 0) if room is None else (room.replicas, room.replicated)
         rows = DeviceTables.from_placement(
-            placement, layer.placer.model.topology, layer.world.rank, device, replicas=more[0], replicated=more[1]
+            placement, layer.placer.model.topology, layer.world.rank, _HOST, replicas=more[0], replicated=more[1]
         )
-        return cls(rows=rows, experts=ExpertTables.from_placement(placement, layer, device, room))
+        return cls(rows=rows, experts=ExpertTables.from_placement(placement, layer, room))
+
+    def on(self, device: torch.device) -> LayerTables:
+        """The same on ``device``, without waiting for what it does meanwhile."""
+        return self.within(on_device(self.joined(), device))
+
+    def joined(self) -> Ints:
+        """All numbers of tables on the host, behind each other."""
+        return joined(self._numbers)
+
+    def within(self, numbers: torch.Tensor) -> LayerTables:
+        """The same as parts of ``numbers``, which are :meth:`joined` on a device."""
+        others = iter(parts_of(numbers, self._numbers))
+        return LayerTables(rows=_with_tensors(self.rows, others), experts=_with_tensors(self.experts, others))
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them, int64."""
-        return [value for part in (self.rows, self.experts) for value in vars(part).values() if _is_tensor(value)]
-
-    def with_tensors(self, tensors: list[torch.Tensor]) -> LayerTables:
-        """The same with others, in the order of :attr:`tensors`."""
-        others = iter(tensors)
-        return LayerTables(rows=_with_tensors(self.rows, others), experts=_with_tensors(self.experts, others))
+    def _numbers(self) -> list[Ints]:
+        return [
+            value.numpy() for part in (self.rows, self.experts) for value in vars(part).values() if _is_tensor(value)
+        ]
 
 
 @dataclass(eq=False)
@@ -182,11 +187,9 @@ class FixedTables:
         room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
         if before is not None and before.first.owners == placement.owners:
             room = room.joined(before.room)
-        host = LayerTables.from_placement(placement, layer, _HOST, room)
-        numbers = _joined(host, layer)
-        parts = numbers.split([part.numel() for part in host.tensors])
-        tables = host.with_tensors([part.view(like.shape) for part, like in zip(parts, host.tensors, strict=True)])
-        return cls(room, tables, numbers, placement, placement)
+        host = LayerTables.from_placement(placement, layer, room)
+        numbers = on_device(host.joined(), layer.world.device)
+        return cls(room, host.within(numbers), numbers, placement, placement)
 
     def has_room_for(self, placement: Placement) -> bool:
         """Whether they can say ``placement``; the same on all ranks."""
@@ -195,8 +198,8 @@ class FixedTables:
     def write(self, placement: Placement, layer: Layer) -> None:
         """Say ``placement`` from now on, for what is launched behind this."""
         if placement != self.placement:
-            host = LayerTables.from_placement(placement, layer, _HOST, self.room)
-            self.numbers.copy_(_joined(host, layer), non_blocking=True)
+            host = LayerTables.from_placement(placement, layer, self.room)
+            self.numbers.copy_(on_device(host.joined(), layer.world.device), non_blocking=True)
             self.placement = placement
 
 
@@ -224,11 +227,6 @@ def _with_tensors(part: Part, others: Iterator[torch.Tensor]) -> Part:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _joined(tables: LayerTables, layer: Layer) -> torch.Tensor:
-    """All numbers of tables on the host, on the layer's device: one copy."""
-    return on_device(torch.cat([part.flatten() for part in tables.tensors]).numpy(), layer.world.device)
 
 
 def _fill(numbers: Ints, length: int) -> Ints:

@@ -179,7 +179,8 @@ def _top_up(
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
     travels = sparse_collectives.missing_travels(record.placer.travels(new), old)
-    coming = sparse_collectives.new_replicas(shards, travels)
+    # Gradients return the way of the whole placement.
+    coming = sparse_collectives.new_replicas(shards, travels, homeward=False)
     sparse_collectives.take_over(coming, have, old, record.world.rank)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
     return Job(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +17,10 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts, widths_of
-from hecate.runtime.kernels.sum_replicas import rounds_of, sum_replicas
-from hecate.runtime.placement.owners import Ints
+from hecate.runtime.kernels.sum_replicas import sum_replicas
+from hecate.runtime.ops.replica_tables import Coming, ReplicaTables, Returning, tables_of
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Stage, StageOfRank, Travels, places_of
+from hecate.runtime.placement.planner import Stage, Travels, places_of
 
 
 @dataclass(frozen=True)
@@ -29,31 +28,37 @@ class Replicas:
     """This rank's replicas while they come, and what it sends to others meanwhile.
 
     Attributes:
-        travels: which are these, and where they come from.
+        travels: which are these.
+        tables: where they come from.
         tensors: ``[K, ...]``, one for each tensor of the layer.
         copies: of own experts that others want, ``[L, ...]``.
     """
 
     travels: Travels
+    tables: ReplicaTables
     tensors: list[Tensor]
     copies: list[Tensor]
 
 
-def new_replicas(shards: Sequence[Tensor], travels: Travels) -> Replicas:
-    """Room for a rank's replicas, and copies of those of its own experts ``[E_r, ...]`` that leave."""
-    index, count = on_device(travels.places, shards[0].device), len(travels.replicas)
+def new_replicas(shards: Sequence[Tensor], travels: Travels, *, homeward: bool = True) -> Replicas:
+    """Room for a rank's replicas, and copies of those of its own experts ``[E_r, ...]`` that leave.
+
+    Args:
+        homeward: their gradients will return the same way.
+    """
+    tables, count = tables_of(travels, shards[0].device, homeward=homeward), len(travels.replicas)
     return Replicas(
         travels=travels,
+        tables=tables,
         tensors=[shard.new_empty((count, *shard.shape[1:])) for shard in shards],
-        copies=[shard.index_select(0, index) for shard in shards],
+        copies=[shard.index_select(0, tables.places) for shard in shards],
     )
 
 
 def gather(replicas: Replicas, world: World) -> list[Tensor]:
     """Fill the replicas: SparseAllGather."""
-    for stage, mine in zip(replicas.travels.stages, replicas.travels.there, strict=True):
-        if len(stage.experts):
-            _forward(replicas, mine, world)
+    for stage in replicas.tables.coming:
+        _forward(replicas, stage, world)
     return replicas.tensors
 
 
@@ -95,17 +100,18 @@ class Gradients:
     """Gradients of this rank's slots on their way to the owners.
 
     Attributes:
+        tables: how they travel, and which slots get parts of others.
         means: of own experts, divided by W: ``[E_r, ...]``, one for each tensor of the layer. Where others have parts
             of a gradient, they come from the sums at the end.
-        summed: slots that get parts, int64 ``[P]``; see :class:`Travels`.
-        sums: gradients of these to add up in, ``[P, width]``, one for each tensor; float32 for narrower dtypes.
-        legs: what is sent, in the order in which it is.
+        sums: gradients of the slots that get parts to add up in, ``[P, width]``, one for each tensor; float32 for
+            narrower dtypes.
+        packed: of each stage, gradients of replicas that leave, ``[n, width]``, one for each dtype.
     """
 
+    tables: ReplicaTables
     means: list[Tensor]
-    summed: Ints
     sums: list[Tensor]
-    legs: list[_Leg]
+    packed: list[list[Tensor]]
 
 
 def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Travels, world: World) -> Gradients:
@@ -114,24 +120,22 @@ def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Tr
     Args:
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
     """
-    owned, device = len(own[0]), own[0].device
-    groups, legs = by_dtype([grad.dtype for grad in own]), []
-    for stage, mine in zip(reversed(travels.stages), reversed(travels.slots), strict=True):
-        if len(stage.experts):
-            leave = on_device(mine.arrive - owned, device)
-            legs.append(_Leg(mine, [pack_experts([replicas[place] for place in group], leave) for group in groups]))
-    index, in_own = on_device(travels.summed, device), _below(travels.summed, owned)
+    tables, groups = tables_of(travels, own[0].device), by_dtype([grad.dtype for grad in own])
     return Gradients(
+        tables=tables,
         means=[torch.div(grad, world.size, out=room_like(grad)) for grad in own],
-        summed=travels.summed,
         sums=[
             pack_experts(
-                [first], index, behind=[second], dtype=sum_dtype(first.dtype), in_first=in_own, ascending=True
+                [first], tables.summed, behind=[second], dtype=sum_dtype(first.dtype), in_first=tables.home,
+                ascending=True,
             )
             for first, second in zip(own, replicas, strict=True)
         ],
-        legs=legs,
-    )
+        packed=[
+            [pack_experts([replicas[place] for place in group], stage.leave) for group in groups]
+            for stage in tables.returning
+        ],
+    )  # fmt: skip
 
 
 def scatter(gradients: Gradients, world: World) -> list[Tensor]:
@@ -143,11 +147,11 @@ def scatter(gradients: Gradients, world: World) -> list[Tensor]:
     Args:
         gradients: overwritten.
     """
-    for leg in gradients.legs:
-        _backward(gradients, leg, world)
+    for stage, packed in zip(gradients.tables.returning, gradients.packed, strict=True):
+        _backward(gradients, stage, packed, world)
     means = gradients.means
-    if home := _below(gradients.summed, len(means[0])):
-        rows = on_device(gradients.summed[:home], means[0].device)
+    if home := gradients.tables.home:
+        rows = gradients.tables.summed[:home]
         for mean, total in zip(means, gradients.sums, strict=True):
             mean.index_copy_(0, rows, (total[:home] / world.size).to(mean.dtype).view(home, *mean.shape[1:]))
     return means
@@ -158,50 +162,29 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-@dataclass(frozen=True)
-class _Leg:
-    """One stage of the way back.
-
-    Attributes:
-        mine: the stage as experts came, of slots.
-        packed: gradients of replicas that leave, ``[n, width]``, one for each dtype.
-    """
-
-    mine: StageOfRank
-    packed: list[Tensor]
-
-
-def _forward(replicas: Replicas, mine: StageOfRank, world: World) -> None:
+def _forward(replicas: Replicas, tables: Coming, world: World) -> None:
     """Send experts on: this rank's own ones, and replicas that have come, into replicas of others."""
-    own = len(replicas.travels.leaving)
-    device = replicas.tensors[0].device
-    leave, arrive = on_device(mine.leave, device), on_device(mine.arrive - own, device)
+    stage = tables.stage
     for group in by_dtype([tensor.dtype for tensor in replicas.tensors]):
         tensors = [replicas.tensors[index] for index in group]
         copies = [replicas.copies[index] for index in group]
-        packed = pack_experts(copies, leave, behind=tensors, in_first=int((mine.leave < own).sum()))
-        received = collectives.all_to_all(packed, mine.send, mine.receive, world)
-        unpack_experts(received, tensors, arrive)
+        packed = pack_experts(copies, tables.leave, behind=tensors, in_first=tables.in_first)
+        received = collectives.all_to_all(packed, stage.send, stage.receive, world)
+        unpack_experts(received, tensors, tables.arrive)
 
 
-def _backward(gradients: Gradients, leg: _Leg, world: World) -> None:
+def _backward(gradients: Gradients, tables: Returning, packed: list[Tensor], world: World) -> None:
     """Return gradients the way the experts came, and add them up where they came from."""
-    mine, summed, device = leg.mine, gradients.summed, gradients.means[0].device
-    # A replica that got parts leaves with its sum.
-    passed_on = np.flatnonzero(np.isin(mine.arrive, summed))
-    there, which = (on_device(i, device) for i in (passed_on, np.searchsorted(summed, mine.arrive[passed_on])))
-    # Parts come ordered by rank, and a slot's keep that order.
-    order = on_device(np.argsort(mine.leave, kind="stable"), device)
-    lengths = np.bincount(np.searchsorted(summed, mine.leave), minlength=len(summed))
-    begins, rounds = on_device(np.cumsum([0, *lengths]), device), rounds_of(lengths)
+    stage, parts = tables.stage, tables.parts
     groups = by_dtype([mean.dtype for mean in gradients.means])
-    for group, packed in zip(groups, leg.packed, strict=True):
+    for group, leaving in zip(groups, packed, strict=True):
         sums = [gradients.sums[place] for place in group]
-        if len(passed_on):
-            packed.index_copy_(0, there, pack_experts(sums, which, dtype=packed.dtype))
-        received = collectives.all_to_all(packed, mine.receive, mine.send, world)
+        if len(parts.passed_on):
+            leaving.index_copy_(0, tables.passed_on, pack_experts(sums, tables.totals, dtype=leaving.dtype))
+        received = collectives.all_to_all(leaving, stage.receive, stage.send, world)
         for total, part in zip(sums, received.split(widths_of(sums), dim=1), strict=True):
-            sum_replicas(total, part, begins, order, rounds)
+            # Parts come ordered by rank, and a slot's keep that order.
+            sum_replicas(total, part, tables.begins, tables.order, parts.rounds)
 
 
 def by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
@@ -209,11 +192,6 @@ def by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
     for index, dtype in enumerate(dtypes):
         groups.setdefault(dtype, []).append(index)
     return list(groups.values())
-
-
-def _below(slots: Ints, owned: int) -> int:
-    """How many of ``slots`` are own experts."""
-    return int((slots < owned).sum())
 
 
 def room_like(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class Symmetric:
             return self.fixed.layers[layer.id].tables
         known = self._tables.get(layer.id)
         if known is None or known[0] != placement:
-            tables = LayerTables.from_placement(placement, layer, self.world.device)
+            tables = LayerTables.from_placement(placement, layer).on(self.world.device)
             known = self._tables[layer.id] = placement, tables
         return known[1]
 

@@ -124,9 +124,9 @@ class LayerPlacer:
 
         What that step asks of it is worked out here, where planning hides, and not where the step waits for it.
         """
-        self.plan.planned = self._checked(placement, "place")
+        self._checked(placement, "place")
         self._sign(placement)
-        self._keep(placement)
+        placement = self.plan.planned = self._keep(placement)
         placement.slots_on(self.model.world.rank)
         if self.model.policy.replicates:
             self.travels(placement).prepare()
@@ -179,8 +179,7 @@ class LayerPlacer:
             raise self._wrong("calibrate", "a placement without some of the holders that it was given")
         if calibrated is not placement:
             self._sign(calibrated)
-            self._keep(calibrated)
-            self.plan.current = calibrated
+            calibrated = self.plan.current = self._keep(calibrated)
         return calibrated
 
     def assign(self, placement: Placement, counts: Ints) -> Quotas:
@@ -236,9 +235,7 @@ class LayerPlacer:
         for known in reversed(self.plan.recent):
             if known.key == key:
                 return known.placement
-        placement = Placement.from_matrix(wanted)
-        self._keep(placement)
-        return placement
+        return self._keep(Placement.from_matrix(wanted))
 
     def travels(self, placement: Placement) -> Travels:
         """How its replicas travel, and this rank's part in that."""
@@ -252,10 +249,16 @@ class LayerPlacer:
     def _travels(self, placement: Placement) -> Travels:
         return Travels(placement, self.model.world.rank, stages_of(placement, self.model.topology))
 
-    def _keep(self, placement: Placement) -> None:
-        recent = self.plan.recent
-        if not any(known.placement is placement for known in recent):
-            recent.append(InUse(placement, placement.key))
+    def _keep(self, placement: Placement) -> Placement:
+        """The same, or an equal one in use, with all that was worked out for it; the newest from now on."""
+        recent, key = self.plan.recent, placement.key
+        known = next((known for known in recent if known.key == key), None)
+        if known is None:
+            known = InUse(placement, key)
+        else:
+            recent.remove(known)
+        recent.append(known)
+        return known.placement
 
 
 def _kind(value: object) -> str:

@@ -83,7 +83,15 @@ from hecate.runtime.placement.planner.fastest import (
 from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
 from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
-from hecate.runtime.placement.planner.stages import Stage, StageOfRank, Travels, places_of, stages_of
+from hecate.runtime.placement.planner.stages import (
+    Parts,
+    Stage,
+    StageOfRank,
+    Travels,
+    places_of,
+    rounds_of,
+    stages_of,
+)
 
 __all__ = [
     "Budget",
@@ -91,6 +99,7 @@ __all__ = [
     "CostModel",
     "Dispatch",
     "LayerSizes",
+    "Parts",
     "Quotas",
     "Rates",
     "Recipe",
@@ -111,6 +120,7 @@ __all__ = [
     "owners_only",
     "places_of",
     "quota_matrix",
+    "rounds_of",
     "rows_per_rank",
     "seconds_of",
     "shard_owners",

@@ -43,6 +43,41 @@ class StageOfRank:
 
 
 @dataclass(frozen=True, eq=False)
+class Parts:
+    """Gradients that come back to a rank in one stage, and what is done with them.
+
+    Attributes:
+        order: the parts slot by slot, those of one slot as they come, by rank: int64 ``[m]``.
+        begins: where those of each slot that gets any begin in ``order``, and where the last end, int64 ``[P + 1]``.
+        rounds: how many slots have more than 0 parts, more than 1, and so on; see :func:`rounds_of`.
+        passed_on: of what the rank sends in this stage, what is a sum: int64 ``[q]``.
+        totals: which of the sums these are, int64 ``[q]``.
+    """
+
+    order: Ints
+    begins: Ints
+    rounds: tuple[int, ...]
+    passed_on: Ints
+    totals: Ints
+
+    @classmethod
+    def of(cls, stage: StageOfRank, summed: Ints) -> Parts:
+        """Those of ``stage``, as experts came in it, where the slots ``summed`` get parts."""
+        lengths = np.bincount(np.searchsorted(summed, stage.leave), minlength=len(summed))
+        begins = np.zeros(len(summed) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=begins[1:])
+        # A replica that got parts leaves with its sum.
+        passed_on = np.flatnonzero(np.isin(stage.arrive, summed))
+        return cls(
+            order=np.argsort(stage.leave, kind="stable"),
+            begins=begins,
+            rounds=rounds_of(lengths),
+            passed_on=passed_on,
+            totals=np.searchsorted(summed, stage.arrive[passed_on]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Travels:
     """How replicas travel, and what one rank has to do with that. Worked out once; not to be written to.
 
@@ -89,9 +124,15 @@ class Travels:
         first, second = self.slots
         return np.unique(np.concatenate([first.leave, second.leave]))
 
+    @cached_property
+    def parts(self) -> tuple[Parts, Parts]:
+        """What comes back in each stage of :attr:`slots`."""
+        first, second = (Parts.of(stage, self.summed) for stage in self.slots)
+        return first, second
+
     def prepare(self) -> None:
         """Work out all that a step asks for."""
-        _ = self.places, self.there, self.summed
+        _ = self.places, self.there, self.parts
 
     def experts_sent(self, *, homeward: bool) -> int:
         """Copies of experts that the rank sends; with ``homeward`` gradients of such."""
@@ -116,6 +157,15 @@ def _of_rank(at_hand: Ints, stage: Stage, rank: int, placement: Placement) -> St
         send=np.bincount(stage.destinations[out], minlength=world_size).tolist(),
         receive=np.bincount(stage.sources[come], minlength=world_size).tolist(),
     )
+
+
+def rounds_of(lengths: Ints) -> tuple[int, ...]:
+    """How many slots have more than 0 parts, more than 1 and so on, from how many each has.
+
+    >>> rounds_of(np.array([2, 0, 1]))
+    (2, 1)
+    """
+    return tuple(int((lengths > turn).sum()) for turn in range(lengths.max(initial=0)))
 
 
 def places_of(experts: Ints, among: Ints, num_experts: int) -> Ints:

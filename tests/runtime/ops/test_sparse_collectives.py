@@ -23,6 +23,7 @@ from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import add_layer
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer
 from tests.support.alive import Alive
+from tests.support.copies import Copies
 from tests.support.graphs import number_of
 from tests.support.threads import on_threads
 
@@ -84,6 +85,30 @@ def test_means_are_those_of_loops_bit_by_bit(name: str, replicas: str, topology:
         for mean, of in zip(found, expected, strict=True):
             assert mean.dtype == dtype and mean.is_contiguous() and torch.equal(mean, of[world.rank])
         assert all(map(torch.equal, (*own, *others), given)), "arguments are as they were"
+
+    on_threads(check)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_what_both_collectives_read_goes_to_the_device_in_one_copy(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in none where replicas are those of the step before."""
+    copies, owners = Copies(monkeypatch), OWNERS["shuffled"]
+    ways = [REPLICAS["some replicas"], REPLICAS["some replicas"], REPLICAS["everything everywhere"]]
+
+    def check(world: World) -> None:
+        made = [Placement.with_replicas(owners, way) for way in ways]
+        layer, owned = replicating_layer(world, made[0], TOPOLOGIES[topology]), owners.counts[world.rank]
+        shards, found = [torch.ones(owned, *shape) for shape in SHAPES], []
+        for placement in made:
+            layer.placer.model.policy.placement = placement
+            matrix, held = torch.ops.hecate.place(shards[0], layer.id)
+            replicas = torch.ops.hecate.sparse_all_gather(shards, matrix, held, layer.id)
+            means = torch.ops.hecate.sparse_reduce_scatter(shards, replicas, matrix, owned, layer.id)
+            assert len(held) == len(placement.replicas_on(world.rank)) and len(means[0]) == owned
+            found.append(copies.take())
+        assert found == [1, 0, 1]
 
     on_threads(check)
 

@@ -456,6 +456,8 @@ def test_the_host_reads_nothing_where_kernels_run(launched: list[str]) -> None:
     layer = layer_over(windows()[1], world, placement, 200)
     placed, _ = ops.place(torch.zeros(1), layer.id)
     placed, (_, offsets) = layer.placer.find(placed), even(1)
+    # Of numbers of the host, when the placement is new.
+    layer.symmetric.tables_of(placed, layer)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_offsets, rows = mode.from_tensor(offsets), torch.zeros(10, 4, device=CPU)
         counts = torch.diff(fake_offsets.long(), prepend=torch.zeros(1, dtype=torch.int64, device=CPU))

@@ -143,7 +143,8 @@ def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monk
     made = Placement.with_replicas(OWNERS, [{1}, set(), {0}, set()])
     layer = placer("place", lambda *_: made)
     layer.plan_ahead()
-    for name in ("state.layer_plan.stages_of", "placement.planner.stages._of_rank", "placement.placement.np.lexsort"):
+    stages = [f"placement.planner.stages.{name}" for name in ("_of_rank", "Parts.of")]
+    for name in ("state.layer_plan.stages_of", *stages, "placement.placement.np.lexsort"):
         monkeypatch.setattr(f"hecate.runtime.{name}", lambda *_: pytest.fail("too late"))
     taken = layer.take()
     assert taken is made
@@ -155,7 +156,17 @@ def test_what_a_step_asks_of_its_placement_is_worked_out_when_it_is_planned(monk
     assert (there.leave.tolist(), there.arrive.tolist()) == ([0], [1])
     assert there.send == there.receive == [1, 0, 0]
     assert (slots.leave.tolist(), slots.arrive.tolist(), travels.summed.tolist()) == ([0], [1], [0])
+    _, parts = travels.parts
+    assert (parts.order.tolist(), parts.begins.tolist(), parts.rounds, len(parts.passed_on)) == ([0], [0, 1], (1,), 0)
     assert made.slots_on(WORLD.rank).tolist() == [2, 0]
+
+
+def test_what_was_worked_out_for_a_placement_is_kept_while_it_stays() -> None:
+    """A policy may return an equal one in each step."""
+    layer = placer("place", lambda *_: Placement.with_replicas(OWNERS, [{1}, set(), {0}, set()]))
+    first = layer.take()
+    assert layer.take() is first and layer.travels(first) is layer.travels(first)
+    assert len(layer.plan.recent) == 1
 
 
 def test_a_placement_is_found_by_its_matrix_as_long_as_a_backward_may_ask_for_it() -> None:

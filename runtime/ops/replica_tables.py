@@ -1,0 +1,106 @@
+"""What collectives of a placement's replicas read on a rank's device: parts of one tensor, which takes one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm.collectives import on_device_together
+from hecate.runtime.placement.planner import Parts, StageOfRank, Travels
+
+
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """One stage in which experts come to their replicas.
+
+    Attributes:
+        stage: the same on the host; at hand are copies of own experts that leave, and behind them replicas.
+        leave: of the experts at hand those that go out, int64 ``[n]``.
+        arrive: replicas that come in, int64 ``[m]``.
+        in_first: how many of those that go out are own experts.
+    """
+
+    stage: StageOfRank
+    leave: Tensor
+    arrive: Tensor
+    in_first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Returning:
+    """The same stage, in which gradients return.
+
+    Attributes:
+        stage, parts: the same on the host, of slots.
+        leave: replicas whose gradients go out, int64 ``[m]``.
+        passed_on, totals, order, begins: as in :class:`Parts`.
+    """
+
+    stage: StageOfRank
+    parts: Parts
+    leave: Tensor
+    passed_on: Tensor
+    totals: Tensor
+    order: Tensor
+    begins: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaTables:
+    """All of it for one rank. Stages in which no rank sends anything are left out.
+
+    Attributes:
+        places: own experts that leave, int64 ``[L]``.
+        coming: stages in the order in which experts travel.
+        returning: in the order in which gradients do; empty where none will.
+        summed: slots that get parts of gradients, int64 ``[P]``.
+        home: how many of them are own experts; these come first.
+    """
+
+    places: Tensor
+    coming: list[Coming]
+    returning: list[Returning]
+    summed: Tensor
+    home: int
+
+    @classmethod
+    def of(cls, travels: Travels, device: torch.device, *, homeward: bool) -> ReplicaTables:
+        """The tables on ``device``, without waiting for what it does meanwhile.
+
+        Args:
+            homeward: gradients return the same way.
+        """
+        leaving, owned = len(travels.leaving), travels.placement.owners.counts[travels.rank]
+        there = [mine for stage, mine in zip(travels.stages, travels.there, strict=True) if len(stage.experts)]
+        back = [
+            (mine, parts)
+            for stage, mine, parts in reversed([*zip(travels.stages, travels.slots, travels.parts, strict=True)])
+            if len(stage.experts)
+        ] if homeward else []  # fmt: skip
+        summed = travels.summed if homeward else travels.places[:0]
+        numbers = [travels.places, summed]
+        for mine in there:
+            numbers += [mine.leave, mine.arrive - leaving]
+        for mine, parts in back:
+            numbers += [mine.arrive - owned, parts.passed_on, parts.totals, parts.order, parts.begins]
+        tables = iter(on_device_together(numbers, device))
+        return cls(
+            places=next(tables),
+            summed=next(tables),
+            coming=[Coming(mine, next(tables), next(tables), int((mine.leave < leaving).sum())) for mine in there],
+            returning=[Returning(mine, parts, *(next(tables) for _ in range(5))) for mine, parts in back],
+            home=int((summed < owned).sum()),
+        )
+
+
+def tables_of(travels: Travels, device: torch.device, *, homeward: bool = True) -> ReplicaTables:
+    """:meth:`ReplicaTables.of`, made once for all steps in which replicas travel so."""
+    if (known := _KNOWN.get(travels)) is None:
+        known = _KNOWN[travels] = ReplicaTables.of(travels, device, homeward=homeward)
+    return known
+
+
+_KNOWN: WeakKeyDictionary[Travels, ReplicaTables] = WeakKeyDictionary()
