@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import INTERPRETED, launch, rows_class, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import INTERPRETED, launch, on_amd, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS
 
 # Ends of slots that a program reads at once.
@@ -120,8 +120,8 @@ def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> N
 
 
 def precision() -> str:
-    """How the kernels multiply float32."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    """How the kernels multiply float32; Triton has TF32 for few GPUs of AMD."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and not on_amd() else "ieee"
 
 
 def widens(dtype: torch.dtype) -> bool:

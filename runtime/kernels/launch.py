@@ -54,6 +54,16 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
+def on_amd() -> bool:
+    """Whether "cuda" is ROCm: torch calls AMD's GPUs so, too, and gives them capabilities of their own."""
+    return torch.version.hip is not None
+
+
+def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU, such as (9, 0); None for any other device."""
+    return None if device.type != "cuda" or on_amd() else torch.cuda.get_device_capability(device)
+
+
 def tuned(
     configs: Sequence[Mapping[str, int]],
     key: Sequence[str],

@@ -1,7 +1,7 @@
 """Gradients of S2-Attention on a GPU: one kernel for keys and values, one for queries.
 
-Weights are computed again from the logarithm of each row's sum. A program owns what it writes, one block of keys of
-one head of keys, or one block of queries of one head: nothing is added by several programs, so equal inputs give
+Weights are computed again from the logarithm of each row's sum. A program owns what it writes, one tile of keys of
+one head of keys, or one tile of queries of one head: nothing is added by several programs, so equal inputs give
 equal gradients.
 """
 
@@ -14,13 +14,23 @@ from torch import Tensor
 
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels.launch import launch
-from hecate.runtime.kernels.s2_forward import numbers_of, options_of, prepared, residue_of, width_of
+from hecate.runtime.kernels.s2_forward import (
+    PRECISION,
+    numbers_of,
+    options_of,
+    prepared,
+    residue_of,
+    strided_tile,
+    strided_tiles,
+    tile_of,
+    width_of,
+)
 
 
 @triton.jit
-def _rows_of(a_ptr, b_ptr, block, length, B: tl.constexpr, D: tl.constexpr):
-    """Of a block: its tokens, which of them are there, where their rows lie, and the rows of both operands."""
-    tokens = block * B + tl.arange(0, B)
+def _rows_of(a_ptr, b_ptr, tile, length, B: tl.constexpr, D: tl.constexpr):
+    """Of a tile: its tokens, which of them are there, where their rows lie, and the rows of both operands."""
+    tokens = tile * B + tl.arange(0, B)
     there = tokens < length
     at = tokens.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     a = tl.load(a_ptr + at, mask=there[:, None], other=0.0)
@@ -33,31 +43,33 @@ def _of_keys(
     q_ptr, grad_ptr, lse_ptr, delta_ptr, i, k, v, dk, dv, keys, length, scale, OWN: tl.constexpr, B: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one block of queries says of a block of keys."""
+    """Add what one tile of queries says of a tile of keys."""
     rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
     # Of a row that is none, every weight is exp(-inf) = 0.
     lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
-    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale - lse[:, None])
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:
         weights = tl.where(rows[:, None] >= keys[None, :], weights, 0.0)
-    dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision="tf32x3")
-    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * scale
-    dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="tf32x3")
+    dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision=PRECISION)
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * scale
+    dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def s2_backward_keys(
-    Q, K, V, Grad, Lse, Delta, DK, DV, blocks, length, heads, shared, same, local, stride, step, offset, scale,
-    B: tl.constexpr, D: tl.constexpr,
+    Q, K, V, Grad, Lse, Delta, DK, DV, length, heads, shared, same, local, stride, step, offset, scale,
+    B: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Sums over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
-    j = tl.program_id(0) % blocks
-    row = tl.program_id(0) // blocks
+    tiles = tl.cdiv(length, B)
+    tile = tl.program_id(0) % tiles
+    j = tile // PARTS
+    row = tl.program_id(0) // tiles
     key_heads = heads // shared
     of_keys = row.to(tl.int64) * length * D
-    keys, there, at, k, v = _rows_of(K + of_keys, V + of_keys, j, length, B, D)
+    keys, there, at, k, v = _rows_of(K + of_keys, V + of_keys, tile, length, B, D)
     dk = tl.zeros([B, D], tl.float32)
     dv = tl.zeros([B, D], tl.float32)
     for number in range(0, shared):
@@ -65,11 +77,12 @@ def s2_backward_keys(
         base = ((row // key_heads) * heads + head).to(tl.int64) * length
         residue = residue_of(head, same, stride, step, offset)
         # A block of the residue is seen by all later ones, any other by those to which it is local.
-        end = tl.where(j % stride == residue, blocks, tl.minimum(j + local, blocks))
+        end = tl.where(j % stride == residue, tiles, tl.minimum((j + local) * PARTS, tiles))
         dk, dv = _of_keys(
-            Q + base * D, Grad + base * D, Lse + base, Delta + base, j, k, v, dk, dv, keys, length, scale, True, B, D
-        )
-        for i in range(j + 1, end):
+            Q + base * D, Grad + base * D, Lse + base, Delta + base, tile, k, v, dk, dv, keys, length, scale, True, B,
+            D,
+        )  # fmt: skip
+        for i in range(tile + 1, end):
             dk, dv = _of_keys(
                 Q + base * D, Grad + base * D, Lse + base, Delta + base, i, k, v, dk, dv, keys, length, scale, False,
                 B, D,
@@ -82,39 +95,41 @@ def s2_backward_keys(
 def _of_queries(
     k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Add what one block of keys says of a block of queries."""
+    """Add what one tile of keys says of a tile of queries."""
     keys, there, _, k, v = _rows_of(k_ptr, v_ptr, j, length, B, D)
-    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale - lse[:, None])
+    weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:
         weights = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
-    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * scale
-    return dq + tl.dot(of_scores.to(k.dtype), k, input_precision="tf32x3")
+    of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * scale
+    return dq + tl.dot(of_scores.to(k.dtype), k, input_precision=PRECISION)
 
 
 @triton.jit
 def s2_backward_queries(
     Q, K, V, Grad, Lse, Delta, DQ, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
-    D: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Shapes and arguments as in ``s2_forward``."""
-    blocks = tl.cdiv(length, B)
-    i = blocks - 1 - tl.program_id(0) % blocks
-    row = tl.program_id(0) // blocks
+    tiles = tl.cdiv(length, B)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    i = tile // PARTS
+    row = tl.program_id(0) // tiles
     head = row % heads
     of_keys = (row // heads) * (heads // shared) + head // shared
     base = row.to(tl.int64) * length
     K += of_keys.to(tl.int64) * length * D
     V += of_keys.to(tl.int64) * length * D
-    rows, there, at, q, grad = _rows_of(Q + base * D, Grad + base * D, i, length, B, D)
+    rows, there, at, q, grad = _rows_of(Q + base * D, Grad + base * D, tile, length, B, D)
     lse = tl.load(Lse + base + rows, mask=there, other=float("inf"))
     delta = tl.load(Delta + base + rows, mask=there, other=0.0)
     dq = tl.zeros([B, D], tl.float32)
     residue = residue_of(head, same, stride, step, offset)
-    for j in range(residue, i - local + 1, stride):
+    for number in range(0, strided_tiles(i, residue, local, stride, PARTS)):
+        j = strided_tile(number, residue, stride, PARTS)
         dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
-    for j in range(tl.maximum(i - local + 1, 0), i):
+    for j in range(tl.maximum(i - local + 1, 0) * PARTS, tile):
         dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
-    dq = _of_queries(K, V, i, q, grad, lse, delta, dq, rows, length, scale, True, B, D)
+    dq = _of_queries(K, V, tile, q, grad, lse, delta, dq, rows, length, scale, True, B, D)
     tl.store(DQ + base * D + at, dq.to(DQ.dtype.element_ty), mask=there[:, None])
 
 
@@ -128,16 +143,11 @@ def backward(
     wide_grad, wide_q, wide_k, wide_v = (prepared(x, width) for x in (grad, q, k, v))
     dq, dk, dv = (torch.empty_like(x) for x in (wide_q, wide_k, wide_v))
     given = (wide_q, wide_k, wide_v, wide_grad, lse.contiguous(), delta)
-    numbers, blocks = numbers_of(q, k, pattern, scale), pattern.blocks_of(length)
-    options = options_of(pattern.block, width, q.element_size())
-    launch(
-        s2_backward_keys, lambda meta: blocks * b * k.shape[1], q.device,
-        *given, dk, dv, blocks, *numbers, B=pattern.block, D=width, **options,
-    )  # fmt: skip
-    launch(
-        s2_backward_queries, lambda meta: blocks * b * heads, q.device,
-        *given, dq, *numbers, B=pattern.block, D=width, **options,
-    )  # fmt: skip
+    tile = tile_of(pattern.block, width, q.element_size())
+    tiles, numbers = -(-length // tile), numbers_of(q, k, pattern, scale)
+    sizes = {"B": tile, "PARTS": pattern.block // tile, "D": width, **options_of(tile, width, q.element_size())}
+    launch(s2_backward_keys, lambda meta: tiles * b * k.shape[1], q.device, *given, dk, dv, *numbers, **sizes)
+    launch(s2_backward_queries, lambda meta: tiles * b * heads, q.device, *given, dq, *numbers, **sizes)
     return (
         dq[..., : q.shape[3]].contiguous(), dk[..., : k.shape[3]].contiguous(), dv[..., : v.shape[3]].contiguous()
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""S2-Attention on a GPU: one program for each block of queries of each head.
+"""S2-Attention on a GPU: one program for each tile of queries of each head.
 
-The pattern is arithmetic, so a program knows its blocks of keys without a table: strided ones, then local ones, then
-its own. Scores stay in registers, and the sum of a row is kept as its logarithm (online softmax, FlashAttention-2,
-arXiv 2307.08691). float32 is multiplied as three products of TF32 that keep 22 of its 24 bits: number by number, a
-compiler takes minutes.
+A tile is a block of the pattern, or a part of one where a block has no room in a multiprocessor. The pattern is
+arithmetic, so a program knows its tiles of keys without a table: of strided blocks, of local ones, and then its own.
+Scores stay in registers, and the sum of a row is kept as its logarithm (online softmax, FlashAttention-2,
+arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.kernels.launch import launch
+from hecate.runtime.kernels.launch import launch, on_amd
+
+# float32 as three products of TF32, which keep 22 of its 24 bits: number by number, the compiler for NVIDIA takes
+# minutes. AMD's has instructions for float32, and no three products.
+PRECISION = tl.constexpr("ieee" if on_amd() else "tf32x3")
 
 
 @triton.jit
@@ -27,41 +31,56 @@ def residue_of(head, same, stride, step, offset):
 
 
 @triton.jit
+def strided_tiles(i, residue, local, stride, PARTS: tl.constexpr):
+    """How many tiles of keys a head's strided blocks have in front of the local blocks of block ``i``."""
+    return (tl.maximum(i - local - residue + stride, 0) // stride) * PARTS
+
+
+@triton.jit
+def strided_tile(number, residue, stride, PARTS: tl.constexpr):
+    """Which tile of all is the one with this number of those."""
+    return (residue + number // PARTS * stride) * PARTS + number % PARTS
+
+
+@triton.jit
 def _look(
     q, k_ptr, v_ptr, j, out, most, total, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Take in one block of keys; of the own one each query sees those up to itself."""
+    """Take in one tile of keys; of the own one each query sees those up to itself."""
     keys = j * B + tl.arange(0, B)
     d = tl.arange(0, D)
     there = keys < length
     at = keys.to(tl.int64)[:, None] * D + d[None, :]
     k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if OWN:
         scores = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], scores, float("-inf"))
     larger = tl.maximum(most, tl.max(scores, 1))
     weights = tl.exp(scores - larger[:, None])
     shrunk = tl.exp(most - larger)
     v = tl.load(v_ptr + at, mask=there[:, None], other=0.0)
-    out = out * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+    out = out * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return out, larger, total * shrunk + tl.sum(weights, 1)
 
 
 @triton.jit
 def s2_forward(
     Q, K, V, Out, Lse, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
-    D: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
 
     Args:
         shared: heads of queries for each head of keys.
         same: heads of queries with the same pattern.
+        B: tokens of a tile.
+        PARTS: tiles of a block.
     """
-    # The last blocks have most to do, so they start first.
-    blocks = tl.cdiv(length, B)
-    i = blocks - 1 - tl.program_id(0) % blocks
-    row = tl.program_id(0) // blocks
+    # The last tiles have most to do, so they start first.
+    tiles = tl.cdiv(length, B)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    i = tile // PARTS
+    row = tl.program_id(0) // tiles
     head = row % heads
     of_keys = (row // heads) * (heads // shared) + head // shared
     Q += row.to(tl.int64) * length * D
@@ -69,7 +88,7 @@ def s2_forward(
     Lse += row.to(tl.int64) * length
     K += of_keys.to(tl.int64) * length * D
     V += of_keys.to(tl.int64) * length * D
-    rows = i * B + tl.arange(0, B)
+    rows = tile * B + tl.arange(0, B)
     d = tl.arange(0, D)
     at = rows.to(tl.int64)[:, None] * D + d[None, :]
     q = tl.load(Q + at, mask=(rows < length)[:, None], other=0.0)
@@ -77,11 +96,12 @@ def s2_forward(
     total = tl.zeros([B], tl.float32)
     out = tl.zeros([B, D], tl.float32)
     residue = residue_of(head, same, stride, step, offset)
-    for j in range(residue, i - local + 1, stride):
+    for number in range(0, strided_tiles(i, residue, local, stride, PARTS)):
+        j = strided_tile(number, residue, stride, PARTS)
         out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
-    for j in range(tl.maximum(i - local + 1, 0), i):
+    for j in range(tl.maximum(i - local + 1, 0) * PARTS, tile):
         out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
-    out, most, total = _look(q, K, V, i, out, most, total, rows, length, scale, True, B, D)
+    out, most, total = _look(q, K, V, tile, out, most, total, rows, length, scale, True, B, D)
     tl.store(Out + at, (out / total[:, None]).to(Out.dtype.element_ty), mask=(rows < length)[:, None])
     tl.store(Lse + rows, most + tl.log(total), mask=rows < length)
 
@@ -106,15 +126,25 @@ def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[An
     )  # fmt: skip
 
 
-def options_of(block: int, width: int, itemsize: int) -> dict[str, int]:
+def tile_of(block: int, width: int, itemsize: int) -> int:
+    """Tokens of a tile: a block of the pattern, or as large a part of it as fits.
+
+    Two bytes: 128 rows of 128 numbers are what has room in a multiprocessor of capability 8.0. float32: operands of
+    three products lie in registers, which larger tiles do not fit into (seen in what is compiled for 9.0).
+    """
+    fitting = min(128, 8192 // width) if itemsize == 2 else max(16, 1024 // width)
+    return min(block, fitting)
+
+
+def options_of(tile: int, width: int, itemsize: int) -> dict[str, int]:
     """Warps and stages that fit into a multiprocessor's memory, not tuned on any GPU.
 
-    With four warps a block of 128 times 64 numbers does not fit into their registers (seen in what is compiled for
+    With four warps a tile of 128 times 64 numbers does not fit into their registers (seen in what is compiled for
     capability 9.0).
     """
     return {
-        "num_warps": 4 if width <= 64 and block < 128 else 8,
-        "num_stages": 2 if block * width * itemsize <= 16384 else 1,
+        "num_warps": 4 if width <= 64 and tile < 128 else 8,
+        "num_stages": 2 if itemsize == 2 and tile * width <= 8192 else 1,
     }
 
 
@@ -125,10 +155,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> 
     padded = [prepared(x, width) for x in (q, k, v)]
     out = torch.empty_like(padded[0])
     lse = q.new_empty((b, heads, length), dtype=torch.float32)
+    tile = tile_of(pattern.block, width, q.element_size())
     # One line of programs: the others of a grid hold 65,535.
     launch(
-        s2_forward, lambda meta: pattern.blocks_of(length) * b * heads, q.device,
-        *padded, out, lse, *numbers_of(q, k, pattern, scale), B=pattern.block, D=width,
-        **options_of(pattern.block, width, q.element_size()),
+        s2_forward, lambda meta: -(-length // tile) * b * heads, q.device,
+        *padded, out, lse, *numbers_of(q, k, pattern, scale), B=tile, PARTS=pattern.block // tile, D=width,
+        **options_of(tile, width, q.element_size()),
     )  # fmt: skip
     return out[..., : v.shape[3]], lse

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels import clear_rows, weight_grads
 from hecate.runtime.kernels import grouped_mm as products
+from hecate.runtime.kernels.launch import nvidia_capability
 from hecate.runtime.ops.registration import define, differentiate
 
 # Groups that torch's kernel takes in one call.
@@ -65,8 +66,8 @@ def _has_kernel(x: Tensor) -> bool:
 
 @functools.cache
 def _is_capable(device: torch.device) -> bool:
-    """Other GPUs get a loop from torch, for which the host waits."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Other GPUs get a loop from torch, for which the host waits, and AMD's may have other rules."""
+    return (nvidia_capability(device) or (0, 0))[0] in (9, 10)
 
 
 def _for_kernel(operand: Tensor) -> Tensor:

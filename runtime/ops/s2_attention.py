@@ -36,34 +36,26 @@ from hecate.runtime.ops.s2_masks import visible
 _WIDEST = 256
 
 
-def _fits_kernel(q: Tensor, v: Tensor, pattern: Pattern) -> bool:
-    return q.is_cuda and not _why_dense(q, v, pattern)
+def _fits_kernel(q: Tensor, v: Tensor) -> bool:
+    return q.is_cuda and not _why_dense(q, v)
 
 
-def _why_dense(q: Tensor, v: Tensor, pattern: Pattern) -> str:
-    """Why the kernels do not take what is on a GPU, and what they would take; empty if they do."""
+def _why_dense(q: Tensor, v: Tensor) -> str:
+    """Why the kernels do not take what is on a GPU; empty if they do."""
     if not runs_on(q.device):
         return "Triton is missing, or HECATE_KERNELS=0"
     if q.dtype not in FLOATS:
         return f"there are no kernels for {q.dtype}"
-    # As the kernels make it: a power of two.
-    width = 1 << (max(q.shape[3], v.shape[3]) - 1).bit_length()
-    if width > _WIDEST:
+    if max(q.shape[3], v.shape[3]) > _WIDEST:
         return f"heads wider than {_WIDEST} do not fit into them"
-    # A square of 128 numbers of two bytes, or of 64 of four: larger blocks have no room on a GPU of capability 8.0.
-    side = 256 // q.dtype.itemsize
-    fitting = min(side, side**2 // width)
-    if pattern.block > fitting:
-        return f"with {width} numbers of {q.dtype} a token at most S2Attention(block={fitting}) fits into them"
     return ""
 
 
-def _warn_of_dense(q: Tensor, v: Tensor, pattern: Pattern) -> None:
+def _warn_of_dense(q: Tensor, v: Tensor) -> None:
     if q.is_cuda:
-        reason = _why_dense(q, v, pattern)
         warnings.warn(
-            f"hecate: sparse attention runs without its GPU kernels, as dense attention with a mask: {reason}. The "
-            "numbers are right, and nothing is saved",
+            "hecate: sparse attention runs without its GPU kernels, as dense attention with a mask: "
+            f"{_why_dense(q, v)}. The numbers are right, and nothing is saved",
             stacklevel=2,
         )
 
@@ -76,12 +68,12 @@ def _attention(
     pattern = Pattern(*numbers)
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         found, lse = s2_blocks.forward(q, k, v, pattern, scale)
-    elif _fits_kernel(q, v, pattern):
+    elif _fits_kernel(q, v):
         from hecate.runtime.kernels.s2_forward import forward
 
         found, lse = forward(q, k, v, pattern, scale)
     else:
-        _warn_of_dense(q, v, pattern)
+        _warn_of_dense(q, v)
         found, lse = _dense(q, k, v, pattern, scale)
     return _without_gaps(found.to(q.dtype).transpose(1, 2)).transpose(1, 2), _without_gaps(lse)
 
@@ -109,7 +101,7 @@ def _backward(
     pattern = Pattern(*numbers)
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         return s2_blocks.backward(grad, q, k, v, out, lse, pattern, scale)
-    if _fits_kernel(q, v, pattern):
+    if _fits_kernel(q, v):
         from hecate.runtime.kernels.s2_backward import backward
 
         return backward(grad, q, k, v, out, lse, pattern, scale)

@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
     "narrow values": (2, 2, 130, 12, 8, pattern(1, 2, 2)),
     "wide values": (2, 2, 130, 8, 12, pattern(1, 2, 2)),
     "larger blocks": (2, 2, 300, 8, 8, pattern(2, 2, 2, block=32)),
+    "blocks of several tiles": (2, 1, 150, 64, 64, pattern(1, 2, 2, block=32)),
 }
 
 
@@ -55,7 +56,8 @@ def cases(draw: Any, *, widths: tuple[int, ...], longest: int) -> Case:
     shared, key_heads = draw(st.sampled_from([1, 4, 8])), draw(st.integers(1, 2))
     heads = shared * key_heads
     patterns = draw(st.sampled_from([1, key_heads, heads]))
-    p = pattern(draw(st.integers(1, 4)), draw(st.integers(1, 6)), patterns, offset=draw(st.integers(0, 3)))
+    block, offset = draw(st.sampled_from([16, 32])), draw(st.integers(0, 3))
+    p = pattern(draw(st.integers(1, 4)), draw(st.integers(1, 6)), patterns, block=block, offset=offset)
     width = draw(st.sampled_from(widths))
     return heads, key_heads, draw(st.integers(1, longest)), width, draw(st.sampled_from([width, widths[0]])), p
 
