@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_check.case import Case, Maker, bytes_of
 from hecate.runtime.kernels import balance_rows, ticket_segments
 from hecate.runtime.ops.device_dispatch import DeviceTables, device_quotas, device_ticket
-from hecate.runtime.ops.ticket import make_ticket
+from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, shed_excess
@@ -87,7 +87,7 @@ def all_of_it(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
     def by_host() -> list[Tensor]:
         quotas = assign_tokens(layer.on_device.cpu().numpy(), layer.placement, layer.topology, layer.rank)
-        ticket = make_ticket(quotas, layer.placement, layer.rank, make.device)
+        (ticket,) = make_tickets(quotas, layer.placement, layer.rank, make.device)
         indices = ((ticket.send_index, send), (ticket.receive_index, receive))
         padded = [torch.cat([index, index.new_zeros(most - len(index))]) for index, most in indices]
         return [ticket.slot_offsets, ticket.splits.to(make.device), *padded]

@@ -25,6 +25,8 @@ from hecate.runtime.placement.topology import Topology
 _STRAIGHT_BYTES = 2**14
 # What a CUDA graph that is being captured will copy from the host, for whoever captures it to keep.
 _constants: list[torch.Tensor] | None = None
+# Behind parts of one tensor, so that the next begins at 16 bytes: Triton compiles another kernel where one does not.
+_GAPS = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -65,29 +67,22 @@ def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = Fal
 
 
 def on_device_together(numbers: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """:func:`on_device` of several int64 arrays: one copy. The results are parts of one tensor."""
+    """:func:`on_device` of several int64 arrays: one copy, of which the results are parts."""
+    if device.type == "cpu":
+        # Nothing is copied, so nothing need be put together.
+        return [torch.from_numpy(part) for part in numbers]
     return parts_of(on_device(joined(numbers), device), numbers)
 
 
 def joined(numbers: Sequence[np.ndarray]) -> np.ndarray:
     """Several int64 arrays as one, int64 ``[n]``."""
-    together = np.zeros(sum(map(_room, numbers)), dtype=np.int64)
-    begin = 0
-    for part in numbers:
-        together[begin : begin + part.size] = part.reshape(-1)
-        begin += _room(part)
-    return together
+    return np.concatenate([piece for part in numbers for piece in (part.reshape(-1), _GAPS[part.size % 2])])
 
 
 def parts_of(together: torch.Tensor, numbers: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """The parts of what :func:`joined` made of ``numbers``, as views."""
-    rooms = together.split([_room(part) for part in numbers])
-    return [room[: part.size].view(part.shape) for room, part in zip(rooms, numbers, strict=True)]
-
-
-def _room(part: np.ndarray) -> int:
-    # Every part begins at 16 bytes: Triton compiles another kernel for one that does not.
-    return part.size + part.size % 2
+    pieces = together.split([length for part in numbers for length in (part.size, part.size % 2)])
+    return [piece.view(part.shape) for piece, part in zip(pieces[::2], numbers, strict=True)]
 
 
 @contextmanager

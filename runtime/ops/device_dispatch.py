@@ -1,4 +1,4 @@
-"""From counts on a device to the ticket of an exchange there: ``assign_tokens`` and ``make_ticket`` without the host.
+"""From counts on a device to an exchange's ticket there: ``assign_tokens`` and ``make_tickets`` without the host.
 
 Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. The operators use
 it with ``Config(transport="symmetric")``; else exchanges take their split sizes from the host.
@@ -185,7 +185,7 @@ def device_ticket(
     send_capacity: int,
     receive_capacity: int,
 ) -> DeviceTicket:
-    """What ``make_ticket`` makes of one rank's quotas.
+    """What ``make_tickets`` makes of one rank's quotas.
 
     Args:
         sends, receives: as :func:`device_quotas` returns them.

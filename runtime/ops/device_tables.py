@@ -105,7 +105,7 @@ class ExpertTables:
         _, mine = travels.slots
         owned = placement.owners.counts[rank]
         summed = travels.summed if room is None else np.arange(owned)
-        _, parts = travels.parts if room is None else (None, Parts.of(mine, summed))
+        _, parts = travels.parts if room is None else (None, Parts.of(mine, summed, owned + len(travels.replicas)))
         # Who owns nothing has nothing to leave, not even in places that nobody reads.
         places = len(mine.leave) if room is None else room.leaving if owned else 0
         return cls(

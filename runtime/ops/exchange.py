@@ -30,7 +30,7 @@ from hecate.runtime.ops import symmetric
 from hecate.runtime.ops.device_dispatch import room_for
 from hecate.runtime.ops.experts import as_tensors, placement_fake
 from hecate.runtime.ops.registration import define, define_collective, differentiate
-from hecate.runtime.ops.ticket import make_ticket
+from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.state.layer import get_layer
 
 
@@ -79,10 +79,7 @@ def _route(counts: Tensor, placement: Tensor, offsets: Tensor, slots: int, chunk
     record = get_layer(layer)
     used = record.placer.find(placement)
     quotas = record.placer.assign(used, counts.numpy())
-    tickets = [
-        make_ticket(quotas, used, record.world.rank, offsets.device, chunk=chunk, chunks=chunks)
-        for chunk in range(chunks)
-    ]
+    tickets = make_tickets(quotas, used, record.world.rank, offsets.device, chunks)
     record.rows = sum(int(ticket.splits[1].sum()) for ticket in tickets)
     return [
         part for ticket in tickets

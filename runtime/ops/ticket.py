@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hecate.runtime.comm.collectives import on_device
+from hecate.runtime.comm.collectives import on_device, on_device_together
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.placement.owners import Ints
@@ -40,30 +41,39 @@ class Ticket:
         receive_index: which received row goes at each position of the slot order, int64 ``[R']`` on the device.
     """
 
-    slot_offsets: torch.Tensor
-    splits: torch.Tensor
-    send_index: torch.Tensor
-    receive_index: torch.Tensor
+    slot_offsets: Tensor
+    splits: Tensor
+    send_index: Tensor
+    receive_index: Tensor
 
 
 def join_segments(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [sum(lengths)]``."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    return _join(starts, lengths, np.cumsum(lengths))
 
 
-def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[torch.Tensor]:
-    """:func:`join_segments` of each pair of starts and lengths, on ``device``.
+def _join(starts: Ints, lengths: Ints, ends: Ints) -> Ints:
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """:func:`join_segments` of each pair of starts and lengths, and where each segment ends in that, on ``device``.
 
     Where kernels run, only starts and ends go there, in one copy, and the numbers are written there.
     """
-    if not runs_on(device):
-        return [on_device(join_segments(starts, lengths), device) for starts, lengths in ranges]
     ends = [np.cumsum(lengths) for _, lengths in ranges]
-    tables = [part for (starts, _), end in zip(ranges, ends, strict=True) for part in (starts, end)]
-    moved = iter(on_device(np.concatenate(tables), device).split([len(table) for table in tables]))
+    if not runs_on(device):
+        return [
+            (on_device(_join(starts, lengths, end), device), on_device(end, device))
+            for (starts, lengths), end in zip(ranges, ends, strict=True)
+        ]
+    tables = [table for (starts, _), end in zip(ranges, ends, strict=True) for table in (starts, end)]
+    moved = on_device_together(tables, device)
     totals = [int(end[-1]) if len(end) else 0 for end in ends]
-    return [expand_segments(starts, end, total) for starts, end, total in zip(moved, moved, totals, strict=True)]
+    return [
+        (expand_segments(starts, end, total), end)
+        for starts, end, total in zip(moved[::2], moved[1::2], totals, strict=True)
+    ]
 
 
 def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
@@ -75,37 +85,45 @@ def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, I
     return begin, end - begin
 
 
-def make_ticket(
-    quotas: Quotas, placement: Placement, rank: int, device: torch.device, *, chunk: int = 0, chunks: int = 1
-) -> Ticket:
-    """What one rank sends and receives.
+def make_tickets(
+    quotas: Quotas, placement: Placement, rank: int, device: torch.device, chunks: int = 1
+) -> list[Ticket]:
+    """What one rank sends and receives, in so many chunks.
 
     Args:
         quotas: this rank's part: which of its rows go where, and which arrive.
-        chunk: which of ``chunks`` parts of these rows.
     """
     # Step 1: what this rank sends. A segment is the rows of one expert that go to one rank; the first rows of an
     # expert go to the lowest rank. Together the segments are all rows, in order.
     experts, destinations = np.nonzero(quotas.sends)
     whole = quotas.sends[experts, destinations]
-    begin, lengths = _cut(whole, experts, chunk, chunks)
+    first = np.cumsum(whole) - whole
     owners = placement.owner_array[experts]
     order = np.lexsort((experts, owners, owners != destinations, destinations))
-    leaving = (np.cumsum(whole) - whole + begin)[order], lengths[order]
-    sent = np.bincount(destinations, lengths, minlength=len(quotas.receives)).astype(np.int64)
 
     # Step 2: what it receives, [W, S] rows of each source for each slot.
     slots = placement.slots_on(rank)
-    _, arriving = _cut(quotas.receives[:, slots], slots, chunk, chunks)
-    flat = arriving.reshape(-1)
-    arrival = (np.cumsum(flat) - flat).reshape(arriving.shape)
+    received = quotas.receives[:, slots]
 
-    # Step 3: from (source, slot) order to (slot, source) order.
-    in_slots = arrival.T.reshape(-1), arriving.T.reshape(-1)
-    send_index, receive_index = join_on_device([leaving, in_slots], device)
-    return Ticket(
-        slot_offsets=on_device(np.cumsum(arriving.sum(0)).astype(np.int32), device),
-        splits=torch.from_numpy(np.stack([sent, arriving.sum(1)])),
-        send_index=send_index,
-        receive_index=receive_index,
-    )
+    # Step 3: of each chunk, its part of what leaves, and of what arrives in (source, slot) order the segments in
+    # (slot, source) order.
+    ranges, splits = [], []
+    for chunk in range(chunks):
+        begin, leaving = _cut(whole, experts, chunk, chunks)
+        _, arriving = _cut(received, slots, chunk, chunks)
+        arrival = (np.cumsum(arriving) - arriving.reshape(-1)).reshape(arriving.shape)
+        ranges += [((first + begin)[order], leaving[order]), (arrival.T.reshape(-1), arriving.T.reshape(-1))]
+        sent = np.bincount(destinations, leaving, minlength=len(received)).astype(np.int64)
+        splits.append(torch.from_numpy(np.stack([sent, arriving.sum(1)])))
+
+    # Step 4: all of it on the device.
+    joined = join_on_device(ranges, device)
+    return [
+        Ticket(
+            slot_offsets=ends[len(received) - 1 :: len(received)].to(torch.int32),
+            splits=split,
+            send_index=send_index,
+            receive_index=receive_index,
+        )
+        for split, (send_index, _), (receive_index, ends) in zip(splits, joined[::2], joined[1::2], strict=True)
+    ]

@@ -1,10 +1,11 @@
-"""How often numbers of the host go to a device, counted where it would be a copy on a GPU."""
+"""How often numbers of the host go to a device, counted on a CPU, where none is a copy."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +14,22 @@ from hecate.runtime.comm import collectives
 
 
 class Copies:
-    """Counts calls of ``on_device``, for each thread of its own; ranks may be threads."""
+    """Counts calls of ``on_device`` and its kin, for each thread of its own; ranks may be threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._counts: Counter[int] = Counter()
-        original = collectives.on_device
+        for name in ("on_device", "on_device_together"):
+            original = getattr(collectives, name)
+            for module in [module for key, module in sys.modules.items() if key.startswith("hecate.")]:
+                if getattr(module, name, None) is original:
+                    monkeypatch.setattr(module, name, self._counted(original))
 
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
             self._counts[threading.get_ident()] += 1
             return original(*args, **options)
 
-        for name, module in list(sys.modules.items()):
-            if name.startswith("hecate.") and getattr(module, "on_device", None) is original:
-                monkeypatch.setattr(module, "on_device", counted)
+        return counted
 
     def take(self) -> int:
         """Copies of this thread since the last time."""

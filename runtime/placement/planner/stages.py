@@ -61,19 +61,22 @@ class Parts:
     totals: Ints
 
     @classmethod
-    def of(cls, stage: StageOfRank, summed: Ints) -> Parts:
-        """Those of ``stage``, as experts came in it, where the slots ``summed`` get parts."""
-        lengths = np.bincount(np.searchsorted(summed, stage.leave), minlength=len(summed))
+    def of(cls, stage: StageOfRank, summed: Ints, slots: int) -> Parts:
+        """Those of ``stage``, as experts came in it, where ``summed`` of so many slots get parts."""
+        where = np.full(slots, -1)
+        where[summed] = np.arange(len(summed))
+        lengths = np.bincount(where[stage.leave], minlength=len(summed))
         begins = np.zeros(len(summed) + 1, dtype=np.int64)
         np.cumsum(lengths, out=begins[1:])
         # A replica that got parts leaves with its sum.
-        passed_on = np.flatnonzero(np.isin(stage.arrive, summed))
+        leaves_with = where[stage.arrive]
+        passed_on = np.flatnonzero(leaves_with >= 0)
         return cls(
             order=np.argsort(stage.leave, kind="stable"),
             begins=begins,
             rounds=rounds_of(lengths),
             passed_on=passed_on,
-            totals=np.searchsorted(summed, stage.arrive[passed_on]),
+            totals=leaves_with[passed_on],
         )
 
 
@@ -121,13 +124,16 @@ class Travels:
     @cached_property
     def summed(self) -> Ints:
         """Slots that get parts of gradients: own experts, then replicas that pass them on, int64 ``[P]``."""
-        first, second = self.slots
-        return np.unique(np.concatenate([first.leave, second.leave]))
+        gets = np.zeros(len(self.placement.slots_on(self.rank)), dtype=bool)
+        for stage in self.slots:
+            gets[stage.leave] = True
+        return np.flatnonzero(gets)
 
     @cached_property
     def parts(self) -> tuple[Parts, Parts]:
         """What comes back in each stage of :attr:`slots`."""
-        first, second = (Parts.of(stage, self.summed) for stage in self.slots)
+        slots = len(self.placement.slots_on(self.rank))
+        first, second = (Parts.of(stage, self.summed, slots) for stage in self.slots)
         return first, second
 
     def prepare(self) -> None:
@@ -165,7 +171,8 @@ def rounds_of(lengths: Ints) -> tuple[int, ...]:
     >>> rounds_of(np.array([2, 0, 1]))
     (2, 1)
     """
-    return tuple(int((lengths > turn).sum()) for turn in range(lengths.max(initial=0)))
+    at_least = np.bincount(lengths)[::-1].cumsum()[::-1]
+    return tuple(at_least[1:].tolist())
 
 
 def places_of(experts: Ints, among: Ints, num_experts: int) -> Ints:

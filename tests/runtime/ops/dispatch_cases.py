@@ -75,7 +75,7 @@ def check_dispatch(given: Dispatch, device: torch.device, spare: tuple[int, int]
     """
     quotas = assign_tokens(given.counts, given.placement, given.topology, given.rank)
     with mock.patch.object(host, "runs_on", lambda _: False):
-        ticket = host.make_ticket(quotas, given.placement, given.rank, device)
+        (ticket,) = host.make_tickets(quotas, given.placement, given.rank, device)
     tables = DeviceTables.from_placement(given.placement, given.topology, given.rank, device)
     counts = torch.from_numpy(given.counts).to(device)
     used = [len(ticket.send_index), len(ticket.receive_index)]

@@ -19,7 +19,7 @@ from hecate.runtime.ops.node_ticket import (
     relays_of,
     splits_of,
 )
-from hecate.runtime.ops.ticket import make_ticket
+from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.topology import Topology
@@ -33,7 +33,7 @@ def plans_of(case: Case, placement: Placement, tokens: list[torch.Tensor]) -> Pl
     ranks = range(case.topology.world_size)
     lengths = message_lengths(case.counts, placement, case.topology)
     quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
-    tickets = [make_ticket(quotas[rank], placement, rank, torch.device("cpu")) for rank in ranks]
+    tickets = [make_tickets(quotas[rank], placement, rank, torch.device("cpu"))[0] for rank in ranks]
     out = [
         leaving(tokens[r].numpy(), t.splits[0].numpy(), t.send_index.numpy(), lengths[r], case.topology, r)
         for r, t in enumerate(tickets)

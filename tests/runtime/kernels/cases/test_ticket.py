@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hecate.runtime.kernels.expand_segments import expand_segments, expand_segments_reference
 from hecate.runtime.kernels.split_rows import split_rows, split_rows_reference
 from hecate.runtime.ops import ticket
-from hecate.runtime.ops.ticket import make_ticket
+from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, balance
@@ -20,6 +21,7 @@ from hecate.runtime.placement.planner.fastest import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
 from tests.runtime.placement.planner.cases import Case, cases, placements
+from tests.support.copies import Copies
 from tests.support.extent import ALL
 
 pytestmark = MARKS
@@ -49,13 +51,22 @@ def test_tickets_are_those_of_the_host(drawn: tuple[Case, Placement], chunks: in
     case, placement = drawn
     for rank in range(min(case.topology.world_size, 2)):
         quotas = assign_tokens(case.counts, placement, case.topology, rank)
-        for chunk in range(chunks):
-            found = make_ticket(quotas, placement, rank, DEVICE, chunk=chunk, chunks=chunks)
-            with mock.patch.object(ticket, "runs_on", lambda _: False):
-                expected = make_ticket(quotas, placement, rank, DEVICE, chunk=chunk, chunks=chunks)
+        tickets = make_tickets(quotas, placement, rank, DEVICE, chunks)
+        with mock.patch.object(ticket, "runs_on", lambda _: False):
+            of_host = make_tickets(quotas, placement, rank, DEVICE, chunks)
+        for found, expected in zip(tickets, of_host, strict=True):
             for name in ("slot_offsets", "splits", "send_index", "receive_index"):
                 one, other = getattr(found, name), getattr(expected, name)
                 assert one.dtype == other.dtype and torch.equal(one, other), name
+
+
+def test_all_chunks_take_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, owners = Copies(monkeypatch), Owners.contiguous(4, 2)
+    placement = Placement.with_replicas(owners, [{1}, set(), {0}, set()])
+    quotas = assign_tokens(np.array([[9, 1, 5, 0], [4, 4, 8, 3]]), placement, Topology.even(2, 2), 1)
+    for chunks in (1, 3):
+        tickets = make_tickets(quotas, placement, 1, DEVICE, chunks)
+        assert len(tickets) == chunks and copies.take() == 1
 
 
 @settings(max_examples=1000 if ALL else 20, deadline=None)
