@@ -4,7 +4,7 @@
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 55 minutes (make bench-full: five shapes and links,
 #              about four hours; either goes on after an interruption with BENCH=--continue)
-# make gpu     on a machine with a GPU and torch for it: its tests, training steps, kernels, nine minutes (docs/gpu.md)
+# make gpu     on a machine with a GPU and torch for it: its tests, training steps, kernels, eight minutes (docs/gpu.md)
 # All but make gpu make .venv and install what they need. `make test TORCH=2.11.0` is for the other end of the declared
 # range.
 

@@ -4,16 +4,21 @@
     PYTHONPATH=typings:. python -m benchmarks.gpu_check
 
 In a checkout nothing need be installed: ``typings/hecate`` is a link to the package. ``--no-tests`` measures only,
-``--only training`` or ``--only grouped_mm`` is that one alone, in this process, and ``--budget 300`` ends in so many
-seconds.
+``--only training`` (or ``kernels``, or ``grouped_mm weight_grads``) is that alone (``--here`` in this process), and
+``--budget 300`` ends in so many seconds. ``--pretend`` lets a CPU stand for the GPU, with small sizes: to see that
+all of it runs.
 
-First the tests that need a GPU. Then training steps of a Qwen3-MoE with 1.3 billion parameters in bf16, top 8 of 64:
-the model as it ships, with ``torch.compile``, with ``hecate.compile``, and with ``hecate.capture``, which alternate
-step by step. Beside them is whether the first loss and the norm of its gradients are the same, how much memory a step
-takes, and how often the host waits for the device in one. Then for each kernel in the dtypes that it has: does it
-equal its reference, and how long do it, the reference and what torch itself has for this take (with the copies and
-zeros that torch's needs; of ``expand_segments`` what the host would do). What decides most comes first. Each kernel
-has a process of its own, so one that reads where it must not does not spoil the others.
+First every kernel is compared with its reference, in the dtypes that it has, before anything is tuned. Then the tests
+that need a GPU and little else. Then training steps of a Qwen3-MoE with 0.6 billion parameters in bf16, top 8 of 64:
+the model as it ships, with ``hecate.compile``, with ``torch.compile``, and with ``hecate.capture``. Each makes some
+steps alone as soon as it is there, and then they alternate step by step. Beside them is whether the first loss and
+the norm of its gradients are the same, how much memory a step takes, and how often the host waits for the device in
+one. Then kernels are tuned, compared again and timed: how long do a kernel, its reference and what torch itself has
+for this take (with the copies and zeros that torch's needs; of ``expand_segments`` what the host would do)? Where
+torch's computes the same, as the products of bf16 that a model runs, it is compared with the reference, too. At last
+the tests that take longest, and those of several ranks on the GPU.
+
+One process measures one thing after the other until it dies; then another begins behind what killed it.
 
 Candidates alternate; a sample is the mean of a few calls between two CUDA events. A ratio is that of medians, and
 quartiles are those of samples. Reading offsets on the host is part of what a reference takes. Beside them runs what
@@ -21,8 +26,8 @@ the GPU itself can do: ``copy_`` of as many bytes as a kernel has to read and wr
 own attention; ``of copy`` and ``of mm`` say which part of that rate a kernel reaches.
 
 Results are written to ``gpu_check.json`` and ``gpu_check.txt`` in build/benchmarks (or where ``HECATE_RESULTS``
-says), anew after each kernel; those of a running kernel are in ``gpu_check.NAME.json``, anew after each case. Beside
-them are ``gpu_check.png``, if matplotlib is there, and for each system a Chrome trace of one step.
+says), anew after each stage; those of a running stage are in ``gpu_check.STAGE.json``, anew after each case or step.
+Beside them are ``gpu_check.png``, if matplotlib is there, and for each system a Chrome trace of one step.
 """
 
 from __future__ import annotations
@@ -31,70 +36,85 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_check import notes
+from benchmarks.gpu_check import BEGUN
 from benchmarks.gpu_check.cases import KERNELS
-from benchmarks.gpu_check.measure import measure_kernel
-from benchmarks.gpu_check.report import machine, plot, table, text_of, training_table, write
-from benchmarks.gpu_check.training import measure_training
+from benchmarks.gpu_check.measure import measure_kernels
+from benchmarks.gpu_check.place import GPU, PRETENDED, Place
+from benchmarks.gpu_check.processes import GRACE, ended_after
+from benchmarks.gpu_check.report import all_passed, machine, plot, table, text_of, training_table, write
+from benchmarks.gpu_check.results import Results
+from benchmarks.gpu_check.stages import STAGES, UNEQUAL, Measured
+from benchmarks.gpu_check.training import SYSTEMS, measure_training
 from benchmarks.results_folder import results_folder
 from hecate.runtime.kernels import launch
 
-# Seconds for all of it, for the tests, for training steps with their compilation, and for one kernel at most.
-BUDGET, FOR_TESTS, FOR_TRAINING, FOR_A_KERNEL = 540.0, 200.0, 170.0, 60.0
-# Of these seconds a process needs some to end, with what it has.
-TO_END = 15.0
-# What a process ends with whose results say what is wrong. Python ends with 1 when something else is.
-UNEQUAL = 3
-# In this order, each in a process of its own, with its share of the time that is left; the longest comes last.
-TESTS = {
-    "tests/runtime/kernels": 3,
-    "tests/hecate_compile/test_one_gpu.py": 5,
-    "tests/hecate_compile/test_captured_step.py": 2,
-    "tests/hecate_compile/test_parity.py": 5,
-}
-ROOT = Path(__file__).parents[2]
-TRAINING = "training"
+# Seconds for all of it, with its imports.
+BUDGET = 450.0
+# What the last stage may take to be killed, and the report to be written.
+TO_END = 2 * GRACE + 3.0
+# Less is of no use to a stage: its imports alone take some seconds.
+LEAST = 8.0
+TRAINING, ALL_KERNELS = "training", "kernels"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every kernel equals its reference and every test passes."""
     parser = argparse.ArgumentParser(description="One GPU: its tests, training steps, kernels.")
-    parser.add_argument("--only", choices=[TRAINING, *KERNELS], help="training, or one kernel, in this process")
+    parser.add_argument(
+        "--only", nargs="+", choices=[TRAINING, ALL_KERNELS, *SYSTEMS, *KERNELS], metavar="NAME",
+        help="training or kernels, or some systems or some kernels",
+    )  # fmt: skip
     parser.add_argument("--to", type=Path, help="with --only: where its results are written")
+    parser.add_argument("--no-times", action="store_true", help="with --only: compare kernels, and do not time them")
+    parser.add_argument("--here", action="store_true", help="with --only: in this process, behind what --to has")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest -m gpu")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing more begins")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which all of it has ended")
+    parser.add_argument("--pretend", action="store_true", help="a CPU stands for the GPU, with small sizes")
     given = parser.parse_args(arguments)
-    if (reason := why_not()) is not None:
+    place = PRETENDED if given.pretend else GPU
+    if place.is_gpu and (reason := why_not()) is not None:
         print(reason)
         return 2
-    if given.only == TRAINING:
-        to = given.to or results_folder() / "gpu_check.training.json"
-        steps = measure_training(to, given.budget, torch.device("cuda"))
-        print(training_table(steps))
-        return 0 if all_right(steps) else UNEQUAL
-    if given.only:
-        found = measure_kernel(given.only, given.to)
-        print(table(found))
-        return 0 if all_right(found) else UNEQUAL
-    return check_all(given.budget, tests=not given.no_tests)
+    # What ends this process also ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    until = BEGUN + given.budget
+    if not given.only:
+        return check_all(until, place, tests=not given.no_tests)
+    systems = [name for name in SYSTEMS if name in given.only or TRAINING in given.only]
+    kernels = [name for name in KERNELS if name in given.only or ALL_KERNELS in given.only]
+    if systems and kernels:
+        parser.error("--only: training steps or kernels, not both")
+    to = given.to or results_folder() / "gpu_check.only.json"
+    if given.here:
+        found = Results(to, goes_on=True)
+        if systems:
+            measure_training(systems, found, until, place, limited=ended_after)
+        measure_kernels(kernels, found, until, place, timed=not given.no_times, limited=ended_after)
+        rows = found.rows
+    else:
+        options = ["--no-times"] if given.no_times else []
+        of_what = "system" if systems else "kernel"
+        stage = Measured(" ".join(given.only), of_what, systems or kernels, 1, options)
+        rows = stage.run(until - time.monotonic(), to, place)
+    print(training_table(rows) if systems else table(rows))
+    return 0 if all_right(rows) else UNEQUAL
 
 
-def check_all(budget: float, *, tests: bool) -> int:
-    """The tests and all kernels, each in a process of its own, as long as there is time."""
-    folder, end = results_folder(), time.monotonic() + budget
+def check_all(until: float, place: Place, *, tests: bool) -> int:
+    """All stages, each with its share of the time that is left; what one leaves is the next ones'."""
+    folder, until = results_folder(), until - TO_END
+    stages = [stage for stage in STAGES if tests or isinstance(stage, Measured)]
     report: dict[str, Any] = {
-        "machine": machine(), "environment": _environment(), "tests": None, "training": [], "kernels": [],
+        "machine": machine(place.device), "environment": _environment(), "seconds": {},
+        "compared": [], "tests": [], "training": [], "kernels": [],
     }  # fmt: skip
 
     def save() -> str:
@@ -103,99 +123,25 @@ def check_all(budget: float, *, tests: bool) -> int:
         write(folder / "gpu_check.txt", text + "\n")
         return text
 
-    def left(most: float) -> float:
-        return min(most, end - time.monotonic())
-
-    if tests:
-        report["tests"] = []
-        for one in run_tests(min(FOR_TESTS, budget)):
-            report["tests"].append(one)
+    try:
+        for number, stage in enumerate(stages):
+            begun = time.monotonic()
+            left, share = until - begun, stage.share / sum(later.share for later in stages[number:])
+            path = folder / f"gpu_check.{stage.into}.json"
+            report[stage.into] += stage.run(max(0.0, min(left, max(LEAST, left * share))), path, place)
+            report["seconds"][stage.name] = time.monotonic() - begun
             save()
-            print(f"{one['file']} done", file=sys.stderr, flush=True)
-    report["training"] = in_a_process(TRAINING, folder, left(FOR_TRAINING))
-    for name in KERNELS:
-        save()
-        report["kernels"] += in_a_process(name, folder, left(FOR_A_KERNEL))
-        print(f"{name} done", file=sys.stderr, flush=True)
-    print(save())
+            path.unlink(missing_ok=True)
+            print(f"{stage.name}: {report['seconds'][stage.name]:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        print(save(), flush=True)
     plot(report, folder / "gpu_check.png")
-    right = all_right(report["training"] + report["kernels"]) and all(
-        one["code"] == 0 for one in report["tests"] or []
-    )
-    return 0 if right else 1
+    measured = [row for stage in stages if isinstance(stage, Measured) for row in report[stage.into]]
+    return 0 if all_right(measured) and all(map(all_passed, report["tests"])) else 1
 
 
 def all_right(found: Sequence[dict[str, Any]]) -> bool:
     return all(one.get("equal") and "error" not in one for one in found)
-
-
-def run_tests(seconds: float) -> Iterator[dict[str, Any]]:
-    """``pytest -m gpu`` of the files that have such tests, one after the other: others may need what is not here.
-
-    What a file leaves of its share is the next ones'.
-    """
-    end, shares = time.monotonic() + seconds, dict(TESTS)
-    for file in TESTS:
-        left = max(0.0, end - time.monotonic())
-        yield run_file(file, left * shares[file] / sum(shares.values()))
-        del shares[file]
-
-
-def run_file(file: str, seconds: float) -> dict[str, Any]:
-    """How each of its tests ended, None for those that did not, and what pytest printed."""
-    options = ["-m", "gpu", "-v", "--continue-on-collection-errors", "-p", notes.__name__]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "notes")
-        # Cases have many widths, and each would be tuned for. What is tuned is compared with its reference below.
-        code, output = run(
-            [sys.executable, "-m", "pytest", *options, file], seconds,
-            {"HECATE_AUTOTUNE": "0", notes.VARIABLE: str(path)},
-        )  # fmt: skip
-        tests = notes.read_notes(path)
-    return {"file": file, "code": code, "seconds": seconds, "tests": tests, "output": output[-20_000:]}
-
-
-def in_a_process(name: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """:func:`measure_kernel` or :func:`measure_training`, which may end its process."""
-    what = "system" if name == TRAINING else "kernel"
-    if seconds <= 0:
-        return [{what: name, "error": "not begun: no time was left"}]
-    path = folder / f"gpu_check.{name}.json"
-    path.unlink(missing_ok=True)
-    budget = str(max(1.0, seconds - TO_END))
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, "--to", str(path), "--budget", budget]
-    code, output = run(command, seconds)
-    problem = "" if code in (0, UNEQUAL) and path.exists() else output[-2000:] or str(code)
-    if code is None:
-        problem = f"no end after {seconds:.0f} s"
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    path.unlink(missing_ok=True)
-    return [*found, {what: name, "error": problem}] if problem else found
-
-
-def run(command: Sequence[str], seconds: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
-    """The exit code of a command, None after so many seconds, and what it printed."""
-    code: int | None = None
-    # A file, not a pipe: a process that outlives the command would keep a pipe open.
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
-            env=os.environ | (environment or {}),
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            # Tests end the processes that they started, if they are asked to.
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # One whose kernel still runs may stay in the driver.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        output.seek(0)
-        return code, output.read()
 
 
 def why_not() -> str | None:

@@ -47,6 +47,7 @@ class Case:
     Attributes:
         ours, reference: each computes the result anew.
         torch: what torch itself has for it, if that is something else.
+        same: whether that computes the same, and is compared with the reference, too.
         limits: see :data:`SUMS`.
         note: which case of this dtype it is, if there are several.
         timed: what is timed of kernel and reference, if that is less than computing the result anew.
@@ -68,6 +69,7 @@ class Case:
     flops: int = 0
     bound: Callable[[], Any] | None = None
     most_ms: float = 0.0
+    same: bool = False
 
 
 class Maker:

@@ -16,7 +16,6 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "gather_rows": (rows.gather, DTYPES),
     "scatter_rows": (rows.scatter, DTYPES),
     "sum_replicas": (experts.sum_gradients, DTYPES),
-    "combine_rows": (rows.combine, DTYPES),
     "clear_rows": (rows.clear, DTYPES[:1]),
     "pack_experts": (experts.pack, DTYPES),
     "unpack_experts": (experts.unpack, DTYPES),
@@ -32,6 +31,8 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "balance_rows": (dispatch.balance, (torch.int64,)),
     "ticket_segments": (dispatch.segments, (torch.int64,)),
     "device_dispatch": (dispatch.all_of_it, (torch.int64,)),
+    # No operator calls it, and what it is compared with is compiled.
+    "combine_rows": (rows.combine, DTYPES),
 }
 
 

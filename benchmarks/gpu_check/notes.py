@@ -1,13 +1,14 @@
 """A plugin for pytest: which tests were chosen and how each ended, noted while they run.
 
 A run that is cut off has written what it did not come to: lines of JSON, in the file that ``HECATE_TEST_NOTES``
-names.
+names. Those of workers of pytest-xdist all write to it, and what is noted twice counts once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ def pytest_runtest_logreport(report: Any) -> None:
     # What fails or is skipped in its setup is never called.
     if report.when == "call" or report.outcome != "passed":
         _note(test=report.nodeid, ended=report.outcome)
+    if report.outcome == "failed" and os.environ.get("PYTEST_XDIST_WORKER"):
+        _end_if_spoiled()
+
+
+def _end_if_spoiled() -> None:
+    """End this worker, for which another one comes, if a kernel has spoiled its GPU for the tests behind this one."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except Exception:
+        os._exit(1)
 
 
 def _note(**what: str) -> None:

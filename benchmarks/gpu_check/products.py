@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +41,14 @@ def _product(note: str, x: Tensor, operands: tuple[Tensor, Tensor], joined: Tens
         by_torch if _has_grouped_mm(x) else None,
         SUMS,
         note=note,
+        same=True,
         flops=2 * used * joined[0].numel(),
         bound=lambda: x[:used] @ joined[0],
     )
 
 
 def _has_grouped_mm(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.is_cuda
+    return x.dtype is torch.bfloat16
 
 
 def weight_grads(make: Maker, dtype: torch.dtype) -> Case:
@@ -68,10 +69,10 @@ def weight_grads(make: Maker, dtype: torch.dtype) -> Case:
         weight_grads_kernel.weight_grads_reference(left, right, offs, found)
         return found
 
-    def by_torch() -> Tensor:
+    def by_torch() -> Sequence[Tensor]:
         out = torch._grouped_mm(left.t(), right, offs=offs)
         clear_rows.clear_empty_slots(out, offs)
-        return out
+        return out.split([len(one) for one in outs])
 
     return Case(
         dtype,
@@ -79,6 +80,7 @@ def weight_grads(make: Maker, dtype: torch.dtype) -> Case:
         by_loop,
         by_torch if _has_grouped_mm(left) else None,
         SUMS,
+        same=True,
         flops=2 * used * hidden * 2 * inner,
         # As many multiply-adds as the rows of all slots take.
         bound=lambda: left[:used].t() @ right[:used],

@@ -60,6 +60,7 @@ def combine(make: Maker, dtype: torch.dtype) -> Case:
         lambda: combine_rows.combine_rows_reference(rows, positions, weights),
         torch.compile(as_written) if make.device.type == "cuda" else as_written,
         SUMS,
+        same=True,
         bytes=bytes_of(rows, positions, weights) + tokens * make.sizes.hidden * dtype.itemsize,
     )
 
@@ -110,6 +111,7 @@ def expand(make: Maker, dtype: torch.dtype) -> Case:
         lambda: expand_segments.expand_segments_reference(first, ends, total),
         lambda: on_device(join_segments(starts.numpy(), lengths.numpy()), make.device),
         {torch.int64: 0.0},
+        same=True,
         bytes=8 * total,
     )
 

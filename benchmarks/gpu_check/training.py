@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
+import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_check.report import REFERENCE, RIVAL, write
+from benchmarks.gpu_check.place import SPOILED, Place, Shape
+from benchmarks.gpu_check.report import REFERENCE, RIVAL
+from benchmarks.gpu_check.results import NO_TIME, Results
+from benchmarks.results_folder import results_folder
 
-WARM_UP, ROUNDS = 3, 20
+# Steps that are not timed, that each system makes alone, and in turns with the others before and after the late one.
+WARM_UP, ALONE, FIRST_ROUNDS, ROUNDS = 3, 6, 8, 20
 # Part of the time after which no other system is set up: those that are there must also be timed.
 SETUP = 0.8
+LATE = "hecate.capture"
 # What the host calls to wait for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 # What the first loss and the norm of its gradients may differ by from those of the model as it ships.
 LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 5e-2)}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Qwen3-MoE with 1.3 billion parameters, of which 0.2 billion compute a token."""
-
-    layers: int = 8
-    hidden: int = 1024
-    inner: int = 768
-    experts: int = 64
-    choices: int = 8
-    heads: int = 16
-    key_heads: int = 4
-    head_width: int = 64
-    vocabulary: int = 32_768
-    batch: int = 4
-    length: int = 2048
-    dtype: torch.dtype = torch.bfloat16
 
 
 def build(shape: Shape, device: torch.device) -> nn.Module:
@@ -68,9 +55,9 @@ class System:
     # Whether gradients must be cleared in front of the next backward.
     adds_up = True
 
-    def __init__(self, shape: Shape, device: torch.device, backend: str) -> None:
-        self.model = build(shape, device)
-        self.prepare(backend)
+    def __init__(self, place: Place) -> None:
+        self.model = build(place.shape, place.device)
+        self.prepare(place.backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def prepare(self, backend: str) -> None: ...
@@ -122,144 +109,152 @@ class Captured(Hecate):
 
 
 # The first hecate.compile makes Dynamo compile again what was compiled before it, so the rival comes behind.
-SYSTEMS: dict[str, type[System]] = {
-    REFERENCE: System, "hecate": Hecate, RIVAL: Compiled, "hecate.capture": Captured,
-}  # fmt: skip
+SYSTEMS: dict[str, type[System]] = {REFERENCE: System, "hecate": Hecate, RIVAL: Compiled, LATE: Captured}
 
 
 def measure_training(
-    to: Path,
-    seconds: float,
-    device: torch.device,
-    shape: Shape = Shape(),
-    backend: str = "inductor",
+    names: Sequence[str],
+    results: Results,
+    until: float,
+    place: Place,
+    *,
     rounds: int = ROUNDS,
-) -> list[dict[str, Any]]:
-    """Every system's first step, then rounds in which they alternate; ``to`` has what is measured already.
+    limited: Callable[[float], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Each system's first step, some steps alone, then rounds in which all that are there alternate.
 
-    A system that fails says why, and the others go on. Beside ``to`` are Chrome traces of a step of each.
+    What takes longest to set up, and is least sure to end, begins when the others have had rounds. A system that
+    fails says why, and the others go on. Beside the results are Chrome traces of a step of each.
 
     Args:
-        seconds: after so many nothing more begins.
+        names: those that have no row in ``results``, which an earlier process may have written.
+        until: when nothing more begins, of ``time.monotonic()``.
+        limited: what ends a set-up that takes longer than so many seconds.
     """
-    begun = time.monotonic()
-    measured = _Measured(to, shape, device, backend)
-    for name in SYSTEMS:
-        measured.set_up(name, in_time=time.monotonic() - begun < SETUP * seconds)
-    for name in list(measured.systems):
-        measured.warm_up(name)
-    for number in range(rounds):
-        for name in list(measured.systems):
-            if time.monotonic() - begun > seconds:
-                return measured.save()
-            measured.time_step(name, number)
-    return measured.save()
+    measured = _Measured(results, place, until)
+    seconds = measured.left()
+    for group, count in (
+        ([name for name in names if name != LATE], min(FIRST_ROUNDS, rounds)),
+        ([name for name in names if name == LATE], rounds),
+    ):
+        for name in group:
+            left = measured.left()
+            limit = left if name == names[-1] else left / 2
+            measured.set_up(name, limited(limit), in_time=left > (1 - SETUP) * seconds)
+        measured.take_turns(count)
 
 
 class _Measured:
     """What is known of each system, and the systems that still run."""
 
-    def __init__(self, to: Path, shape: Shape, device: torch.device, backend: str) -> None:
-        self.to, self.shape, self.device, self.backend = to, shape, device, backend
-        self.batches = [_batch(shape, device, number) for number in range(1 + WARM_UP)]
+    def __init__(self, results: Results, place: Place, until: float) -> None:
+        self.results, self.place, self.until = results, place, until
+        self.batches = [_batch(place, number) for number in range(1 + WARM_UP)]
         self.systems: dict[str, System] = {}
-        self.found: dict[str, dict[str, Any]] = {}
+        # Behind those of an earlier process, with whose steps none of this one is compared.
+        self.round = max((len(row.get("seconds", [])) for row in results.rows), default=0)
 
-    def save(self) -> list[dict[str, Any]]:
-        rows = [{"system": name, **one} for name, one in self.found.items()]
-        write(self.to, json.dumps(rows))
-        return rows
+    def left(self) -> float:
+        return self.until - time.monotonic()
 
-    def set_up(self, name: str, *, in_time: bool) -> None:
-        self.found[name] = {"tokens": self.shape.batch * self.shape.length, "seconds": []}
-        if in_time:
+    def row(self, name: str) -> dict[str, Any]:
+        return next((row for row in self.results.rows if row.get("system") == name), {})
+
+    def set_up(self, name: str, limit: AbstractContextManager[Any], *, in_time: bool) -> None:
+        shape = self.place.shape
+        row = {"system": name, "tokens": shape.batch * shape.length, "seconds": [], "seconds alone": []}
+        if not in_time:
+            self.results.add(row | {"error": NO_TIME})
+            return
+        self.results.begin(row)
+        with limit:
             self._try(name, lambda: self._set_up(name))
-        else:
-            self.found[name]["error"] = "not begun: no time was left"
-        self.save()
+        self.results.end(row)
 
-    def warm_up(self, name: str) -> None:
-        """All systems are there now, and none is compiled in a step that is timed."""
-        self._try(name, lambda: self.systems[name].step(self.batches[0]))
+    def take_turns(self, count: int) -> None:
+        # All of them are there now, and none is compiled in a step that is timed.
+        for name in list(self.systems):
+            self._try(name, lambda name=name: self.systems[name].step(self.batches[0]))
+        for _ in range(count):
+            for name in list(self.systems):
+                if self.left() <= 0:
+                    return
+                self._try(name, lambda name=name: self._take_turn(name))
+            self.round += 1
 
-    def time_step(self, name: str, number: int) -> None:
-        ids = self.batches[number % len(self.batches)]
-
-        def timed() -> None:
-            self.found[name]["seconds"].append(_timed(lambda: self.systems[name].step(ids), self.device))
-
-        self._try(name, timed)
-        self.save()
+    def _take_turn(self, name: str) -> None:
+        system, ids = self.systems[name], self.batches[self.round % len(self.batches)]
+        row, taken = self.row(name), self.place.seconds(lambda: system.step(ids))
+        # Rounds that it was not there for are empty.
+        row["seconds"] += [None] * (self.round - len(row["seconds"])) + [taken]
+        self.results.save()
 
     def _try(self, name: str, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception:
-            self.found[name]["error"] = traceback.format_exc()[-3000:]
+            self.row(name)["error"] = traceback.format_exc()[-3000:]
+            self.results.save()
             # Its model holds memory that the others need.
             self.systems.pop(name, None)
             gc.collect()
+            if self.place.is_spoiled():
+                sys.exit(SPOILED)
 
     def _set_up(self, name: str) -> None:
-        """First step, numbers, memory, waits of the host."""
-        mine, on_gpu = self.found[name], self.device.type == "cuda"
+        """First step, numbers, steps alone, memory, waits of the host."""
+        mine, on_gpu = self.row(name), self.place.is_gpu
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        system = SYSTEMS[name](self.shape, self.device, self.backend)
+        system = SYSTEMS[name](self.place)
         mine["parameters"] = sum(p.numel() for p in system.model.parameters())
-        mine["first step"] = _timed(lambda: self._first_step(name, system), self.device)
+        mine["first step"] = self.place.seconds(lambda: self._first_step(name, system))
         for ids in self.batches[1:]:
             system.step(ids)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        mine["waits"] = _waits(lambda: system.step(self.batches[0]), self._trace(name), self.device)
+        for number in range(ALONE):
+            ids = self.batches[number % len(self.batches)]
+            mine["seconds alone"].append(self.place.seconds(lambda ids=ids: system.step(ids)))
+            self.results.save()
         if on_gpu:
             # Of systems before it only their states are there.
             mine["peak"] = torch.cuda.max_memory_allocated() - before
+        mine["waits"] = _waits(lambda: system.step(self.batches[0]), self._trace(name), self.place)
         self.systems[name] = system
 
     def _first_step(self, name: str, system: System) -> None:
         """A step, and whether its numbers are those of the model as it ships."""
-        mine, reference = self.found[name], self.found[REFERENCE]
+        mine, reference = self.row(name), self.row(REFERENCE)
         mine["loss"] = float(system.forward_backward(self.batches[0]))
         norms = [p.grad.float().norm() for p in system.model.parameters() if p.grad is not None]
         mine["gradient norm"] = float(torch.stack(norms).norm())
         mine["equal"] = "gradient norm" in reference and all(
             abs(mine[number] - reference[number]) <= limit * abs(reference[number])
-            for number, limit in zip(("loss", "gradient norm"), LIMITS[self.shape.dtype], strict=True)
+            for number, limit in zip(("loss", "gradient norm"), LIMITS[self.place.shape.dtype], strict=True)
         )
         system.update()
 
     def _trace(self, name: str) -> Path:
-        return self.to.parent / f"gpu_check.{re.sub(r'[^a-z]+', '-', name)}.trace.json.gz"
+        folder = results_folder() if self.results.to is None else self.results.to.parent
+        return folder / f"gpu_check.{re.sub(r'[^a-z]+', '-', name)}.trace.json.gz"
 
 
-def _batch(shape: Shape, device: torch.device, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, shape.vocabulary, (shape.batch, shape.length), generator=generator).to(device)
+def _batch(place: Place, number: int) -> Tensor:
+    shape, generator = place.shape, torch.Generator().manual_seed(number)
+    return torch.randint(0, shape.vocabulary, (shape.batch, shape.length), generator=generator).to(place.device)
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device is done."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
-
-
-def _waits(step: Callable[[], object], trace: Path, device: torch.device) -> dict[str, int]:
+def _waits(step: Callable[[], object], trace: Path, place: Place) -> dict[str, int]:
     """How often the host waits for the device in a step, by what it calls; ``trace`` gets the profiler's events."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
+    if place.is_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
+    place.wait()
     with torch.profiler.profile(activities=activities) as profiler:
         with torch.profiler.record_function("whole step"):
             step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        place.wait()
     profiler.export_chrome_trace(str(trace))
     events = profiler.events() or []
     whole = next(event.time_range for event in events if event.name == "whole step")
