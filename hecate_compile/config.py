@@ -80,7 +80,8 @@ class Config:
         dump_ranks: which ranks dump. ``"first"``: rank 0, for all ranks rewrite alike. ``"all"``, to compare them;
             ``HECATE_DUMP_RANKS=all`` sets it too.
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. ``reduce_dtype`` is for the gradients
-            of parameters outside the experts; an expert's gradient is a sum that its owner computes.
+            of parameters outside the experts, which without it are averaged in ``param_dtype``, and without both in
+            float32 at least; an expert's gradient is a sum that its owner computes.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send rows, and gradients of parameters outside the
             experts, in that dtype; computed is in their own. Half the bytes, and no longer the same numbers.
         experts: patterns (``fnmatch``, as in ``named_modules()``) of modules that hold expert parameters,

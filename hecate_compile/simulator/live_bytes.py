@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.final.node_cost import Clock, bytes_of, bytes_of_sums, tensors_of, wire_itemsize
+from hecate.passes.final.node_cost import Clock, bytes_of, bytes_of_sums, tensors_of, wire_bytes
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import start_of, wait_of
 from hecate.simulator.capture import Capture
@@ -212,12 +212,14 @@ class _Walk:
         collective = start_of(start.target)
         (wait,) = (user for user in start.users if wait_of(user.target) is not None)
         assert collective is not None
-        sent = sum((_wire_bytes(start, tensor) for tensor in tensors_of(start) if _is_tensor(tensor)), sympy.S.Zero)
+        sent = wire_bytes(start, tensors_of(start))
         if collective.carries == "bucket":
-            # Its one buffer is what it returns.
-            return _InFlight(results=self._results(wait, "activations"))
+            # Its one buffer is what it returns, if that need not be cast.
+            results = self._results(wait, "activations")
+            cast = sent != bytes_of(wait.meta["val"])
+            return _InFlight(results=results, buffers=self._new(sent)) if cast else _InFlight(results=results)
         if collective.carries == "rows":
-            buffers = self._new(sent + _wire_bytes(start, wait))
+            buffers = self._new(sent + wire_bytes(start, [wait]))
             return _InFlight(results=self._results(wait, "activations"), buffers=buffers)
         if collective.carries != "replicas":
             kind: Kind = "gathered" if collective.role == "gather" else "activations"
@@ -285,8 +287,3 @@ def _is_tangent(node: Node) -> bool:
 def _results(graph: Graph) -> list[Any]:
     (output,) = graph.find_nodes(op="output")
     return list(output.args[0])
-
-
-def _wire_bytes(start: Node, tensor: Node) -> sympy.Expr:
-    value = tensor.meta["val"]
-    return bytes_of(value) / value.element_size() * wire_itemsize(start, value)

@@ -211,10 +211,9 @@ class OutsideGradients:
         return found
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
-        world, dtype = self._sync.world, self._sync.dtype or gradients[0].dtype
+        dtype = self._sync.travels_as(gradients[0].dtype)
         buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype)
-        self._sync.add_up(buffer)
-        buffer.div_(world.size)
+        self._sync.average(buffer)
         for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -21,6 +21,8 @@ from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
+from hecate.runtime.ops.dense import get_dense_shard
+from hecate.runtime.ops.gradients import REPLICATED
 from hecate.runtime.ops.sparse_collectives import sum_dtype
 from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.runtime.state.layer import get_layer
@@ -194,7 +196,7 @@ class Clock:
         """
         arrives, collective, numbers = bytes_of(_value(wait)), _started_by(start), {}
         if collective.carries != "replicas":
-            size = arrives + bytes_of([_value(n) for n in tensors_of(start)])
+            size = arrives + wire_bytes(start, tensors_of(start))
         else:
             gathers = collective.role == "gather"
             replicas = _value(wait) if gathers else [_value(n) for n in arguments_of(start)["replicas"]]
@@ -228,9 +230,20 @@ def payload_of(start: Node) -> list[Node]:
 
 def wire_itemsize(start: Node, tensor: Tensor) -> int:
     """Bytes of one element of what a collective carries, as it travels."""
-    if _started_by(start).carries == "rows":
-        return get_layer(arguments_of(start)["layer"]).wire_of(tensor).itemsize
+    arguments, collective = arguments_of(start), _started_by(start)
+    if collective.carries == "rows":
+        return get_layer(arguments["layer"]).wire_of(tensor).itemsize
+    if collective.carries == "bucket":
+        return REPLICATED[arguments["ids"][0]].sync.travels_as(tensor.dtype).itemsize
+    if collective.carries == "dense" and collective.role == "reduce":
+        return (get_dense_shard(arguments["ids"][0]).sync.dtype or tensor.dtype).itemsize
     return tensor.element_size()
+
+
+def wire_bytes(start: Node, carried: Iterable[Any]) -> sympy.Expr:
+    """Of the tensors among what a collective carries, as they travel."""
+    values = [value for one in carried if _is_tensor(value := _value(one))]
+    return sum((_expression(value.numel()) * wire_itemsize(start, value) for value in values), start=sympy.S.Zero)
 
 
 def tensors_of(start: Node) -> list[Node]:

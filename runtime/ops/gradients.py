@@ -35,7 +35,7 @@ class GradientSync:
 
     Attributes:
         enabled: off between the micro-batches of an accumulation.
-        dtype: dtype of the all-reduce, None for the gradient's own.
+        dtype: what gradients travel in, None for what :meth:`travels_as` says.
         owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
         in_graph: they are averaged where graphs make them; if not, all together when the backward ends.
         topology: which ranks share a node; None for all.
@@ -48,12 +48,22 @@ class GradientSync:
     in_graph: bool = True
     topology: Topology | None = None
 
-    def add_up(self, buffer: Tensor) -> None:
-        """Overwrite ``buffer`` ``[n]`` with its sum over ranks."""
+    def travels_as(self, own: torch.dtype) -> torch.dtype:
+        """In what gradients of ``own`` go through an all-reduce, which rounds sums to that after each rank."""
+        return self.dtype or torch.promote_types(own, torch.float32)
+
+    def average(self, buffer: Tensor) -> None:
+        """Overwrite ``buffer`` ``[n]`` with its mean over ranks."""
+        narrow = buffer.dtype == torch.float16
+        if narrow:
+            # The sum may be more than float16 holds, where the mean is not.
+            buffer.div_(self.world.size)
         if self.topology is None:
             collectives.all_reduce(buffer, self.world)
         else:
             collectives.all_reduce_by_nodes(buffer, self.topology, self.world)
+        if not narrow:
+            buffer.div_(self.world.size)
 
 
 @dataclass(eq=False)
@@ -119,7 +129,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         local = [grad.clone() for grad in grads]
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
-    dtype = sync.dtype or own_dtype
+    dtype = sync.travels_as(own_dtype)
     buffer, parts = _room_for(grads, dtype)
     torch._foreach_copy_(parts, list(grads))
     if sync.owed:
@@ -130,12 +140,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
                 gradient.zero_()
 
     def run() -> list[Tensor]:
-        if dtype == torch.float16:
-            # A sum over ranks may be more than float16 can hold, where the mean is not.
-            buffer.div_(sync.world.size)
-        sync.add_up(buffer)
-        if dtype != torch.float16:
-            buffer.div_(sync.world.size)
+        sync.average(buffer)
         return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
 
     return Job(sync.world.queue, run)

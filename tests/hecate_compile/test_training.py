@@ -317,6 +317,25 @@ def test_mixed_precision_computes_in_bf16() -> None:
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_what_dense_gradients_are_averaged_in_is_what_usage_says() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    import hecate
+    from hecate.compiled_model import compiled_model_of
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases: list[tuple[dict[str, Any], torch.dtype]] = [
+        ({}, fp32),
+        ({"mixed_precision": MixedPrecisionPolicy(param_dtype=bf16)}, bf16),
+        ({"mixed_precision": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)}, fp32),
+        ({"mixed_precision": MixedPrecisionPolicy(reduce_dtype=bf16)}, bf16),
+        ({"wire_dtype": bf16}, bf16),
+    ]
+    for options, travels in cases:
+        model = hecate.compile(build("plain", layers=1).bfloat16(), hecate.Config(backend="aot_eager", **options))
+        assert compiled_model_of(model, "a test").sync.travels_as(bf16) == travels, options
+
+
 def gradient_checkpointing(folder: str) -> dict[str, Any]:
     import hecate
 

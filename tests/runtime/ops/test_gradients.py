@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from hecate.passes.base import PassContext
+from hecate.passes.final.in_flight import in_flight
+from hecate.passes.final.node_cost import Clock
+from hecate.passes.final.split_collectives import split_collectives
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate, replicate_bucket
+from hecate.training.outside_gradients import OutsideGradients
 from tests.support.threads import on_threads
 
 
@@ -55,12 +62,67 @@ def test_every_mean_begins_where_compiled_kernels_may_read_a_vector(dtype: torch
     on_threads(check)
 
 
+HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TRAVELS = [(BRAIN, None, FLOAT), (HALF, None, FLOAT), (FLOAT, None, FLOAT), (DOUBLE, None, DOUBLE),
+           (BRAIN, BRAIN, BRAIN), (FLOAT, BRAIN, BRAIN)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "chosen", "travels"), TRAVELS)
+@pytest.mark.parametrize("outside", [False, True])
+def test_gradients_of_two_bytes_are_added_up_in_float32(
+    own: torch.dtype, chosen: torch.dtype | None, travels: torch.dtype, outside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user chose a dtype, in graphs and outside of them."""
+    plain, found = collectives.all_reduce, []
+
+    def noted(tensor: torch.Tensor, world: World) -> None:
+        found.append(tensor.dtype)
+        plain(tensor, world)
+
+    monkeypatch.setattr(collectives, "all_reduce", noted)
+
+    def check(world: World) -> None:
+        sync, model = GradientSync(world, dtype=chosen), nn.ParameterList([nn.Parameter(torch.zeros(5, dtype=own))])
+        mean = torch.full((5,), 1.0 if world.rank == 0 else 2.0**-8, dtype=own)
+        if outside:
+            OutsideGradients(sync)._average_bucket([mean])
+        else:
+            record = add_replicated(model, "0", sync)
+            (mean,) = torch.ops.hecate.average_gradients([mean], [record.id])
+        # What is added up in two bytes may lose both of the small ones.
+        expected = torch.full((5,), (1 + 2.0**-7) / 3, dtype=own)
+        torch.testing.assert_close(mean, expected, rtol=0 if travels.itemsize > 2 else 2**-7, atol=0)
+
+    on_threads(check)
+    assert found == [travels] * 3
+
+
+@pytest.mark.parametrize("chosen", [None, torch.bfloat16])
+def test_the_bytes_that_travel_are_predicted(chosen: torch.dtype | None) -> None:
+    """One number of two bytes is four bytes to send, or two, and as many in the buffer beside the mean."""
+    record = add_replicated(nn.Linear(4, 2, bias=False), "weight", GradientSync(SINGLE, dtype=chosen))
+    ops, grad, context = torch.ops.hecate, torch.zeros(2, 4, dtype=torch.bfloat16), PassContext(world_size=2)
+    gm = make_fx(lambda grad: ops.average_gradients([grad], [record.id]), tracing_mode="fake")(grad)
+    split_collectives(gm, context)
+    (one,) = in_flight(list(gm.graph.nodes))
+    clock, travels = Clock(gm, context), 8 * (4 if chosen is None else 2)
+    # In a ring of two: half there, and half back.
+    assert clock.sent_bytes(one.start, one.wait) == 2 * travels / 2
+    assert clock.bytes_in_flight(one.start, one.wait) == travels + 8 * 2
+
+
 def test_a_mean_of_float16_does_not_overflow_on_its_way() -> None:
     def check(world: World) -> None:
-        sync, model = GradientSync(world), nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.float16))])
+        sync, model = (
+            GradientSync(world, dtype=torch.float16),
+            nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.float16))]),
+        )
         record = add_replicated(model, "0", sync)
         (mean,) = torch.ops.hecate.average_gradients([torch.full((4,), 40_000.0, dtype=torch.float16)], [record.id])
         assert torch.allclose(mean, torch.full_like(mean, 40_000.0), rtol=1e-3)
+        outside = torch.full((4,), 40_000.0, dtype=torch.float16)
+        OutsideGradients(sync)._average_bucket([outside])
+        assert torch.equal(outside, mean)
 
     on_threads(check)
 
