@@ -216,10 +216,13 @@ def _sparse_layers(config: Config, known: AttentionConfig) -> int | None:
 def explain(model: nn.Module) -> Explanation:
     """What was found, rewritten and skipped, and why. ``print`` the result. No communication.
 
+    With NCCL collectives have times in the first steps, and in the step behind each call.
+
     Raises:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "explain")
+    state.world.queue.ask_for_times()
     nodes, rates = state.placer.topology.num_nodes, state.placer.rates
     named = state.policy_without_placement
     policy = f"policy {named}" if named else f"{state.placer.policy!r} on {nodes} node(s)"
@@ -305,7 +308,8 @@ def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write what this rank's collectives did in the last step, as a Chrome trace; open it in Perfetto.
 
     Of the last forward and its backward: when each collective ran, and when the compute stood still for it. With NCCL
-    these are times of the GPU, for whose last collective this waits. No communication.
+    these are times of the GPU, for whose last collective this waits, and of the last step that has any: one of the
+    first, or behind a call of this or of :func:`explain`. No communication.
 
     Args:
         path: a .json file; give every rank another one.
@@ -314,6 +318,7 @@ def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: the model was not compiled, or it has not run, or there is one rank and nothing travels.
     """
     state = compiled_model_of(model, "save_timeline")
+    state.world.queue.ask_for_times()
     spans = [span for span in state.world.queue.spans if span.ready]
     if not spans:
         why = "there is one rank" if state.world.size == 1 else "run a forward first"

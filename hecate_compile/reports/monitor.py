@@ -215,6 +215,8 @@ class Monitor:
                 if len(self._logged) >= CHUNK_STEPS or time.monotonic() - self._flushed > CHUNK_SECONDS:
                     self._flush()
                 self._step = _Step(number=self._next, began=time.time(), clock=time.perf_counter())
+                if self._is_drawn(self._step):
+                    self._state.world.queue.ask_for_times()
                 self._next += 1
 
     @contextmanager
@@ -266,8 +268,11 @@ class Monitor:
         if self._state.world.rank == 0:
             self._take_placements(step)
 
+    def _is_drawn(self, step: _Step) -> bool:
+        return step.number % self._timeline_every == 0
+
     def _take_spans(self, step: _Step) -> None:
-        queue, drawn = self._state.world.queue, step.number % self._timeline_every == 0
+        queue, drawn = self._state.world.queue, self._is_drawn(step)
         travel = np.full(len(self._layers) + 1, np.nan, dtype=np.float32)
         exposed = travel.copy()
         if drawn or not queue.on_stream:
@@ -360,8 +365,9 @@ _PLAIN: dict[str, Any] = {"step": np.int64, "began": np.float64, "seconds": np.f
 
 def _memory(device: torch.device) -> int:
     """Bytes: on a GPU the most that tensors took so far, else what this process has in memory; 0 if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    peak = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if peak is not None:
+        return int(peak(device))
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

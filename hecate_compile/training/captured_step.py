@@ -252,8 +252,9 @@ class CapturedStep:
             recorded = True
         finally:
             self._unread = [] if symmetric is None else symmetric.take_unread()
-            # Events of a capture have no times.
+            # Replays run no jobs, and what ran here is not of a step.
             self._world.queue.begin_step()
+            self._world.queue.forget_spans()
             if not recorded:
                 for layer in self._all_layers:
                     layer.counts, layer.unread, layer.arrived = None, [], None

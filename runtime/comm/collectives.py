@@ -53,10 +53,10 @@ def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = Fal
         RuntimeError: a graph is being captured, and they are not constant: replays would copy these again.
     """
     tensor = torch.from_numpy(numbers)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return tensor
     pinned = tensor.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if not constant or _constants is None:
             raise RuntimeError(
                 "hecate: a CUDA graph is being captured, and needs numbers that the host finds anew in each step. "
@@ -100,10 +100,10 @@ def keeping_constants() -> Iterator[list[torch.Tensor]]:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
 
-    To wait here would keep what comes next from being started.
+    To wait here would keep what comes next from being started. Jobs of other devices run on a thread, which may wait.
     """
     if not tensor.is_cuda:
-        return tensor
+        return tensor.cpu()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
@@ -135,14 +135,18 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
     return out
 
 
-def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``."""
-    if world.group is None:
-        return tensor.clone().unsqueeze(0)
-    if world.through_host and tensor.device.type != "cpu":
-        return all_gather_even(tensor.cpu(), world).to(tensor.device)
+def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``.
+
+    Args:
+        out: contiguous, of as many values, to write into; the result is a view of it.
+    """
     # Flat, because gloo takes stacked output only for one-dimensional input.
-    out = tensor.new_empty(world.size * tensor.numel())
+    out = tensor.new_empty(world.size * tensor.numel()) if out is None else out.view(-1)
+    if world.group is None:
+        return out.copy_(tensor.reshape(-1)).view(1, *tensor.shape)
+    if world.through_host and tensor.device.type != "cpu":
+        return out.copy_(all_gather_even(tensor.cpu(), world).view(-1)).view(world.size, *tensor.shape)
     group, flat = world.group, tensor.reshape(-1)
     if gloo.carries(group, tensor.device) and flat.numel() * flat.element_size() <= _STRAIGHT_BYTES:
         copies = flat.repeat(world.size)
@@ -157,27 +161,34 @@ def all_gather_even(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return out.view(world.size, *tensor.shape)
 
 
-def gather_shards(shard: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
+def gather_shards(
+    shard: torch.Tensor, owners: Owners, world: World, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Dense all-gather: every rank gets all experts, in expert order. ``[E_r, ...] -> [E, ...]``.
 
     Unequal shards are padded to the largest one, because gloo and NCCL gather equal sizes only.
+
+    Args:
+        out: contiguous ``[E, ...]`` to write into and return.
     """
+    if out is None:
+        out = shard.new_empty((len(owners.ranks), *shard.shape[1:]))
     if world.group is None:
-        return shard.clone(memory_format=torch.contiguous_format)
+        return out.copy_(shard)
     counts, most = owners.counts, max(owners.counts)
     even = min(counts) == most
     if not even and shard.shape[0] < most:
         padding = shard.new_zeros((most - shard.shape[0], *shard.shape[1:]))
         shard = torch.cat([shard, padding])
-    stacked = all_gather_even(shard, world)
     if even and owners.in_order:
-        return stacked.flatten(0, 1)
+        all_gather_even(shard, world, out=out)
+        return out
+    stacked = all_gather_even(shard, world)
     joined = torch.cat([stacked[rank, :count] for rank, count in enumerate(counts)])
     if owners.in_order:
-        return joined
-    full = torch.empty_like(joined)
-    full[_by_rank(owners, full.device)] = joined
-    return full
+        return out.copy_(joined)
+    out[_by_rank(owners, out.device)] = joined
+    return out
 
 
 def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:

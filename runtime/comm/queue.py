@@ -36,7 +36,8 @@ class Job:
 
     Attributes:
         queue: where it runs.
-        run: communicates and unpacks; touches nothing but its own tensors. Returns fresh tensors.
+        run: communicates and unpacks; touches nothing but its own tensors. Returns tensors that nobody else has, made
+            before, unless they are the host's (``stream_lane`` says why).
         meanwhile: work for the host while it runs.
         finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
         on_host: the result of ``run`` is in the host's memory, and ``finish`` reads it.
@@ -173,17 +174,18 @@ class _Pending:
         # It ends: the thread runs jobs in order, and each ends with its collective or that one's timeout.
         self.done.wait()
         result, self.result, self.job = self.result, None, None
+        # What it packed may be read until its end, also if something failed.
+        self.queue.hand_over(self, job)
         if self.error is not None:
-            # What it packed may be read until its end.
-            self.queue.hand_over(self, (), on_host=False)
             raise self.error
-        self.queue.hand_over(self, result, on_host=job.on_host)
         self.span.ready = time.perf_counter()
         return result if job.finish is None else job.finish(result)
 
 
 # Spans that a queue remembers.
 _KEPT = 4096
+# The first steps have times although nobody has asked for them, so that there is something to show. Some compile.
+_FIRST = 5
 # A collective in one piece that runs behind others.
 _UNLABELLED = "- - 0 0 0 -"
 # The queue of a pending job keeps it, so that what is left of a model goes with the model.
@@ -204,7 +206,7 @@ class CollectiveQueue:
         self._spans: deque[Span] = deque(maxlen=_KEPT)
         # Of spans whose times the GPU knows and the host has not read yet.
         self._unread: deque[tuple[Span, Launched]] = deque(maxlen=_KEPT)
-        self._lane = lane
+        self._lane, self._asked = lane, _FIRST
         self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Pending | None = None
@@ -212,12 +214,19 @@ class CollectiveQueue:
 
     @property
     def spans(self) -> deque[Span]:
-        """The last collectives that graphs split into start and wait. With NCCL the host waits for the GPU."""
+        """The collectives that graphs split into start and wait, in the last step; with NCCL the last that has times.
+
+        With NCCL the host waits for the GPU here.
+        """
         while self._lane is not None and self._unread:
             span, launched = self._unread.popleft()
             for name, seconds in self._lane.times(launched).items():
                 setattr(span, name, seconds)
         return self._spans
+
+    def ask_for_times(self) -> None:
+        """Somebody will read spans of the next step. On a stream the host pays for times, so few steps have any."""
+        self._asked = max(self._asked, 1)
 
     @property
     def on_stream(self) -> bool:
@@ -238,24 +247,38 @@ class CollectiveQueue:
         """Forget what ran before, and what a graph started and, because it failed, never waited for."""
         self.drain()
         if self._lane is not None:
-            self._lane.begin_step(dropped=bool(self._started))
+            self._lane.begin_step(dropped=bool(self._started), timed=self._asked > 0)
         self._started.clear()
+        if self._is_timed:
+            self._asked = max(0, self._asked - 1)
+            self.forget_spans()
+
+    def forget_spans(self) -> None:
+        """What follows is not the step that they are of."""
+        if self._lane is not None:
+            for _, launched in self._unread:
+                self._lane.forget(launched)
         self._spans.clear()
         self._unread.clear()
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._lane is None or self._lane.timed
 
     def submit(self, job: Job, note: str) -> _Pending:
         """Put ``job`` behind the others."""
         pending = _Pending(job, Span.of(note or _UNLABELLED), self)
-        if note:
+        remembered = bool(note) and self._is_timed
+        if remembered:
             self._spans.append(pending.span)
         if self._lane is not None:
-            pending.launched = self._lane.launch(pending.run)
-            if note:
+            pending.launched = self._lane.launch(pending.run, timed=remembered)
+            if remembered:
                 self._unread.append((pending.span, pending.launched))
             return pending
-        if self.device.type == "cuda":
-            # gloo through the host: copies belong to the stream of the compute, as they would without a thread.
-            pending.stream = torch.cuda.current_stream(self.device)
+        if self.device.type != "cpu":
+            # Through the host: copies belong to the stream of the compute, as they would without a thread.
+            pending.stream = torch.accelerator.current_stream(self.device)
         if self._thread is None:
             # A daemon, so that a rank that fails can exit although its peers never come.
             self._thread = threading.Thread(target=_work, args=(self._inbox,), name="hecate-collectives", daemon=True)
@@ -267,16 +290,17 @@ class CollectiveQueue:
         self._inbox.put(pending)
         return pending
 
-    def hand_over(self, pending: _Pending, result: Any, *, on_host: bool) -> None:
-        """Make the results of a stream safe to use, and to free, on the stream of the compute."""
+    def hand_over(self, pending: _Pending, job: Job) -> None:
+        """Let what follows use, and free, what a job on a stream has sent and returns."""
         if self._lane is not None:
             assert pending.launched is not None
-            self._lane.hand_over(pending.launched, result, on_host=on_host)
+            with labelled(job.label), doing(pending.span.title):
+                self._lane.hand_over(pending.launched, on_host=job.on_host and pending.error is None)
 
 
 def _work(inbox: SimpleQueue[_Pending | None]) -> None:
     while (pending := inbox.get()) is not None:
-        with nullcontext() if pending.stream is None else torch.cuda.stream(pending.stream):
+        with pending.stream or nullcontext():
             pending.run()
         # It knows its queue, which must not live on because this thread waits for the next job.
         del pending

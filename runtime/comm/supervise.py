@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ import torch.distributed as dist
 
 from hecate.runtime.comm import failures, faults, gloo
 from hecate.runtime.comm.history import current_label, history_of
-from hecate.runtime.comm.waiting import Wait, watched
+from hecate.runtime.comm.waiting import Wait, timeout_of, watched
 
 # Seconds of a wait after which connections to ranks that tell nothing are looked at.
 _PATIENT = 4.0
+_HOST = torch.device("cpu")
+# Of a wait for the device: seconds in which the host only asks, and the shortest and the longest time that it sleeps.
+_BUSY, _SHORTEST, _LONGEST = 2e-4, 5e-5, 1e-2
+# Of a group's timeout. Behind all of it NCCL's watchdog would end the process, and not say who is late, and in what.
+_PART = 0.9
 
 
 def supervised(
@@ -45,14 +51,44 @@ def supervised(
         try:
             gloo.wait_in_rounds(start(True), lambda: _leave(wait))
         except RuntimeError as error:
-            problem = wait.problem or faults.reason(group, error)
-            faults.give_up(group, problem, wait.what)
-            gloo.cut_off(group)
-            raise problem.error_in(wait.what) from (None if isinstance(error, _Left) else error)
+            raise _broken(wait, error, gloo.cut_off) from (None if isinstance(error, _Left) else error)
         except BaseException:
             # Interrupted. What is on its way would keep the process from ending.
             gloo.cut_off(group)
             raise
+
+
+def wait_for_device(ended: Callable[[], bool], group: dist.ProcessGroup) -> None:
+    """Let the host wait for what was launched behind collectives of ``group``, as it waits for those of gloo.
+
+    Args:
+        ended: whether the device has come so far; does not block.
+
+    Raises:
+        DisagreementError, RuntimeError: as :func:`supervised`.
+    """
+    if ended():
+        return
+    with watched(group, current_label()) as wait:
+        try:
+            _poll(ended, wait)
+        except RuntimeError as error:
+            raise _broken(wait, error, _abort) from (None if isinstance(error, _Left) else error)
+
+
+def _poll(ended: Callable[[], bool], wait: Wait) -> None:
+    timeout, looked = timeout_of(wait.group), wait.since
+    while not ended():
+        now = time.monotonic()
+        waited = now - wait.since
+        if now - looked > gloo.ROUND.total_seconds():
+            looked = now
+            _leave(wait)
+            if waited > _PART * timeout:
+                raise RuntimeError(f"not done after {waited:.0f} s of the group's timeout of {timeout:.0f} s")
+        if waited > _BUSY:
+            # What is late by a twentieth is not noticed, and other threads can run.
+            time.sleep(min(max(waited / 20, _SHORTEST), _LONGEST))
 
 
 def begin(
@@ -85,9 +121,32 @@ def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
         try:
             yield lambda: wait.problem is not None
         except RuntimeError as error:
-            problem = wait.problem or faults.reason(group, error)
-            faults.give_up(group, problem, wait.what)
-            raise problem.error_in(wait.what) from error
+            raise _broken(wait, error) from error
+
+
+def _broken(
+    wait: Wait, error: RuntimeError, cut_off: Callable[[dist.ProcessGroup], None] | None = None
+) -> RuntimeError:
+    """What to raise in place of ``error``, which ends a wait. Its group is given up.
+
+    Args:
+        cut_off: ends what is on its way.
+    """
+    problem = wait.problem or faults.reason(wait.group, error)
+    faults.give_up(wait.group, problem, wait.what)
+    if cut_off is not None:
+        cut_off(wait.group)
+    return problem.error_in(wait.what)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End NCCL's kernels, behind which the device would come to nothing, and the process not to its end."""
+    threading.Thread(target=_aborted, args=(group,), name="hecate-abort", daemon=True).start()
+
+
+def _aborted(group: dist.ProcessGroup) -> None:
+    with suppress(Exception):
+        group.abort()
 
 
 class _Left(RuntimeError):
@@ -97,6 +156,6 @@ class _Left(RuntimeError):
 def _leave(wait: Wait) -> None:
     if wait.problem is not None:
         raise _Left
-    # Whoever waits for so long has heard of the others by then.
-    if time.monotonic() - wait.since > _PATIENT:
+    # Whoever waits for so long has heard of the others by then. A group of NCCL alone has no connections of gloo's.
+    if time.monotonic() - wait.since > _PATIENT and gloo.carries(wait.group, _HOST):
         gloo.check_connections(wait.group, faults.unheard(wait.group))

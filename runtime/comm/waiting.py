@@ -2,7 +2,8 @@
 
 A thread looks every second. Of what has waited for two seconds it tells the others, and finds out whether it can end
 at all (:mod:`hecate.runtime.comm.faults`). What has waited for ten is written to the log of each rank that waits,
-with what the others told. NCCL does not block the host, and has a watchdog.
+with what the others told. With NCCL the host waits for little but counts of rows, and is watched there
+(:func:`hecate.runtime.comm.supervise.wait_for_device`); the rest is left to NCCL's own watchdog.
 
 What users call themselves, and may call on one rank alone, waits for the others in the store that torchrun has open
 before it communicates (:func:`meet`), and raises as soon as one of them is in something else.

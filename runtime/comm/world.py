@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hecate.runtime.comm.agent import end_with_agent
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.comm.start import new_group_beside, start_process_group
 from hecate.runtime.comm.stream_lane import StreamLane
+from hecate.runtime.comm.supervise import wait_for_device
 from hecate.runtime.placement.topology import Topology
 
 
@@ -37,8 +39,9 @@ class World:
     queue: CollectiveQueue = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        on_stream = self.group is not None and self.device.type == "cuda" and not self.through_host
-        lane = StreamLane(self.device) if on_stream else None
+        lane = None
+        if self.group is not None and self.device.type == "cuda" and not self.through_host:
+            lane = StreamLane(self.device, wait=partial(wait_for_device, group=self.group))
         object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane))
 
     @property
@@ -84,9 +87,9 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     torchrun = dist.is_available() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if mesh is None and not started and not torchrun:
         return World(rank=0, size=1, group=None, device=device)
-    if device.type == "cuda":
+    if device.type != "cpu" and device.index is not None:
         # Where torch and NCCL take the current device, ranks would meet on the first GPU.
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     if mesh is None and not started:
         start_process_group(name_of(device), backend_for)
     return _world_of(mesh.get_group() if mesh is not None else dist.group.WORLD, device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
+from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows, room_for
 
 # Columns are a multiple of what 16 bytes hold for each thread, so loads and stores are vectors.
 CONFIGS = (
@@ -15,7 +15,9 @@ CONFIGS = (
 )
 
 
-def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather_rows(
+    rows: Tensor, index: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """The rows ``index`` of ``rows``, one behind the other.
 
     >>> gather_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])).tolist()
@@ -24,7 +26,8 @@ def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
     Args:
         rows: ``[R, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
         index: int64 ``[n]`` on the same device, from 0 to R - 1; it is not checked on a GPU.
-        dtype: of the result; by default that of ``rows``.
+        dtype: of the result; by default that of ``out``, or else of ``rows``.
+        out: contiguous ``[n, ...]`` to write into and return.
 
     Returns:
         ``[n, ...]``, contiguous.
@@ -35,12 +38,11 @@ def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
     """
     check_rows("gather_rows", rows)
     check_index("gather_rows", index, rows.device)
-    dtype = rows.dtype if dtype is None else dtype
-    if not (runs_on(rows.device) and rows.dtype in FLOATS and dtype in FLOATS):
-        return gather_rows_reference(rows, index, dtype)
+    out = room_for("gather_rows", (index.shape[0], *rows.shape[1:]), dtype, rows, out)
+    if not (runs_on(rows.device) and rows.dtype in FLOATS and out.dtype in FLOATS):
+        return gather_rows_reference(rows, index, out.dtype, out)
     source, count = flat_rows(rows), index.shape[0]
     width = source.shape[1]
-    out = torch.empty((count, *rows.shape[1:]), dtype=dtype, device=rows.device)
     if out.numel() > 0:
         launch(
             _gather_rows,
@@ -51,9 +53,12 @@ def gather_rows(rows: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
     return out
 
 
-def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """:func:`gather_rows` in plain torch."""
-    return rows.index_select(0, index).to(dtype)
+    if rows.dtype == dtype:
+        return torch.index_select(rows, 0, index, out=out)
+    picked = rows.index_select(0, index)
+    return picked.to(dtype) if out is None else out.copy_(picked)
 
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"])

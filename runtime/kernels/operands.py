@@ -1,5 +1,7 @@
 """What kernels ask of their tensors."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,26 @@ def flat_rows(rows: Tensor) -> Tensor:
     """``[R, ...]`` as ``[R, width]`` with each row in one piece; a copy only where memory has gaps inside rows."""
     flat = rows.reshape(rows.shape[0], rows.shape[1:].numel())
     return flat if flat.shape[1] < 2 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def room_for(who: str, shape: Sequence[int], dtype: torch.dtype | None, like: Tensor, out: Tensor | None) -> Tensor:
+    """``out``, if it is contiguous and of ``shape`` on the device of ``like``; a new tensor if it is None.
+
+    Args:
+        dtype: of the result; None for that of ``out``, or else of ``like``.
+
+    Raises:
+        ValueError: ``out`` does not fit.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype if dtype is None else dtype, device=like.device)
+    if list(out.shape) != list(shape) or dtype not in (None, out.dtype):
+        raise ValueError(
+            f"{who}: expected {list(shape)} of {dtype} to write into, got {list(out.shape)}, {out.dtype}"
+        )
+    if out.device != like.device or not out.is_contiguous():
+        raise ValueError(f"{who}: writes into contiguous tensors on {like.device} only")
+    return out
 
 
 def check_rows(who: str, rows: Tensor) -> None:

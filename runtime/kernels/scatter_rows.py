@@ -5,10 +5,12 @@ from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
+from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows, room_for
 
 
-def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype | None = None) -> Tensor:
+def scatter_rows(
+    rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """Put row i of ``rows`` at ``index[i]``; rows where none came are zero.
 
     >>> scatter_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 0]), 3).tolist()
@@ -18,7 +20,8 @@ def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype 
         rows: ``[n, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
         index: int64 ``[n]`` on the same device, from 0 to ``num_rows - 1``, none twice; it is not checked.
         num_rows: of the result, at least n.
-        dtype: of the result; by default that of ``rows``.
+        dtype: of the result; by default that of ``out``, or else of ``rows``.
+        out: contiguous ``[num_rows, ...]`` to write into and return.
 
     Returns:
         ``[num_rows, ...]``, contiguous.
@@ -32,14 +35,14 @@ def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype 
     count = rows.shape[0]
     if count > num_rows:
         raise ValueError(f"scatter_rows: {count} rows for {num_rows} places")
-    dtype = rows.dtype if dtype is None else dtype
-    if not (runs_on(rows.device) and rows.dtype in FLOATS and dtype in FLOATS):
-        return scatter_rows_reference(rows, index, num_rows, dtype)
+    out = room_for("scatter_rows", (num_rows, *rows.shape[1:]), dtype, rows, out)
+    if not (runs_on(rows.device) and rows.dtype in FLOATS and out.dtype in FLOATS):
+        return scatter_rows_reference(rows, index, num_rows, out.dtype, out)
     source = flat_rows(rows)
     width = source.shape[1]
     # If as many rows come as there are places, each is written.
-    make = torch.empty if count == num_rows else torch.zeros
-    out = make((num_rows, *rows.shape[1:]), dtype=dtype, device=rows.device)
+    if count < num_rows:
+        out.zero_()
     if source.numel() > 0:
         launch(
             _scatter_rows,
@@ -50,14 +53,17 @@ def scatter_rows(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype 
     return out
 
 
-def scatter_rows_reference(rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+def scatter_rows_reference(
+    rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """:func:`scatter_rows` in plain torch."""
     cast = rows.to(dtype)
     if rows.shape[0] == num_rows:
         # Rows for all places. On a CPU torch reads rows up to three times as fast as it writes them.
         inverse = torch.empty_like(index).scatter_(0, index, torch.arange(num_rows, device=index.device))
-        return cast.index_select(0, inverse)
-    return cast.new_zeros((num_rows, *rows.shape[1:])).index_copy_(0, index, cast)
+        return torch.index_select(cast, 0, inverse, out=out)
+    out = cast.new_empty((num_rows, *rows.shape[1:])) if out is None else out
+    return out.zero_().index_copy_(0, index, cast)
 
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"])

@@ -107,10 +107,10 @@ def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dty
     world = records[0].world
     sizes = [shard.numel() for shard in shards]
     mine = torch.cat([shard.reshape(-1) for shard in shards]).to(dtype or shards[0].dtype)
+    padded = [mine.new_empty((world.size, size)) for size in sizes]
 
     def run() -> list[Tensor]:
         everyone = collectives.all_gather_even(mine, world)
-        padded = [everyone.new_empty((world.size, size)) for size in sizes]
         torch._foreach_copy_(padded, list(everyone.split(sizes, dim=1)))
         return [
             rows.view(-1, *record.full_shape[1:])[: record.full_shape[0]]
@@ -152,6 +152,7 @@ def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: to
         slot[:whole].copy_(flat[: flat.numel() - rest].view(whole, -1))
         if rest:
             slot[whole, :rest].copy_(flat[flat.numel() - rest :])
+    means = [torch.empty(record.shape, dtype=dtype, device=send.device) for record in records]
 
     def run() -> list[Tensor]:
         one_each = [1] * world.size
@@ -159,8 +160,9 @@ def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: to
         total = received[0].to(torch.promote_types(travelling, torch.float32), copy=True)
         for rank in range(1, world.size):
             total += received[rank]
-        means = torch._foreach_div(total.split(sizes), world.size)
-        return [mean.to(dtype).view(record.shape) for mean, record in zip(means, records, strict=True)]
+        flat = [mean.view(-1) for mean in means]
+        torch._foreach_copy_(flat, list(total.div_(world.size).split(sizes)))
+        return means
 
     return Job(world.queue, run)
 

@@ -138,12 +138,12 @@ def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: T
     if record.symmetric is not None:
         return symmetric.exchange(record, rows, splits, send_index, receive_index)
     send, receive = splits.tolist()
-    dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
-    leaving, order = gather_rows(rows, send_index, wire), receive_index.clone()
+    leaving, order = gather_rows(rows, send_index, record.wire_of(rows)), receive_index.clone()
+    arrived = rows.new_empty((order.shape[0], *rows.shape[1:]))
 
     def run() -> Tensor:
-        return gather_rows(collectives.all_to_all(leaving, send, receive, record.world), order, dtype)
+        return gather_rows(collectives.all_to_all(leaving, send, receive, record.world), order, out=arrived)
 
     planning = record.planning(homeward=False)
     return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange"))
@@ -160,15 +160,14 @@ def _exchange_back(
     if record.symmetric is not None:
         return symmetric.exchange_back(record, rows, splits, send_index, receive_index, num_rows)
     receive, send = splits.tolist()
-    dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, send)
-    by_source = scatter_rows(rows, receive_index, rows.shape[0], wire)
-    order = send_index.clone()
+    by_source = scatter_rows(rows, receive_index, rows.shape[0], record.wire_of(rows))
+    order, home = send_index.clone(), rows.new_empty((num_rows, *rows.shape[1:]))
 
     def run() -> Tensor:
         returned = collectives.all_to_all(by_source, send, receive, record.world)
         # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
-        return scatter_rows(returned, order, num_rows, dtype)
+        return scatter_rows(returned, order, num_rows, out=home)
 
     planning = record.planning(homeward=True)
     return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_back"))

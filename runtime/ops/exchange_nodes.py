@@ -91,14 +91,14 @@ def _exchange_nodes(
 ) -> Job:
     record = get_layer(layer)
     out, into, spread, collected = splits.tolist()
-    dtype, wire = rows.dtype, record.wire_of(rows)
     record.count_rows_sent(rows, out, spread)
-    going, middle, order = gather_rows(rows, send_index, wire), middle_index.clone(), receive_index.clone()
+    going, middle = gather_rows(rows, send_index, record.wire_of(rows)), middle_index.clone()
+    order, arrived = receive_index.clone(), rows.new_empty((receive_index.shape[0], *rows.shape[1:]))
 
     def run() -> Tensor:
         here = collectives.all_to_all(going, out, into, record.world)
         copies = _inside(gather_rows(here, middle), spread, collected, record)
-        return gather_rows(copies, order, dtype)
+        return gather_rows(copies, order, out=arrived)
 
     planning = record.planning(homeward=False)
     return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_nodes"))
@@ -121,15 +121,17 @@ def _exchange_nodes_back(
 ) -> Job:
     record = get_layer(layer)
     out, into, spread, collected = splits.tolist()
-    dtype, wire = rows.dtype, record.wire_of(rows)
+    wire = record.wire_of(rows)
     record.count_rows_sent(rows, collected, into)
     by_relay = scatter_rows(rows, receive_index, rows.shape[0], wire)
     middle, order = middle_index.clone(), send_index.clone()
+    home = rows.new_empty((num_rows, *rows.shape[1:]))
 
     def run() -> Tensor:
         copies = _inside(by_relay, collected, spread, record)
         sums = _sum_rows(copies, middle, sum(into)).to(wire)
-        return scatter_rows(collectives.all_to_all(sums, into, out, record.world), order, num_rows, dtype)
+        returned = collectives.all_to_all(sums, into, out, record.world)
+        return scatter_rows(returned, order, num_rows, out=home)
 
     planning = record.planning(homeward=True)
     return Job(record.world.queue, run, meanwhile=planning, label=record.placer.label("exchange_nodes_back"))
@@ -159,7 +161,7 @@ def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
     """``[count, ...]``, in the order of the rows and in at least fp32, so that it is the same each time."""
     wide = rows.float() if rows.dtype.itemsize < 4 else rows
     sums = wide.new_zeros((count, *rows.shape[1:]))
-    if rows.is_cuda:
+    if rows.device.type != "cpu":
         # index_add_ on a GPU adds in any order; this sorts by index first.
         return sums.index_put_((index,), wide, accumulate=True)
     return sums.index_add_(0, index, wide)

@@ -36,9 +36,10 @@ def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
     record = get_layer(layer)
     world, owners = record.world, record.owners
     own = shard.clone(memory_format=torch.contiguous_format)
+    full = own.new_empty((num_experts, *own.shape[1:]))
     return Job(
         world.queue,
-        lambda: collectives.gather_shards(own, owners, world),
+        lambda: collectives.gather_shards(own, owners, world, out=full),
         label=record.placer.label("gather_experts"),
     )
 
@@ -51,9 +52,10 @@ def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
     record = get_layer(layer)
     world, owners = record.world, record.owners
     own = grad.clone(memory_format=torch.contiguous_format)
+    mean = own.new_empty((owned, *own.shape[1:]))
     return Job(
         world.queue,
-        lambda: collectives.reduce_scatter_shards(own, owners, world).div_(world.size),
+        lambda: torch.div(collectives.reduce_scatter_shards(own, owners, world), world.size, out=mean),
         label=record.placer.label("reduce_scatter_experts"),
     )
 

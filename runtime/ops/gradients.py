@@ -131,6 +131,9 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
     own_dtype = grads[0].dtype
     dtype = sync.travels_as(own_dtype)
     buffer, parts = _room_for(grads, dtype)
+    means = parts
+    if dtype != own_dtype:
+        means = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
     torch._foreach_copy_(parts, list(grads))
     if sync.owed:
         for part, record in zip(parts, records, strict=True):
@@ -141,7 +144,9 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
 
     def run() -> list[Tensor]:
         sync.average(buffer)
-        return parts if dtype == own_dtype else [part.to(own_dtype) for part in parts]
+        if means is not parts:
+            torch._foreach_copy_(means, parts)
+        return means
 
     return Job(sync.world.queue, run)
 

@@ -29,9 +29,9 @@ def sparse_all_gather(record: Layer, shards: Sequence[Tensor], placement: Placem
     widths, shapes = widths_of(shards), [shard.shape[1:] for shard in shards]
     # Copies of what leaves: an optimizer may step before it has left.
     packed = [pack_experts([shards[place] for place in group], tables.leave) for group in groups]
+    replicas = [shard.new_empty((tables.replicas, *shard.shape[1:])) for shard in shards]
 
     def run() -> list[Tensor]:
-        replicas: dict[int, Tensor] = {}
         for group, leaving in zip(groups, packed, strict=True):
             came = leaving[:0]
             if tables.travels:
@@ -39,9 +39,8 @@ def sparse_all_gather(record: Layer, shards: Sequence[Tensor], placement: Placem
                     leaving, tables.sends, tables.receives, room=tables.replicas, most=tables.most
                 )  # fmt: skip
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
-                # A copy, also where a single replica is in one piece: results share no memory.
-                replicas[place] = part.clone(memory_format=torch.contiguous_format).view(len(part), *shapes[place])
-        return [replicas[place] for place in range(len(shapes))]
+                replicas[place].copy_(part.view(len(part), *shapes[place]))
+        return replicas
 
     return Job(record.world.queue, run, label=record.placer.label("sparse_all_gather"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.comm.stream_lane import Launched, StreamLane
+from hecate.runtime.comm.supervise import wait_for_device
 from hecate.runtime.comm.world import World
 from tests.hecate_compile.test_parity import REPLICAS, measure
 from tests.support.ranks import RanksFailed, run_ranks
@@ -30,12 +32,12 @@ CYCLES = 200_000_000
 class SlowLane(StreamLane):
     """Each job begins late: whoever does not wait for it reads what was there before."""
 
-    def launch(self, run: Callable[[], None]) -> Launched:
+    def launch(self, run: Callable[[], None], *, timed: bool) -> Launched:
         def late() -> None:
             torch.cuda._sleep(CYCLES)
             run()
 
-        return super().launch(late)
+        return super().launch(late, timed=timed)
 
 
 def measure_over_gloo(slow: bool, backend: str) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def measure_over_gloo(slow: bool, backend: str) -> dict[str, Any]:
     def on_a_stream(world: World) -> None:
         plain(world)
         if world.group is not None:
-            lane = (SlowLane if slow else StreamLane)(world.device)
+            wait = partial(wait_for_device, group=world.group)
+            lane = (SlowLane if slow else StreamLane)(world.device, wait=wait)
             object.__setattr__(world, "queue", CollectiveQueue(world.device, lane=lane))
 
     # Never undone: the rank ends with this function.

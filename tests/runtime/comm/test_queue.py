@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -109,3 +111,19 @@ def test_spans_say_what_was_predicted_and_measured() -> None:
     assert (span.part, span.operator, span.subject) == ("forward", "something", "a layer")
     assert (span.predicted, span.behind, span.predicted_bytes) == (0.25, 1.5, 64)
     assert 0 <= span.seconds <= span.ready - span.started
+
+
+def test_the_thread_works_on_the_stream_of_the_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a device that is not CUDA's."""
+    entered = []
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        entered.append(threading.current_thread().name)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream())
+    own = CollectiveQueue(torch.device("xpu", 0))
+    assert queue.wait(queue.start(Job(own, lambda: list(entered)), NOTE)) == ["hecate-collectives"]
+    own.drain()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,74 +9,14 @@ import torch
 
 from hecate.runtime.comm import queue
 from hecate.runtime.comm.queue import CollectiveQueue, Job
-from hecate.runtime.comm.stream_lane import StreamLane
+from tests.support.fake_cuda import Cuda, Stream
 
 NOTE = "forward something 0.25 1.5 64 a layer"
-
-
-class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: Stream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(f"{self.name} waits for event on {event.stream}")
-
-
-class Event:
-    """Its time is how much had been noted when it was recorded."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.stream, self.time = log, "", 0
-
-    def record(self, stream: Stream) -> None:
-        self.stream, self.time = stream.name, len(self.log)
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for event on {self.stream}")
-
-    def elapsed_time(self, later: Event) -> float:
-        return 1e3 * (later.time - self.time)
-
-
-class Cuda:
-    """What of ``torch.cuda`` a lane uses. The stream that is current can be changed."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = Stream("compute", self.log)
-        self.capturing = False
-
-    def Stream(self, device: Any, priority: int) -> Stream:
-        assert priority < 0
-        return Stream("lane", self.log)
-
-    def Event(self, enable_timing: bool) -> Event:
-        return Event(self.log)
-
-    def current_stream(self, device: Any) -> Stream:
-        return self.current
-
-    def is_current_stream_capturing(self) -> bool:
-        return self.capturing
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 @pytest.fixture
 def cuda() -> Cuda:
     return Cuda()
-
-
-def make(cuda: Cuda) -> CollectiveQueue:
-    device = torch.device("cpu")
-    return CollectiveQueue(device, lane=StreamLane(device, cuda=cuda))
 
 
 def job(own: CollectiveQueue, cuda: Cuda, name: str, **options: Any) -> Job:
@@ -90,7 +28,7 @@ def job(own: CollectiveQueue, cuda: Cuda, name: str, **options: Any) -> Job:
 
 
 def test_a_job_runs_behind_the_compute_and_the_compute_behind_the_job(cuda: Cuda) -> None:
-    own = make(cuda)
+    own = cuda.queue()
     number = queue.start(job(own, cuda, "all-to-all"), NOTE)
     assert cuda.log == ["lane waits for compute", "all-to-all on lane"]
     queue.wait(number)
@@ -98,7 +36,7 @@ def test_a_job_runs_behind_the_compute_and_the_compute_behind_the_job(cuda: Cuda
 
 
 def test_the_host_waits_for_what_it_reads_and_only_for_that(cuda: Cuda) -> None:
-    own, read = make(cuda), []
+    own, read = cuda.queue(), []
     number = queue.start(job(own, cuda, "counts", on_host=True, finish=lambda _: read.append(len(cuda.log))), NOTE)
     queue.start(job(own, cuda, "experts"), NOTE)
     queue.wait(number)
@@ -108,41 +46,36 @@ def test_the_host_waits_for_what_it_reads_and_only_for_that(cuda: Cuda) -> None:
 
 def test_what_is_not_split_runs_on_the_same_stream(cuda: Cuda) -> None:
     """One communicator, one stream."""
-    own = make(cuda)
+    own = cuda.queue()
     queue.run(job(own, cuda, "whole"))
     assert "whole on lane" in cuda.log and cuda.log[-1] == "compute waits for event on lane"
 
 
-def test_memory_of_the_stream_that_started_a_job_is_kept_until_its_end(cuda: Cuda) -> None:
-    """Packed tensors are of the stream that was current at the start; they are freed when the job is waited for."""
-    own = make(cuda)
+def test_a_job_is_waited_for_on_the_stream_that_started_it(cuda: Cuda) -> None:
+    """What it sends and returns is memory of that stream, and nobody tells the other one's readers."""
+    own = cuda.queue()
     number = queue.start(job(own, cuda, "all-to-all"), NOTE)
     cuda.current = Stream("side", cuda.log)
-    queue.wait(number)
-    assert set(cuda.log[-2:]) == {"compute waits for event on lane", "side waits for event on lane"}
+    with pytest.raises(RuntimeError, match="started on one CUDA stream, and is waited for on another"):
+        queue.wait(number)
 
 
 class Result(torch.Tensor):
-    """Looks as if it were on a GPU, and notes who uses it."""
+    """Looks as if it were on a GPU, and must not be told who uses it."""
 
     is_cuda = True
-    used_on: list[str]
 
     def record_stream(self, stream: Any) -> None:
-        self.used_on.append(stream.name)
+        raise AssertionError("its memory would be kept until all has run that the host has launched")
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_result_is_told_who_uses_it_unless_a_graph_is_captured(cuda: Cuda, capturing: bool) -> None:
-    """In a capture it would keep its memory until the end."""
-    own, result = make(cuda), torch.ones(1).as_subclass(Result)
-    result.used_on, cuda.capturing = [], capturing
-    queue.wait(queue.start(Job(own, lambda: result), NOTE))
-    assert result.used_on == ([] if capturing else ["compute"])
+def test_memory_of_a_result_is_free_as_soon_as_nobody_has_it(cuda: Cuda) -> None:
+    own, result = cuda.queue(), torch.ones(1).as_subclass(Result)
+    assert queue.wait(queue.start(Job(own, lambda: result), NOTE)) is result
 
 
 def test_a_step_waits_for_what_the_one_before_dropped(cuda: Cuda) -> None:
-    own = make(cuda)
+    own = cuda.queue()
     queue.start(job(own, cuda, "dropped"), NOTE)
     own.begin_step()
     assert cuda.log[-1] == "compute waits for lane"
@@ -152,7 +85,7 @@ def test_a_step_waits_for_what_the_one_before_dropped(cuda: Cuda) -> None:
 
 
 def test_spans_have_the_times_of_the_device(cuda: Cuda) -> None:
-    own = make(cuda)
+    own = cuda.queue()
     own.begin_step()
     number = queue.start(job(own, cuda, "all-to-all"), NOTE)
     queue.start(job(own, cuda, "another"), NOTE)
@@ -166,8 +99,46 @@ def test_spans_have_the_times_of_the_device(cuda: Cuda) -> None:
     assert own.spans[0].begun == span.begun and len(cuda.log) == noted, "read once"
 
 
+def test_events_are_used_again_and_without_readers_have_no_times(cuda: Cuda) -> None:
+    own = cuda.queue()
+
+    def step() -> None:
+        own.begin_step()
+        for _ in range(10):
+            numbers = [queue.start(job(own, cuda, "all-to-all"), NOTE) for _ in range(3)]
+            for number in numbers:
+                queue.wait(number)
+
+    # The first steps have times, for whoever reads them in the end.
+    for _ in range(5):
+        step()
+    first = own.spans[0]
+    assert len(own.spans) == 30 and first.ended > first.begun
+    made = len(cuda.events)
+    assert made <= 3 + 30 * 5 + 1, "three at once, thirty with times, and where times count from"
+    for event in cuda.events:
+        event.time = -1
+    for _ in range(4):
+        step()
+    assert len(cuda.events) == made, "a hundred jobs and more, with the events of those before"
+    assert all(event.time == -1 for event in cuda.events if event.timed), "and without times"
+    assert own.spans[0] is first, "those that have times are kept"
+    own.ask_for_times()
+    step()
+    assert own.spans[0] is not first and own.spans[0].ended > own.spans[0].begun
+    step()
+    assert sum(event.timed for event in cuda.events) <= 30 * 5 + 1
+
+
+def test_a_capture_has_no_times(cuda: Cuda) -> None:
+    own, cuda.capturing = cuda.queue(), True
+    own.begin_step()
+    queue.wait(queue.start(job(own, cuda, "all-to-all"), NOTE))
+    assert not own.spans and not any(event.timed for event in cuda.events)
+
+
 def test_an_error_comes_out_at_the_wait(cuda: Cuda) -> None:
-    own = make(cuda)
+    own = cuda.queue()
 
     def fail() -> None:
         raise ValueError("no")

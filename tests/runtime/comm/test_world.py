@@ -81,13 +81,13 @@ def test_the_models_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch)
     """Also with a group that the user started, who may not have done it."""
     found: list[torch.device] = []
     mesh: Any = SimpleNamespace(ndim=1, get_group=lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", found.append)
     monkeypatch.setattr(world_module, "_world_of", lambda group, device: SINGLE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     find_world(None, torch.device("cuda", 1))
-    find_world(mesh, torch.device("cuda", 2))
+    find_world(mesh, torch.device("xpu", 2))
     find_world(None, torch.device("cpu"))
-    assert found == [torch.device("cuda", 1), torch.device("cuda", 2)]
+    assert found == [torch.device("cuda", 1), torch.device("xpu", 2)]
 
 
 class Group:
