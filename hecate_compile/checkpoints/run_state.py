@@ -35,8 +35,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if (module := _with_generators(device)) is not None:
+        state[device.type] = module.get_rng_state(device)
     return state
 
 
@@ -52,8 +52,14 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if (module := _with_generators(device)) is not None and device.type in state:
+        module.set_rng_state(state[device.type], device)
+
+
+def _with_generators(device: torch.device) -> Any:
+    """``torch.cuda`` and what is like it for others, where each device has a generator of its own; else None."""
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state_all") else None
 
 
 def new_random_state(step: int, rank: int) -> None:

@@ -79,7 +79,7 @@ class Layer:
 
         Beside the one to experts. A GPU's host has their kernels to launch then, so it plans beside the one home.
         """
-        return self.placer.plan_ahead if homeward == (self.world.device.type == "cuda") else None
+        return self.placer.plan_ahead if homeward == (self.world.device.type != "cpu") else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """What rows of ``dtype`` travel in."""
