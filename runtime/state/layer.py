@@ -77,9 +77,13 @@ class Layer:
     def planning(self, *, homeward: bool) -> Callable[[], None] | None:
         """Plans the next step, unless it is planned: what the host does beside an exchange of rows.
 
-        Beside the one to experts. A GPU's host has their kernels to launch then, so it plans beside the one home.
+        Beside the one to experts. A GPU's host has their kernels to launch then, so it plans beside the one home. If
+        it launches the collectives, too, it is layers ahead in a backward, and plans there what can wait.
         """
-        return self.placer.plan_ahead if homeward == (self.world.device.type != "cpu") else None
+        now = homeward == (self.world.device.type != "cpu")
+        if self.world.queue.on_stream and self.placer.can_wait_for_backward:
+            now = torch._C._current_graph_task_id() != -1
+        return self.placer.plan_ahead if now else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """What rows of ``dtype`` travel in."""

@@ -114,6 +114,15 @@ class LayerPlacer:
         self.owners = owners
         self.plan.planned = None
 
+    @property
+    def can_wait_for_backward(self) -> bool:
+        """Whether the next step may be planned in this one's backward.
+
+        There is one, and the exchange of another layer compares the plan before it is used. Without a backward the
+        next forward plans.
+        """
+        return self.model.learning and not self.model.places_first(self.name)
+
     def plan_ahead(self) -> None:
         """Decide the next forward's placement, if it is not decided yet."""
         if self.plan.planned is None:

@@ -3,8 +3,8 @@
 Every rank runs its policy on the same counts and so comes to the same placement without talking. A digest of all
 placements so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
 layer and the step. A placement is made beside its layer's exchange of rows in the step before, so the next layer's
-exchange compares it before it is used; that of a model's only MoE layer, and what ``calibrate`` adds, is compared
-in the exchange after.
+exchange, or the first one of the next forward, compares it before it is used; that of a model's only MoE layer, and
+what ``calibrate`` adds, is compared in the exchange after.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class Placer:
         holders = placement.pairs if self.policy.replicates else ()
         plan = b"".join(part.tobytes() for part in (owners.array, *holders))
         self.digest = hashlib.blake2b(self.digest + f"{name} {step}".encode() + plan, digest_size=8).digest()
+
+    def places_first(self, name: str) -> bool:
+        """Whether forwards begin with this layer."""
+        return next(iter(self._last), None) == name
 
     @property
     def signature(self) -> int:

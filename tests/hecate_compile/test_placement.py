@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives, gloo
+from hecate.runtime.comm.world import World
+from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import LayerView
@@ -20,6 +22,7 @@ from hecate.runtime.placement.topology import Topology
 from hecate.wrap.shard import shard_of
 from tests.support.adversaries import Anything, Moving
 from tests.support.extent import ALL
+from tests.support.fake_cuda import Cuda
 from tests.support.models import batch, build
 from tests.support.parity import rank_and_size, run_step, step_and_compare
 from tests.support.ranks import run_ranks
@@ -270,6 +273,18 @@ def test_degenerate_settings() -> None:
             assert max(result["replicas"]) <= 8 * 2
 
 
+def _compiled_with_jobs(model: torch.nn.Module, *, on_stream: bool, **options: Any) -> torch.nn.Module:
+    """Collectives are jobs on a thread, or on a stream, which only takes notes: they run when they are launched."""
+
+    def with_stream(world: World) -> None:
+        object.__setattr__(world, "queue", Cuda().queue())
+
+    with pytest.MonkeyPatch.context() as patch:
+        if on_stream:
+            patch.setattr(World, "__post_init__", with_stream)
+        return _compiled(model, **options)
+
+
 class Selfish(Anything):
     """A wrong policy: it looks at its own rank from the third step on."""
 
@@ -281,8 +296,8 @@ class Selfish(Anything):
         return Placement.with_replicas(layer.owners, wanted)
 
 
-def disagree() -> str:
-    model = _compiled(build("qwen3_moe"), policy=Selfish())
+def disagree(on_stream: bool) -> str:
+    model = _compiled_with_jobs(build("qwen3_moe"), on_stream=on_stream, policy=Selfish())
     try:
         for step in range(5):
             run_step(model, batch(step))
@@ -292,11 +307,74 @@ def disagree() -> str:
 
 
 @pytest.mark.distributed
-def test_ranks_that_plan_differently_stop_with_the_layer_and_the_step() -> None:
-    for message in run_ranks(f"{_HERE}:disagree", 2, timeout=120):
+@pytest.mark.parametrize("on_stream", [False, True])
+def test_ranks_that_plan_differently_stop_with_the_layer_and_the_step(on_stream: bool) -> None:
+    for message in run_ranks(f"{_HERE}:disagree", 2, timeout=120, on_stream=on_stream):
         assert "ranks disagree on the placement of experts" in message
         assert "layer model.layers.1.mlp.experts, step 2" in message
         assert "expert 3 also on ranks [1]" in message
+
+
+class Noting(Hecate):
+    """Hecate, with notes of what it placed: number of the layer, holders, and whether a backward ran."""
+
+    def place(self, layer: LayerView) -> Placement:
+        placement = super().place(layer)
+        notes = self.__dict__.setdefault("notes", [])
+        notes.append((layer.id, placement.holders, torch._C._current_graph_task_id() != -1))
+        return placement
+
+
+def trained(*, on_stream: bool, checkpoints: bool) -> dict[str, Any]:
+    """Steps, accumulation, forwards without a backward."""
+    policy, model = Noting(replicas=2), build("qwen3_moe", layers=3).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    model, losses = _compiled_with_jobs(model, on_stream=on_stream, policy=policy), []
+
+    def forward(step: int) -> torch.Tensor:
+        rank, size = rank_and_size()
+        mine = batch(step).chunk(size)[rank]
+        losses.append(model(input_ids=mine, labels=mine)["loss"])
+        return losses[-1]
+
+    forward(0).backward()
+    first, second = forward(1), forward(2)
+    second.backward()
+    first.backward()
+    with torch.no_grad():
+        forward(3)
+    forward(4)
+    forward(5).backward()
+    layers = compiled_model_of(model, "test").layers
+    assert {layer.world.queue.on_stream for layer in layers} == {on_stream}
+    numbers = [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+    # Numbers of layers count on from model to model.
+    notes = [(id - layers[0].id, holders, late) for id, holders, late in policy.__dict__["notes"]]
+    return {
+        "numbers": [hashlib.blake2b(n.detach().numpy().tobytes()).hexdigest() for n in numbers],
+        "plans": [[str(holders) for id, holders, _ in notes if id == layer] for layer in range(3)],
+        "late": [[late for id, _, late in notes if id == layer] for layer in range(3)],
+    }
+
+
+def train_on_thread_and_stream(checkpoints: bool) -> list[dict[str, Any]]:
+    return [trained(on_stream=on_stream, checkpoints=checkpoints) for on_stream in (False, True)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_plans_are_the_same_whether_jobs_run_on_a_thread_or_on_a_stream(checkpoints: bool) -> None:
+    """Whose host is ahead in the backward plans there, but for the layer whose plan the others' exchanges compare."""
+    ranks = run_ranks(f"{_HERE}:train_on_thread_and_stream", 2, checkpoints=checkpoints)
+    for thread, stream in ranks:
+        assert thread["numbers"] == stream["numbers"]
+        assert thread["plans"] == stream["plans"] == ranks[0][0]["plans"]
+        assert len({holders for plans in stream["plans"] for holders in plans}) > 3, "placements changed"
+        assert thread["late"] == [[False] * 7] * 3
+        # What no backward plans: the first forward, one behind another, and those behind 3 and 4, which have none.
+        late = [False, True, False, True, False, False, True]
+        assert stream["late"] == [[False] * 7, late, late]
 
 
 def resume() -> dict[str, Any]:

@@ -100,12 +100,15 @@ def test_what_both_collectives_read_goes_to_the_device_in_one_copy(
     def check(world: World) -> None:
         made = [Placement.with_replicas(owners, way) for way in ways]
         layer, owned = replicating_layer(world, made[0], TOPOLOGIES[topology]), owners.counts[world.rank]
-        shards, found = [torch.ones(owned, *shape) for shape in SHAPES], []
-        for placement in made:
+        shards, found = [torch.ones(owned, *shape, requires_grad=True) for shape in SHAPES], []
+        for step, placement in enumerate(made):
             layer.placer.model.policy.placement = placement
-            matrix, held = torch.ops.hecate.place(shards[0], layer.id)
-            replicas = torch.ops.hecate.sparse_all_gather(shards, matrix, held, layer.id)
-            means = torch.ops.hecate.sparse_reduce_scatter(shards, replicas, matrix, owned, layer.id)
+            # What was made in a forward without gradients is there for one with them.
+            with torch.inference_mode(step == 0):
+                matrix, held = torch.ops.hecate.place(shards[0], layer.id)
+                replicas = torch.ops.hecate.sparse_all_gather(shards, matrix, held, layer.id)
+                grads = [shard.detach() for shard in shards], [replica.detach() for replica in replicas]
+                means = torch.ops.hecate.sparse_reduce_scatter(*grads, matrix, owned, layer.id)
             assert len(held) == len(placement.replicas_on(world.rank)) and len(means[0]) == owned
             found.append(copies.take())
         assert found == [1, 0, 1]
