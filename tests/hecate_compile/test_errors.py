@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import nn
 
 import hecate
+from hecate.checks import check_transport
+from hecate.runtime.comm.world import World
+from hecate.runtime.placement.topology import Topology
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.support.parity import rank_and_size
@@ -164,6 +168,26 @@ def test_a_transport_of_rows_wants_experts() -> None:
     config = hecate.Config(transport="symmetric", attention=hecate.S2Attention())
     with pytest.raises(ValueError, match="carries rows to experts, and none were found"):
         hecate.compile(torch.nn.Linear(2, 2), config)
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "message"),
+    [
+        ("cuda:1", "7.0", 'needs GPUs of NVIDIA, .* and this torch is for AMD\'s. Use transport="collectives"'),
+        ("xpu:1", None, "needs ranks on CUDA devices, .*; the model is on xpu:1"),
+        ("cuda:1", None, ""),
+        ("cpu", "7.0", ""),
+    ],
+)
+def test_a_transport_of_rows_wants_gpus_of_nvidia(
+    device: str, hip: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    world = World(rank=0, size=2, group=None, device=torch.device(device))
+    for transport in ("symmetric", "collectives"):
+        expected = pytest.raises(ValueError, match=message) if message and transport == "symmetric" else nullcontext()
+        with expected:
+            check_transport(hecate.Config(transport=transport), Topology((0, 0)), world)
 
 
 def test_functions_want_the_compiled_model() -> None:
