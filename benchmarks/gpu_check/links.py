@@ -40,7 +40,7 @@ def put(make: Maker, dtype: torch.dtype) -> Case:
 
 
 def take(make: Maker, dtype: torch.dtype) -> Case:
-    chunk, index = _chunk(make), make.order(make.rows)
+    chunk, index = _chunk(make, told=1), make.order(make.rows)
     numbers = make.numbers(PLACES, RANKS, _windows(make, dtype).segment // dtype.itemsize, dtype=dtype)
     window = numbers.view(torch.uint8)
 
@@ -81,26 +81,25 @@ def wait(make: Maker, dtype: torch.dtype) -> Case:
     board = torch.stack([words, words])
 
     def by_kernel() -> Tensor:
-        chunk = _chunk(make)
-        wait_words.wait_words(board, chunk, behind=0, seconds=1.0, reads=True)
-        return chunk.counts
+        chunk = _chunk(make, told=1)
+        wait_words.wait_words(board, chunk, seconds=1.0)
+        return chunk.receives
 
     def by_reference() -> Tensor:
-        chunk = _chunk(make)
-        wait_words.wait_words_reference(board, chunk, behind=0, seconds=1.0, reads=True)
-        return chunk.counts
+        chunk = _chunk(make, told=1)
+        wait_words.wait_words_reference(board, chunk, seconds=1.0)
+        return chunk.receives
 
     return Case(torch.int64, by_kernel, by_reference, None, {torch.int64: 0.0}, bytes=8 * RANKS)
 
 
-def _chunk(make: Maker) -> Chunk:
-    """The first chunk of links of different lengths, which together are all rows."""
+def _chunk(make: Maker, *, told: int = 0) -> Chunk:
+    """The first chunk of links of different lengths, which together are all rows; there and back alike."""
     even = make.rows // RANKS
     counts = torch.full((RANKS,), even, dtype=torch.int64, device=make.device)
     counts[0] += even // 4
     counts[1] += make.rows - int(counts.sum())
-    none = torch.zeros_like(counts)
-    return Chunk(counts, none, none.clone(), 0)
+    return Chunk(counts, counts.clone(), torch.full_like(counts, told), torch.zeros_like(counts), 0)
 
 
 def _rows_of_a_link(make: Maker) -> int:

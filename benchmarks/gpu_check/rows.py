@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,16 +14,28 @@ from hecate.runtime.kernels import clear_rows, combine_rows, expand_segments, ga
 from hecate.runtime.ops.ticket import join_segments
 
 
-def gather(make: Maker, dtype: torch.dtype) -> Case:
+def gather(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
+    """All rows; and the first half of them, where only the device knows how many."""
     rows, index = make.numbers(make.rows, make.sizes.hidden, dtype=dtype), make.order(make.rows)
     wire = torch.bfloat16 if dtype is torch.float32 else dtype
-    return Case(
+    half = make.rows // 2
+    used = torch.tensor([half], device=make.device)
+    yield Case(
         dtype,
         lambda: gather_rows.gather_rows(rows, index, wire),
         lambda: gather_rows.gather_rows_reference(rows, index, wire),
         None,
         EQUAL,
         bytes=bytes_of(rows, index) + rows.numel() * wire.itemsize,
+    )
+    yield Case(
+        dtype,
+        lambda: gather_rows.gather_rows(rows, index, wire, used=used)[:half],
+        lambda: gather_rows.gather_rows_reference(rows, index[:half], wire),
+        None,
+        EQUAL,
+        note="half",
+        bytes=bytes_of(rows[:half], index[:half]) + rows[:half].numel() * wire.itemsize,
     )
 
 
@@ -74,6 +87,9 @@ def clear(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
     of_rows = clear_rows.clear_rows_behind, clear_rows.clear_rows_behind_reference
     of_slots = clear_rows.clear_empty_slots, clear_rows.clear_empty_slots_reference
     yield _clear("rows", rows, offs, of_rows, behind)
+    # As an exchange does it, which may have lost them.
+    in_room = tuple(partial(way, lost=torch.zeros((), dtype=torch.bool, device=make.device)) for way in of_rows)
+    yield _clear("room", rows, offs, in_room, behind)
     yield _clear("slots", matrices, offs, of_slots, empty)
 
 

@@ -1,9 +1,9 @@
 """Memory that every rank of a machine may write to: one window of each rank, and who owns which part of it.
 
-A window has a few places, a place has a segment for each source, and a segment holds a chunk of rows. Beside them lie
-two boards of words, one word for each place and rank: in ``signals`` sources say what they have put into this window,
-in ``credits`` readers say what they have taken of what this rank put into theirs. Each byte has one writer: segment
-and words of a rank are that rank's, in every window. ``hecate.runtime.ops.one_sided`` says when it may write.
+A window has two places, a place has a segment for each source, and a segment holds a chunk of rows. Beside them lies
+a board with a word for each place and source, in which sources say what they have put there. Each byte has one
+writer: segments and words of a rank are that rank's, in every window. ``hecate.runtime.ops.one_sided`` says when it
+may write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.world import World
 
-# Two: what is put next need not wait until everyone has taken what was put last.
+# A rank that says what it has put has taken what was put before; so what is put next has another place than the last.
 PLACES = 2
 # A segment has a multiple of so many bytes, which are 16 numbers of any dtype: kernels move vectors.
 ALIGNMENT = 128
@@ -41,23 +41,18 @@ class Windows:
     Attributes:
         rank: whose view it is; the tensors with its number are its own memory.
         data: of each rank, uint8 ``[places, W, segment]``.
-        signals, credits: of each rank, int64 ``[places, W]``; zero at the beginning.
+        signals: of each rank, int64 ``[places, W]``; zero at the beginning.
         owner: what keeps the memory of others mapped.
     """
 
     rank: int
     data: Sequence[Tensor]
     signals: Sequence[Tensor]
-    credits: Sequence[Tensor]
     owner: object = None
 
     @property
     def size(self) -> int:
         return len(self.data)
-
-    @property
-    def places(self) -> int:
-        return self.data[self.rank].shape[0]
 
     @property
     def segment(self) -> int:
@@ -81,7 +76,7 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
     return [_view(rank, memories, segment, places) for rank in range(world_size)]
 
 
-def symmetric_windows(world: World, segment: int, *, places: int = PLACES) -> Windows:
+def symmetric_windows(world: World, segment: int) -> Windows:
     """Windows of processes with a GPU each that reaches the others' memory. A collective.
 
     Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run on a GPU yet.
@@ -94,7 +89,7 @@ def symmetric_windows(world: World, segment: int, *, places: int = PLACES) -> Wi
     group = world.group
     assert group is not None, "one rank has nobody to share memory with"
     segment = _aligned(segment)
-    size = _bytes_of(world.size, segment, places)
+    size = _bytes_of(world.size, segment, PLACES)
 
     def exchange() -> tuple[Any, list[Tensor]]:
         handle = symmetric_memory.rendezvous(mine, group)
@@ -108,10 +103,10 @@ def symmetric_windows(world: World, segment: int, *, places: int = PLACES) -> Wi
     # A rank without room does not come to the rendezvous, so nobody does.
     mine = _on_all(lambda: symmetric_memory.empty(size, dtype=torch.uint8, device=world.device).zero_(), world)
     handle, memories = _on_all(exchange, world)
-    return _view(world.rank, memories, segment, places, owner=(handle, mine))
+    return _view(world.rank, memories, segment, PLACES, owner=(handle, mine))
 
 
-def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windows:
+def shared_windows(world: World, segment: int) -> Windows:
     """Windows of processes of one machine, in memory that they share: on CPUs. A collective.
 
     Each rank makes a file in memory, and all ranks map all files. A file has no name any more when this returns, so
@@ -125,7 +120,7 @@ def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windo
         RuntimeError: on all ranks; another kind of processor, no room in /dev/shm, or ranks on several machines.
     """
     segment = _aligned(segment)
-    size = _bytes_of(world.size, segment, places)
+    size = _bytes_of(world.size, segment, PLACES)
     # Here all ranks are there, so that a file has its name for a moment only.
     _on_all(_check_order, world)
     path = _SHARED / f"hecate-{os.getpid()}-{uuid.uuid4().hex}"
@@ -136,7 +131,7 @@ def shared_windows(world: World, segment: int, *, places: int = PLACES) -> Windo
         memories = _on_all(lambda: _map_files(paths, size), world)
     finally:
         path.unlink(missing_ok=True)
-    return _view(world.rank, memories, segment, places)
+    return _view(world.rank, memories, segment, PLACES)
 
 
 def _check_order() -> None:
@@ -188,18 +183,15 @@ def _aligned(segment: int) -> int:
 
 
 def _bytes_of(world_size: int, segment: int, places: int) -> int:
-    return places * world_size * (segment + 2 * torch.int64.itemsize)
+    return places * world_size * (segment + torch.int64.itemsize)
 
 
 def _view(rank: int, memories: Sequence[Tensor], segment: int, places: int, owner: object = None) -> Windows:
     words = places * len(memories)
-    sizes = [words * segment, words * torch.int64.itemsize, words * torch.int64.itemsize]
-    parts = [memory.split(sizes) for memory in memories]
-    boards = [[part[board].view(torch.int64).view(places, len(memories)) for part in parts] for board in (1, 2)]
+    parts = [memory.split([words * segment, words * torch.int64.itemsize]) for memory in memories]
     return Windows(
         rank=rank,
         data=[part[0].view(places, len(memories), segment) for part in parts],
-        signals=boards[0],
-        credits=boards[1],
+        signals=[part[1].view(torch.int64).view(places, len(memories)) for part in parts],
         owner=owner,
     )

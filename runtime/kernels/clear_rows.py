@@ -14,7 +14,7 @@ PIECES = ({"BLOCK": 4096, "num_warps": 4},)
 _SHARE = 16
 
 
-def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
+def clear_rows_behind(rows: Tensor, offs: Tensor, lost: Tensor | None = None) -> None:
     """Clear the rows that belong to no slot, in place.
 
     >>> rows = torch.ones(3, 2)
@@ -25,6 +25,7 @@ def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
     Args:
         rows: ``[R, N]``, contiguous. The kernel takes float32, bfloat16 and float16, the reference any dtype.
         offs: where the rows of each slot end, int32 or int64 ``[S]``, ascending, at most R, S > 0. Not checked.
+        lost: bool ``[]``. If it is true none of the rows is right: all become NaN, or 0 where that is no number.
 
     Raises:
         TypeError: ``offs`` is neither int32 nor int64.
@@ -34,7 +35,7 @@ def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
         raise ValueError(f"clear_rows_behind: expected contiguous [R, N] and slots, got {list(rows.shape)}")
     check_offsets("clear_rows_behind", offs, offs.shape[0], rows.device)
     if not (runs_on(rows.device) and rows.dtype in FLOATS):
-        clear_rows_behind_reference(rows, offs)
+        clear_rows_behind_reference(rows, offs, lost)
         return
     count, width = rows.shape
     if rows.numel() > 0:
@@ -42,13 +43,16 @@ def clear_rows_behind(rows: Tensor, offs: Tensor) -> None:
             _clear_rows_behind,
             lambda meta: -(-count // meta["BLOCK_ROWS"]),
             rows.device,
-            rows, offs[-1:], count, width,
+            rows, offs[-1:], offs if lost is None else lost, count, width, MAY_BE_LOST=lost is not None,
         )  # fmt: skip
 
 
-def clear_rows_behind_reference(rows: Tensor, offs: Tensor) -> None:
+def clear_rows_behind_reference(rows: Tensor, offs: Tensor, lost: Tensor | None = None) -> None:
     """:func:`clear_rows_behind` in plain torch."""
-    rows.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= offs[-1]).unsqueeze(1), 0)
+    behind = torch.arange(rows.shape[0], device=rows.device) >= offs[-1]
+    rows.masked_fill_(behind.unsqueeze(1), 0)
+    if lost is not None:
+        rows.masked_fill_(lost, torch.nan if rows.is_floating_point() else 0)
 
 
 def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
@@ -87,18 +91,26 @@ def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
     matrices.masked_fill_(empty[:, None, None], 0)
 
 
-@tuned(CONFIGS, key=[], varying=["count"], unaligned=["last"])
-def _clear_rows_behind(rows, last, count, width, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+@tuned(CONFIGS, key=[], varying=["count"], unaligned=["last", "lost"])
+def _clear_rows_behind(
+    rows, last, lost, count, width,
+    MAY_BE_LOST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
     end = tl.load(last).to(tl.int32)
+    value = 0.0
+    if MAY_BE_LOST:
+        gone = tl.load(lost) != 0
+        end = tl.where(gone, 0, end)
+        value = tl.where(gone, float("nan"), 0.0)
     start = tl.program_id(0) * BLOCK_ROWS
     if start + BLOCK_ROWS > end:
         r = start + tl.arange(0, BLOCK_ROWS)
         inside = (r >= end) & (r < count)
-        zeros = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=rows.dtype.element_ty)
+        values = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32) + value).to(rows.dtype.element_ty)
         for begin in range(0, width, BLOCK_COLS):
             c = begin + tl.arange(0, BLOCK_COLS)
             place = r.to(tl.int64)[:, None] * width + c[None, :]
-            tl.store(rows + place, zeros, mask=inside[:, None] & (c < width)[None, :])
+            tl.store(rows + place, values, mask=inside[:, None] & (c < width)[None, :])
 
 
 @tuned(PIECES, key=[])

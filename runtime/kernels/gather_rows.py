@@ -16,7 +16,12 @@ CONFIGS = (
 
 
 def gather_rows(
-    rows: Tensor, index: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+    rows: Tensor,
+    index: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    used: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The rows ``index`` of ``rows``, one behind the other.
 
@@ -27,6 +32,8 @@ def gather_rows(
         rows: ``[R, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
         index: int64 ``[n]`` on the same device, from 0 to R - 1; it is not checked on a GPU.
         dtype: of the result; by default that of ``out``, or else of ``rows``.
+        used: how many of ``index`` mean something, int64 ``[1]`` on the same device; by default all. Nobody may read
+            what lies behind them in the result.
         out: contiguous ``[n, ...]`` to write into and return.
 
     Returns:
@@ -48,7 +55,9 @@ def gather_rows(
             _gather_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
-            source, index.contiguous(), out, count, width, source.stride(0), rows_class(count),
+            source, index.contiguous(), index if used is None else used, out, count, width, source.stride(0),
+            rows_class(count),
+            ALL=used is None,
         )  # fmt: skip
     return out
 
@@ -61,18 +70,22 @@ def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype, out: 
     return picked.to(dtype) if out is None else out.copy_(picked)
 
 
-@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"])
+@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"], unaligned=["used"])
 def _gather_rows(
-    rows, index, out, count, width, stride, tuned_for, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
+    rows, index, used, out, count, width, stride, tuned_for,
+    ALL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    end = count
+    if not ALL:
+        end = tl.load(used).to(tl.int32)
     # The columns of a row are next to each other in time, too.
     blocks = tl.cdiv(width, BLOCK_COLS)
     block = tl.program_id(0) // blocks
     r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    mask = (r < count)[:, None] & (c < width)[None, :]
+    mask = (r < end)[:, None] & (c < width)[None, :]
     # int64, because rows times width may be more than int32 holds.
-    source = tl.load(index + r, mask=r < count, other=0)
+    source = tl.load(index + r, mask=r < end, other=0)
     values = tl.load(rows + source[:, None] * stride + c[None, :], mask=mask, other=0.0)
     target = r.to(tl.int64)[:, None] * width + c[None, :]
     tl.store(out + target, values.to(out.dtype.element_ty), mask=mask)

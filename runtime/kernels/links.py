@@ -1,10 +1,11 @@
 """What the kernels that write into other ranks' memory have in common.
 
 A link leads from one rank to one other, or to itself. Its rows travel in chunks of what a segment of the window
-holds, and the chunks of a link are numbered from 1 on, for ever: chunk n lies at place ``n % places``. A word names a
-chunk and how many rows the link has in this exchange.
+holds. Chunks are numbered from 1 on, for ever, and both links between two ranks have the same: chunk n lies at place
+``n % places``. A word names a chunk and how many rows the link has in this exchange.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,31 +20,40 @@ from hecate.runtime.kernels.operands import FLOATS, flat_rows
 COUNT_BITS = 28
 # Each program adds up the rows of all links before its own.
 MOST_RANKS = 128
+# Programs that bring the tiles of a chunk, one after the other: about what a GPU runs at a time. Not tuned.
+_PROGRAMS = 2048
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of each link of a rank: of those that lead away from it, or of those that lead to it.
+    """One chunk of all links of a rank, those that lead away from it and those that lead to it.
 
-    A link takes part if it has rows from ``first`` on; in the first chunk each does. Nothing is done with one whose
-    other rank did not come.
+    The two links between this rank and another take part if one of them has rows from ``first`` on; in the first
+    chunk all do. Both ranks know that alike. Nothing is done with a rank that did not come.
 
     Attributes:
-        counts: rows of each link in this exchange, int64 ``[W]``, contiguous as the others.
-        done: chunks of each link before this one, int64 ``[W]``.
+        sends: rows to each rank in this exchange, int64 ``[W]``, contiguous as the others.
+        receives: rows from each, int64 ``[W]``; known behind the wait of the first chunk.
+        told: chunks of which each rank has been told, with this one from its signal on, int64 ``[W]``.
         late: 1 for ranks that did not come in time, else 0, int64 ``[W]``.
         first: the first row of each link that this chunk has.
     """
 
-    counts: Tensor
-    done: Tensor
+    sends: Tensor
+    receives: Tensor
+    told: Tensor
     late: Tensor
     first: int
 
     @property
     def links(self) -> Tensor:
-        """Which take part, bool ``[W]``."""
-        return (self.late == 0) & ((self.counts > self.first) | (self.first == 0))
+        """Ranks with which it is exchanged, bool ``[W]``."""
+        more = torch.maximum(self.sends, self.receives) > self.first
+        return (self.late == 0) & (more | (self.first == 0))
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.sends, self.receives, self.told, self.late
 
 
 @dataclass(frozen=True)
@@ -108,15 +118,15 @@ def capacity_of(window: Tensor, tensor: Tensor, wire: torch.dtype) -> int:
 
 def check_links(who: str, chunk: Chunk) -> None:
     """Raise unless counts, chunks and late ranks are int64 ``[W]`` without gaps, and no more than kernels take."""
-    for numbers in (chunk.counts, chunk.done, chunk.late):
+    for numbers in chunk.numbers:
         if numbers.dtype != torch.int64:
             raise TypeError(f"{who}: expected numbers of int64, got {numbers.dtype}")
-        if numbers.shape != chunk.counts.shape or numbers.dim() != 1:
+        if numbers.shape != chunk.sends.shape or numbers.dim() != 1:
             raise ValueError(f"{who}: expected one number for each link, got {list(numbers.shape)}")
-        if numbers.device != chunk.counts.device or not numbers.is_contiguous():
+        if numbers.device != chunk.sends.device or not numbers.is_contiguous():
             raise ValueError(f"{who}: numbers of links are on two devices or have gaps")
-    if chunk.counts.shape[0] > MOST_RANKS:
-        raise ValueError(f"{who}: {chunk.counts.shape[0]} ranks, at most {MOST_RANKS} can share their memory")
+    if chunk.sends.shape[0] > MOST_RANKS:
+        raise ValueError(f"{who}: {chunk.sends.shape[0]} ranks, at most {MOST_RANKS} can share their memory")
 
 
 def check_window(who: str, window: Tensor) -> None:
@@ -141,23 +151,44 @@ def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
     return places[travels], chosen[travels]
 
 
+def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> Callable[[Mapping[str, int]], int]:
+    """How many bring the rows of a chunk, for :func:`launch`: no more than it can have tiles."""
+    # A link that has rows behind the first has the first ones, too. Each may have a tile that is not full.
+    most = min(ranks * capacity, rows.count - first)
+    return lambda meta: min(_PROGRAMS, (-(-most // meta["BLOCK_ROWS"]) + ranks) * -(-width // meta["BLOCK_COLS"]))
+
+
+@jit
+def share_out(
+    counts, late, shift, first, capacity, ranks, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Of a chunk, link by link from ``shift`` on: which link, its rows in all and here, and where its tiles end.
+
+    Not all ranks begin with the link to the same one.
+    """
+    p = tl.arange(0, RANKS)
+    link = (p + shift) % ranks
+    sizes = tl.load(counts + link, mask=p < ranks, other=0)
+    goes = tl.load(late + link, mask=p < ranks, other=1) == 0
+    rows = tl.where(goes, tl.minimum(tl.maximum(sizes - first, 0), capacity), 0)
+    return link, sizes, rows, tl.cumsum(tl.cdiv(rows, BLOCK_ROWS), 0)
+
+
 @jit
 def locate(
-    index, counts, late, tile, shift, count, first, capacity, ranks,
+    index, link, sizes, rows, ends, tile, count, first,
     INDEXED: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a chunk: its link, its rows' numbers in the chunk, which rows they are, which the chunk has.
-
-    Tiles go round the links, and begin at ``shift``: not all ranks write to the same one at the same time.
-    """
-    link = (tile + shift) % ranks
-    within = (tile // ranks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """Of one tile of a chunk: its link, its rows' numbers in the chunk, which rows they are, which it has."""
     p = tl.arange(0, RANKS)
-    sizes = tl.load(counts + p, mask=p < ranks, other=0)
-    place = tl.sum(tl.where(p < link, sizes, 0), 0) + first + within
-    size = tl.sum(tl.where(p == link, sizes, 0), 0)
-    travels = (within < capacity) & (first + within < size) & (place < count) & (tl.load(late + link) == 0)
+    # Links of which no tile is left.
+    before = tl.sum((ends <= tile).to(tl.int32), 0)
+    begin = tl.max(tl.where(p < before, ends, 0), 0)
+    own = tl.sum(tl.where(p == before, link, 0), 0)
+    within = (tile - begin) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    place = tl.sum(tl.where(link < own, sizes, 0), 0) + first + within
+    travels = (within < tl.sum(tl.where(p == before, rows, 0), 0)) & (place < count)
     row = place
     if INDEXED:
         row = tl.load(index + place, mask=travels, other=0)
-    return link, within, row, travels
+    return own, within, row, travels

@@ -5,28 +5,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
+from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
 from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links, padded
 
 # One: a few microseconds are not worth a trial.
-CONFIGS = ({"num_warps": 4},)
+CONFIGS = ({"num_warps": 1},)
+# A word has one writer, so it need not be exchanged: GPUs that reach each other over PCIe may have no atomics there.
+_RELEASE = """{
+.reg .pred goes;
+setp.ne.s32 goes, $3, 0;
+@goes st.release.sys.global.b64 [$1], $2;
+mov.u32 $0, 0;
+}"""
 
 
 def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: int) -> None:
-    """Write each link's number and rows on the board of its other rank, and count the chunk as done.
+    """Tell each rank of the chunk: write its number and the rows of the link on that rank's board.
 
     What this rank's earlier launches wrote or read is written and read before a word is seen.
 
     >>> boards = [torch.zeros(2, 2, dtype=torch.int64) for _ in range(2)]
-    >>> addresses, done = torch.tensor([board.data_ptr() for board in boards]), torch.tensor([0, 4])
-    >>> post_words(Chunk(torch.tensor([7, 8]), done, torch.tensor([0, 0]), 0), boards, addresses, 1)
+    >>> addresses, told = torch.tensor([board.data_ptr() for board in boards]), torch.tensor([0, 4])
+    >>> none, sends = torch.tensor([0, 0]), torch.tensor([7, 8])
+    >>> post_words(Chunk(sends, none, told, none, 0), boards, addresses, 1)
     >>> [[(word >> COUNT_BITS, word % 2**COUNT_BITS) for word in board[1].tolist()] for board in boards]
     [[(0, 0), (1, 7)], [(0, 0), (5, 8)]]
-    >>> done.tolist()
+    >>> told.tolist()
     [1, 5]
 
     Args:
-        chunk: ``chunk.done`` is changed.
+        chunk: ``chunk.told`` is changed.
         boards: of each rank, int64 ``[places, W]``.
         addresses: where they begin, int64 ``[W]`` on the device.
         rank: who writes.
@@ -36,40 +44,47 @@ def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: 
         ValueError: a shape or a device does not fit.
     """
     check_links("post_words", chunk)
-    if not runs_on(chunk.counts.device):
+    if not runs_on(chunk.sends.device):
         post_words_reference(chunk, boards, rank)
         return
     ranks = len(boards)
     launch(
         _post_words,
         lambda meta: 1,
-        chunk.counts.device,
-        addresses, chunk.counts, chunk.done, chunk.late, chunk.first, rank, ranks,
-        PLACES=boards[rank].shape[0], RANKS=padded(ranks), BITS=COUNT_BITS,
+        chunk.sends.device,
+        addresses, *chunk.numbers, chunk.first, rank, ranks,
+        PLACES=boards[rank].shape[0], RANKS=padded(ranks), BITS=COUNT_BITS, RELEASE=None if INTERPRETED else _RELEASE,
     )  # fmt: skip
 
 
 def post_words_reference(chunk: Chunk, boards: Sequence[Tensor], rank: int) -> None:
     """:func:`post_words` in plain torch, which reads the numbers on the host."""
-    counts, done = chunk.counts.tolist(), chunk.done.tolist()
+    sends, told = chunk.sends.tolist(), chunk.told.tolist()
     for peer in torch.nonzero(chunk.links).flatten().tolist():
-        number = done[peer] + 1
-        boards[peer][number % boards[peer].shape[0], rank] = (number << COUNT_BITS) + counts[peer]
-        chunk.done[peer] = number
+        number = told[peer] + 1
+        boards[peer][number % boards[peer].shape[0], rank] = (number << COUNT_BITS) + sends[peer]
+        chunk.told[peer] = number
 
 
 @tuned(CONFIGS, key=[], varying=["first", "rank", "ranks"])
 def _post_words(
-    addresses, counts, done, late, first, rank, ranks,
-    PLACES: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr,
+    addresses, sends, receives, told, late, first, rank, ranks,
+    PLACES: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     p = tl.arange(0, RANKS)
     inside = p < ranks
-    count = tl.load(counts + p, mask=inside, other=0)
-    goes = inside & (tl.load(late + p, mask=inside, other=1) == 0) & ((count > first) | (first == 0))
-    number = tl.load(done + p, mask=inside, other=0) + 1
-    board = tl.load(addresses + p, mask=goes, other=0).to(tl.pointer_type(tl.int64))
-    word = board + (number % PLACES) * ranks + rank
+    count = tl.load(sends + p, mask=inside, other=0)
+    longer = tl.maximum(count, tl.load(receives + p, mask=inside, other=0))
+    goes = inside & (tl.load(late + p, mask=inside, other=1) == 0) & ((longer > first) | (first == 0))
+    number = tl.load(told + p, mask=inside, other=0) + 1
+    word = tl.load(addresses + p, mask=goes, other=0) + ((number % PLACES) * ranks + rank) * 8
+    value = (number << BITS) + count
     # Release at the reach of the system: behind all that earlier kernels of this stream did.
-    tl.atomic_xchg(word, (number << BITS) + count, mask=goes, sem="release", scope="sys")
-    tl.store(done + p, number, mask=goes)
+    if RELEASE is not None:
+        # Threads that have the same word store the same.
+        tl.inline_asm_elementwise(
+            RELEASE, "=r,l,l,r", [word, value, goes.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.atomic_xchg(word.to(tl.pointer_type(tl.int64)), value, mask=goes, sem="release", scope="sys")
+    tl.store(told + p, number, mask=goes)

@@ -16,7 +16,9 @@ from hecate.runtime.kernels.links import (
     check_window,
     locate,
     padded,
+    programs,
     rows_by_place,
+    share_out,
 )
 from hecate.runtime.kernels.operands import check_index, check_rows
 
@@ -30,13 +32,13 @@ def put_rows(
     >>> none, sends = torch.zeros(2, dtype=torch.int64), torch.tensor([1, 2])
     >>> addresses = torch.tensor([window.data_ptr() for window in windows])
     >>> rows = Rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 1]))
-    >>> put_rows(rows, Chunk(sends, none, none, 0), windows, addresses, 0, torch.float32)
+    >>> put_rows(rows, Chunk(sends, none, none, none, 0), windows, addresses, 0, torch.float32)
     >>> [window.view(torch.float32)[0, 0, :2].tolist() for window in windows]
     [[3.0, 0.0], [1.0, 2.0]]
 
     Args:
         rows: what leaves, rank by rank. The kernel casts float32, bfloat16 and float16; others are moved as they are.
-        chunk: of the links that lead away from ``rank``.
+        chunk: of which nobody has been told yet.
         windows: of each rank, uint8 ``[places, W, bytes]``, a multiple of 128.
         addresses: where they begin, int64 ``[W]`` on the device of the rows.
         rank: who writes.
@@ -52,21 +54,19 @@ def put_rows(
     if rows.index is not None:
         check_index("put_rows", rows.index, rows.tensor.device)
     source, kind = as_numbers(rows.tensor, wire)
-    if rows.count * source.shape[1] == 0:
+    if rows.count <= chunk.first or source.shape[1] == 0:
         return
     if not runs_on(source.device):
         put_rows_reference(rows, chunk, windows, rank, wire)
         return
     rows, own, ranks, width = rows.by_place(), windows[rank].view(kind), len(windows), source.shape[1]
     capacity = capacity_of(windows[rank], rows.tensor, wire)
-    # Of a link there are no more rows than of all together.
-    tall = min(capacity, rows.count)
     launch(
         _put_rows,
-        lambda meta: ranks * -(-tall // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        programs(rows, chunk.first, capacity, ranks, width),
         source.device,
-        source, chunk.counts if rows.index is None else rows.index.contiguous(), own, addresses,
-        chunk.counts, chunk.done, chunk.late, rows.count, width, source.stride(0), chunk.first,
+        source, chunk.sends if rows.index is None else rows.index.contiguous(), own, addresses,
+        chunk.sends, chunk.told, chunk.late, rows.count, width, source.stride(0), chunk.first,
         capacity, own.shape[2] // 16, rank, ranks, rows_class(rows.count),
         INDEXED=rows.index is not None, PLACES=own.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
@@ -74,11 +74,11 @@ def put_rows(
 
 def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank: int, wire: torch.dtype) -> None:
     """:func:`put_rows` in plain torch, which reads the counts on the host."""
-    counts, capacity = chunk.counts.tolist(), capacity_of(windows[rank], rows.tensor, wire)
+    counts, capacity = chunk.sends.tolist(), capacity_of(windows[rank], rows.tensor, wire)
     places, chosen = rows_by_place(rows, sum(counts))
     by_place = rows.tensor.new_empty((sum(counts), *rows.tensor.shape[1:]))
     by_place = by_place.index_copy_(0, places, rows.tensor.index_select(0, chosen)).to(wire)
-    number, links = (chunk.done + 1).tolist(), chunk.links.tolist()
+    number, links = (chunk.told + 1).tolist(), chunk.links.tolist()
     for peer, part in enumerate(by_place.split(counts)):
         leaving = part[chunk.first : chunk.first + capacity].contiguous().view(-1).view(torch.uint8)
         if links[peer]:
@@ -91,20 +91,21 @@ def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank
     varying=["count", "first", "capacity", "sixteens", "rank", "tuned_for"],
 )
 def _put_rows(
-    rows, index, own, addresses, counts, done, late, count, width, stride, first, capacity, sixteens, rank, ranks,
+    rows, index, own, addresses, sends, told, late, count, width, stride, first, capacity, sixteens, rank, ranks,
     tuned_for,
     INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    links, sizes, parts, ends = share_out(sends, late, rank, first, capacity, ranks, RANKS, BLOCK_ROWS)
     blocks = tl.cdiv(width, BLOCK_COLS)
-    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    link, within, row, goes = locate(
-        index, counts, late, tl.program_id(0) // blocks, rank, count, first, capacity, ranks,
-        INDEXED, RANKS, BLOCK_ROWS,
-    )  # fmt: skip
-    number = tl.load(done + link) + 1
-    window = tl.multiple_of(tl.load(addresses + link).to(tl.pointer_type(own.dtype.element_ty)), 16)
-    target = ((number % PLACES) * ranks + rank) * sixteens * 16 + within * width
-    mask = goes[:, None] & (c < width)[None, :]
-    values = tl.load(rows + row[:, None] * stride + c[None, :], mask=mask, other=0.0)
-    tl.store(window + target[:, None] + c[None, :], values.to(own.dtype.element_ty), mask=mask)
+    for part in range(tl.program_id(0), tl.max(ends, 0) * blocks, tl.num_programs(0)):
+        c = (part % blocks).to(tl.int32) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        link, within, row, goes = locate(
+            index, links, sizes, parts, ends, part // blocks, count, first, INDEXED, RANKS, BLOCK_ROWS
+        )
+        number = tl.load(told + link) + 1
+        window = tl.multiple_of(tl.load(addresses + link).to(tl.pointer_type(own.dtype.element_ty)), 16)
+        target = ((number % PLACES) * ranks + rank) * sixteens * 16 + within * width
+        mask = goes[:, None] & (c < width)[None, :]
+        values = tl.load(rows + row[:, None] * stride + c[None, :], mask=mask, other=0.0)
+        tl.store(window + target[:, None] + c[None, :], values.to(own.dtype.element_ty), mask=mask)

@@ -14,7 +14,9 @@ from hecate.runtime.kernels.links import (
     check_window,
     locate,
     padded,
+    programs,
     rows_by_place,
+    share_out,
 )
 from hecate.runtime.kernels.operands import check_index, check_rows
 
@@ -26,7 +28,7 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
     >>> window.view(torch.float32)[0, :, :2] = torch.tensor([[3.0, 0.0], [1.0, 2.0]])
     >>> none, out = torch.zeros(2, dtype=torch.int64), torch.empty(3, 1)
     >>> rows = Rows(out, torch.tensor([1, 2, 0]), by_row=True)
-    >>> take_rows(window, rows, Chunk(torch.tensor([1, 2]), none, none, 0), torch.float32)
+    >>> take_rows(window, rows, Chunk(none, torch.tensor([1, 2]), none, none, 0), torch.float32)
     >>> out.tolist()
     [[1.0], [2.0], [3.0]]
 
@@ -34,7 +36,7 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
         window: uint8 ``[places, W, bytes]``, a multiple of 128.
         rows: where rows go, which come rank by rank; contiguous. The kernel casts float32, bfloat16 and float16;
             others are moved as they are.
-        chunk: of the links that lead to this rank.
+        chunk: which others have told of.
         wire: the dtype in which rows lie in windows.
 
     Raises:
@@ -49,21 +51,19 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
     if not rows.tensor.is_contiguous():
         raise ValueError("take_rows: writes into contiguous rows only")
     out, kind = as_numbers(rows.tensor, wire)
-    if rows.count * out.shape[1] == 0:
+    if rows.count <= chunk.first or out.shape[1] == 0:
         return
     if not runs_on(out.device):
         take_rows_reference(window, rows, chunk, wire)
         return
     rows, source, ranks, width = rows.by_place(), window.view(kind), window.shape[1], out.shape[1]
     capacity = capacity_of(window, rows.tensor, wire)
-    # Of a link there are no more rows than of all together.
-    tall = min(capacity, rows.count)
     launch(
         _take_rows,
-        lambda meta: ranks * -(-tall // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
+        programs(rows, chunk.first, capacity, ranks, width),
         out.device,
-        source, chunk.counts if rows.index is None else rows.index.contiguous(), out,
-        chunk.counts, chunk.done, chunk.late, rows.count, width, chunk.first,
+        source, chunk.receives if rows.index is None else rows.index.contiguous(), out,
+        chunk.receives, chunk.told, chunk.late, rows.count, width, chunk.first,
         capacity, source.shape[2] // 16, ranks, rows_class(rows.count),
         INDEXED=rows.index is not None, PLACES=source.shape[0], RANKS=padded(ranks),
     )  # fmt: skip
@@ -71,9 +71,9 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
 
 def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
     """:func:`take_rows` in plain torch, which reads the counts on the host."""
-    counts, capacity = chunk.counts.tolist(), capacity_of(window, rows.tensor, wire)
+    counts, capacity = chunk.receives.tolist(), capacity_of(window, rows.tensor, wire)
     places, chosen = rows_by_place(rows, sum(counts))
-    number, links = (chunk.done + 1).tolist(), chunk.links.tolist()
+    number, links = chunk.told.tolist(), chunk.links.tolist()
     begin, shape = 0, rows.tensor.shape[1:]
     for peer, count in enumerate(counts):
         first, last = begin + chunk.first, begin + min(count, chunk.first + capacity)
@@ -88,17 +88,18 @@ def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dt
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "first", "capacity", "sixteens", "tuned_for"])
 def _take_rows(
-    window, index, out, counts, done, late, count, width, first, capacity, sixteens, ranks, tuned_for,
+    window, index, out, receives, told, late, count, width, first, capacity, sixteens, ranks, tuned_for,
     INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    links, sizes, parts, ends = share_out(receives, late, 0, first, capacity, ranks, RANKS, BLOCK_ROWS)
     blocks = tl.cdiv(width, BLOCK_COLS)
-    c = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    link, within, row, comes = locate(
-        index, counts, late, tl.program_id(0) // blocks, 0, count, first, capacity, ranks, INDEXED, RANKS, BLOCK_ROWS
-    )
-    number = tl.load(done + link) + 1
-    source = ((number % PLACES) * ranks + link) * sixteens * 16 + within * width
-    mask = comes[:, None] & (c < width)[None, :]
-    values = tl.load(window + source[:, None] + c[None, :], mask=mask, other=0.0)
-    tl.store(out + row[:, None] * width + c[None, :], values.to(out.dtype.element_ty), mask=mask)
+    for part in range(tl.program_id(0), tl.max(ends, 0) * blocks, tl.num_programs(0)):
+        c = (part % blocks).to(tl.int32) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        link, within, row, comes = locate(
+            index, links, sizes, parts, ends, part // blocks, count, first, INDEXED, RANKS, BLOCK_ROWS
+        )
+        source = ((tl.load(told + link) % PLACES) * ranks + link) * sixteens * 16 + within * width
+        mask = comes[:, None] & (c < width)[None, :]
+        values = tl.load(window + source[:, None] + c[None, :], mask=mask, other=0.0)
+        tl.store(out + row[:, None] * width + c[None, :], values.to(out.dtype.element_ty), mask=mask)

@@ -17,25 +17,21 @@ _PAUSE, _PART, _LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
 Stop = Callable[[], bool]
 
 
-def wait_words(
-    board: Tensor, chunk: Chunk, *, behind: int, seconds: float, reads: bool, stop: Stop | None = None
-) -> None:
-    """Wait for the word of each link; who does not come is late from then on.
+def wait_words(board: Tensor, chunk: Chunk, *, seconds: float, stop: Stop | None = None) -> None:
+    """Wait until each rank has told of the chunk, and read how many rows come; who does not is late from then on.
 
     What others wrote before their words is seen by this rank's later launches.
 
     >>> board = torch.tensor([[0, 0], [(1 << COUNT_BITS) + 7, 0]])
-    >>> counts, done, late = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
-    >>> wait_words(board, Chunk(counts, done, late, 0), behind=0, seconds=0, reads=True)
-    >>> counts.tolist(), late.tolist()
+    >>> sends, receives, late = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
+    >>> wait_words(board, Chunk(sends, receives, torch.tensor([1, 1]), late, 0), seconds=0)
+    >>> receives.tolist(), late.tolist()
     ([7, 0], [0, 1])
 
     Args:
         board: int64 ``[places, W]``, this rank's own.
-        chunk: ``chunk.late`` is changed.
-        behind: a word must name this chunk or the one that is so many before it.
+        chunk: of which this rank has told the others. ``chunk.receives`` and ``chunk.late`` are changed.
         seconds: how long; each is looked at once in any case.
-        reads: the rows in the words become ``chunk.counts``.
         stop: asked while the host waits; it waits no longer than until this is true. No kernel asks.
 
     Raises:
@@ -44,56 +40,53 @@ def wait_words(
     """
     check_links("wait_words", chunk)
     if not runs_on(board.device):
-        wait_words_reference(board, chunk, behind, seconds, reads, stop)
+        wait_words_reference(board, chunk, seconds, stop)
         return
     places, ranks = board.shape
     launch(
         _wait_words,
         lambda meta: ranks,
         board.device,
-        board, chunk.counts, chunk.done, chunk.late, chunk.first, ranks, behind,
+        board, *chunk.numbers, chunk.first, ranks,
         # The interpreter has no clock: there a poll stands for the longest pause.
         int(seconds / _LONGEST_PAUSE if INTERPRETED else seconds * 1e9),
-        READS=reads, PLACES=places, BITS=COUNT_BITS, TIMED=not INTERPRETED,
+        PLACES=places, BITS=COUNT_BITS, TIMED=not INTERPRETED,
     )  # fmt: skip
 
 
-def has_come(board: Tensor, chunk: Chunk, behind: int) -> Tensor:
+def has_come(board: Tensor, chunk: Chunk) -> Tensor:
     """Whose words a wait would not wait for now, bool ``[W]``."""
-    return _words(board, chunk) >> COUNT_BITS >= chunk.done + 1 - behind
+    return _words(board, chunk) >> COUNT_BITS >= chunk.told
 
 
 def _words(board: Tensor, chunk: Chunk) -> Tensor:
-    return board.gather(0, ((chunk.done + 1) % board.shape[0]).unsqueeze(0)).squeeze(0)
+    return board.gather(0, (chunk.told % board.shape[0]).unsqueeze(0)).squeeze(0)
 
 
-def wait_words_reference(
-    board: Tensor, chunk: Chunk, behind: int, seconds: float, reads: bool, stop: Stop | None = None
-) -> None:
+def wait_words_reference(board: Tensor, chunk: Chunk, seconds: float, stop: Stop | None = None) -> None:
     """:func:`wait_words` in plain torch, which waits on the host."""
     links, begin, polls = chunk.links, time.monotonic(), 0
     while True:
         waited = time.monotonic() - begin
-        came = has_come(board, chunk, behind) | ~links
+        came = has_come(board, chunk) | ~links
         if came.all() or waited >= seconds or (stop is not None and stop()):
             break
         time.sleep(min(max(_PAUSE, _PART * waited), _LONGEST_PAUSE) if polls else 0)
         polls += 1
     chunk.late.masked_fill_(~came, 1)
-    if reads:
-        rows = _words(board, chunk) & ((1 << COUNT_BITS) - 1)
-        chunk.counts.copy_(torch.where(links & came, rows, chunk.counts))
+    rows = _words(board, chunk) & ((1 << COUNT_BITS) - 1)
+    chunk.receives.copy_(torch.where(links & came, rows, chunk.receives))
 
 
-@tuned(CONFIGS, key=[], varying=["first", "ranks", "behind", "limit"])
+@tuned(CONFIGS, key=[], varying=["first", "ranks", "limit"])
 def _wait_words(
-    board, counts, done, late, first, ranks, behind, limit,
-    READS: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr, TIMED: tl.constexpr,
+    board, sends, receives, told, late, first, ranks, limit,
+    PLACES: tl.constexpr, BITS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     link = tl.program_id(0)
-    takes_part = (tl.load(late + link) == 0) & ((tl.load(counts + link) > first) | (first == 0))
-    if takes_part:
-        number = tl.load(done + link) + 1
+    longer = tl.maximum(tl.load(sends + link), tl.load(receives + link))
+    if (tl.load(late + link) == 0) & ((longer > first) | (first == 0)):
+        number = tl.load(told + link)
         place = board + (number % PLACES) * ranks + link
         # Adding nothing reads a word with acquire: what was written before it is seen behind it.
         word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
@@ -101,15 +94,14 @@ def _wait_words(
         waited = number * 0
         if TIMED:
             begin = tl.extra.cuda.globaltimer()
-        while ((word >> BITS) < number - behind) & (waited < limit):
+        while ((word >> BITS) < number) & (waited < limit):
             word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
             if TIMED:
                 # Nanoseconds of a clock that goes on when programs take turns.
                 waited = tl.extra.cuda.globaltimer() - begin
             else:
                 waited += 1
-        if (word >> BITS) < number - behind:
+        if (word >> BITS) < number:
             tl.store(late + link, 1)
         else:
-            if READS:
-                tl.store(counts + link, word & ((1 << BITS) - 1))
+            tl.store(receives + link, word & ((1 << BITS) - 1))

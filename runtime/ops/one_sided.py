@@ -1,35 +1,36 @@
 """Exchanges as writes into other ranks' memory, of sizes that the host need not know.
 
 From each rank to each leads a link (``hecate.runtime.kernels.links``): a ring of a few places in the reader's window
-(``hecate.runtime.comm.windows``). An exchange moves the rows of each link in chunks of what a place holds. For chunk
-n of its links a rank does, one launch after the other on one stream:
+(``hecate.runtime.comm.windows``). An exchange moves the rows of each link in chunks of what a place holds. Of both
+links between two ranks chunk n goes at the same time. For it a rank does, one launch after the other on one stream:
 
 | step | what it does |
 |---|---|
-| room | waits until readers have credited chunk ``n - places`` |
-| put | writes rows into the readers' windows, at place ``n % places`` |
+| put | writes rows into the readers' windows, at place ``n % 2`` |
 | signal | posts (n, rows of the link) on the readers' boards, with release |
-| wait | waits until sources have signalled chunk n, with acquire, and reads how many rows come |
+| wait | waits until those ranks have signalled chunk n, with acquire, and reads how many rows come |
 | take | copies rows out of its own window |
-| credit | posts n on the sources' boards, with release |
 
 **A chunk is read as it was written.** A word has one writer, and numbers on it only grow. A reader takes chunk n
-behind the signal n, which is posted behind the rows. The next chunk at that place is n + places; its source puts it
-behind the credit n, which is posted behind the take. So what was written late is never read early, a signal of an
-earlier exchange names a smaller number, and no unread row is written over, in whatever order memory becomes visible.
+behind the source's signal n, which is posted behind the rows. The next chunk at that place is n + 2; its source puts
+it behind its wait for the reader's signal n + 1, which the reader posts behind its take of chunk n. So what was
+written late is never read early, a signal of an earlier exchange names a smaller number, and no unread row is written
+over, in whatever order memory becomes visible.
 
-**More rows than fit.** A signal tells all rows of its link. Both ends see from that how many chunks there are: no
-less than one, and one for each ``capacity`` rows that are begun. Links do not wait for each other's further chunks,
-so a rank may go through more chunks than its links have, and ranks need not agree on how many.
+**More rows than fit.** A signal tells all rows of its link. Behind the first wait both ranks know the rows of both
+links between them, and so how many chunks these have: no less than one, and as many as the longer one begins of
+``capacity`` rows each. Two ranks do not wait for the further chunks of others: a rank may go through more chunks than
+its links have, and ranks need not agree on how many.
 
-**Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Room waits for the
-credit of an earlier chunk, wait for the signal of the same chunk, and signal is above wait: each step waits only for
-smaller ones, so of all that are left the smallest can run. If a rank does not come at all, a wait ends after some
-time: that rank is late, nothing is written to it or read from it from then on, and :meth:`Transport.check` names it.
+**Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Only wait waits, for
+signals of the same chunk, which are above it: of all steps that are left the smallest can run. While a rank waits,
+one warp for each other rank is busy, and no launch that others wait for is behind it: all of this holds for ranks on
+streams of one GPU, too. Each launch does what it can do at once and ends, so launches may run one after the other,
+as in the interpreter. If a rank does not come at all, a wait ends after some time: that rank is late, nothing is
+written to it or read from it from then on, and :meth:`Transport.check` names it.
 
-Ranks reach each other's memory over NVLink, or are on one GPU: words are posted by atomics. Not run on a GPU yet
-(docs/gpu.md). On CPUs they are processes of one machine. Operators use it with ``Config(transport="symmetric")``
-(``hecate.runtime.ops.symmetric``).
+Ranks reach each other's memory over NVLink, or are on one GPU. Not run on a GPU yet (docs/gpu.md). On CPUs they are
+processes of one machine. Operators use it with ``Config(transport="symmetric")`` (``hecate.runtime.ops.symmetric``).
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ class Transport:
 
     def __init__(self, windows: Windows, *, seconds: float) -> None:
         self.windows, self._seconds = windows, seconds
-        zeros = torch.zeros((4, windows.size), dtype=torch.int64, device=windows.device)
-        self._sent, self._taken, self._late, self._exceeded = zeros.unbind()
+        zeros = torch.zeros((3, windows.size), dtype=torch.int64, device=windows.device)
+        self._told, self._late, self._exceeded = zeros.unbind()
         # Of each rank, whether it came too late and how many rows were left behind or not expected, int64 [2, W]: all
         # zero if it is well. Read by the host, or copied to it beside other numbers.
-        self.faults = zeros[2:]
-        everything = (windows.data, windows.signals, windows.credits)
+        self.faults = zeros[1:]
+        everything = (windows.data, windows.signals)
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
-        self._data, self._signals, self._credits = pointers.to(windows.device).unbind()
+        self._data, self._signals = pointers.to(windows.device).unbind()
 
     def steps(
         self,
@@ -114,36 +115,28 @@ class Transport:
             raise ValueError(f"hecate: {most} rows from one rank to another, at most {(1 << COUNT_BITS) - 1} can go")
         leaving, arriving, receives = leaving.by_place(), arriving.by_place(), torch.zeros_like(sends)
         for first in range(0, max(1, most), capacity):
-            there, here = (
-                Chunk(counts, done, self._late, first)
-                for counts, done in ((sends, self._sent), (receives, self._taken))
-            )
-            yield "room", there
-            self._wait("room", there, stop)
-            yield "put", there
-            put_rows(leaving, there, windows.data, self._data, rank, wire)
-            yield "signal", there
-            post_words(there, windows.signals, self._signals, rank)
-            yield "wait", here
-            self._wait("wait", here, stop)
-            yield "take", here
-            take_rows(windows.data[rank], arriving, here, wire)
-            yield "credit", here
-            post_words(here, windows.credits, self._credits, rank)
-        # Rows that were left behind, if any: of a link, here, and there.
-        for total, room in ((sends.sum(), leaving.count), (receives.sum(), arriving.count)):
-            self._exceeded.copy_(torch.maximum(self._exceeded, total - room))
-        self._exceeded.copy_(torch.maximum(self._exceeded, torch.maximum(sends, receives) - most))
+            chunk = Chunk(sends, receives, self._told, self._late, first)
+            yield "put", chunk
+            put_rows(leaving, chunk, windows.data, self._data, rank, wire)
+            yield "signal", chunk
+            post_words(chunk, windows.signals, self._signals, rank)
+            yield "wait", chunk
+            wait_words(windows.signals[rank], chunk, seconds=self._seconds, stop=stop)
+            yield "take", chunk
+            take_rows(windows.data[rank], arriving, chunk, wire)
+        # Rows that were left behind, if any: here, there, and of a link.
+        behind = torch.maximum(sends.sum() - leaving.count, receives.sum() - arriving.count)
+        behind = torch.maximum(behind, torch.maximum(sends, receives) - most)
         if expects is not None:
-            difference = torch.where(self._late == 0, (receives - expects).abs(), 0)
-            self._exceeded.copy_(torch.maximum(self._exceeded, difference))
+            behind = torch.maximum(behind, (receives - expects).abs() * (self._late == 0))
+        self._exceeded.copy_(torch.maximum(self._exceeded, behind))
 
     def missing(self, step: str, chunk: Chunk) -> list[int]:
         """For which ranks a step that :meth:`steps` is about to do would wait now. Waits for the device."""
-        if step not in ("room", "wait"):
+        if step != "wait":
             return []
-        board, behind = self._awaited(step)
-        return torch.nonzero(chunk.links & ~has_come(board, chunk, behind)).flatten().tolist()
+        came = has_come(self.windows.signals[self.windows.rank], chunk)
+        return torch.nonzero(chunk.links & ~came).flatten().tolist()
 
     def check(self, faults: Tensor | None = None) -> None:
         """Raise unless all rows of all exchanges so far have come.
@@ -163,14 +156,3 @@ class Transport:
                 f"hecate: rank {self.windows.rank} had {max(exceeded)} rows more, or fewer, than it was told of: "
                 "ranks are in different exchanges"
             )
-
-    def _awaited(self, step: str) -> tuple[Tensor, int]:
-        """The board that a step looks at, and how far behind its chunk a word there may be."""
-        windows = self.windows
-        return {"room": (windows.credits[windows.rank], windows.places), "wait": (windows.signals[windows.rank], 0)}[
-            step
-        ]
-
-    def _wait(self, step: str, chunk: Chunk, stop: Stop | None) -> None:
-        board, behind = self._awaited(step)
-        wait_words(board, chunk, behind=behind, seconds=self._seconds, reads=step == "wait", stop=stop)

@@ -3,7 +3,7 @@
 With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients (``one_sided_experts``) travel over
 :class:`~hecate.runtime.ops.one_sided.Transport`. Counts stay on the device, and tickets are made there
 (``device_dispatch``). A rank that has R rows has room for so many percent of R, so every shape is known before
-anything has run. What comes lies in the front of that room, and behind it are zeros.
+anything has run. What comes lies in the front of that room; behind it zeros are written, and nowhere else.
 
 **The host learns late.** Counts, and whether there was room, are copied to the host while it goes on, and read at
 :meth:`Symmetric.settle`: when the next forward begins, before an optimizer steps or a scaler looks at gradients, when
@@ -40,10 +40,11 @@ from hecate.runtime.comm.supervise import begin, supervised_waits
 from hecate.runtime.comm.waiting import timeout_of
 from hecate.runtime.comm.windows import shared_windows, symmetric_windows
 from hecate.runtime.comm.world import World
+from hecate.runtime.kernels.clear_rows import clear_rows_behind
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.links import Rows
-from hecate.runtime.kernels.operands import FLOATS
+from hecate.runtime.kernels.operands import FLOATS, flat_rows
 from hecate.runtime.ops.device_dispatch import BoundedTicket, bounded_ticket
 from hecate.runtime.ops.device_tables import Fixed, LayerTables
 from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
@@ -51,8 +52,9 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
 
 # Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, of all
-# links together: the more ranks there are, the fewer rows go to each. Not tuned.
-_SEGMENT, _SEGMENTS = 2**20, 2**27
+# links together: the more ranks there are, the fewer rows go to each. With this, 65,536 rows of 4 KB and room for
+# twice as many take 6 chunks among 8 ranks, as all of them may go over one link. Not tuned.
+_SEGMENT, _SEGMENTS = 2**20, 3 * 2**28
 # The part of a group's timeout after which a kernel gives up. Behind one that waits stand other collectives, whose
 # watchdog would end the process and could not say who was late.
 _PATIENCE = 0.9
@@ -100,8 +102,7 @@ class Symmetric:
         seconds = timeout_of(world.group) * (1.0 if _host_waits(world.device) else _PATIENCE)
         if world.device.type == "cpu":
             return cls(world, Transport(shared_windows(world, _SEGMENT), seconds=seconds), percent)
-        segment = max(_SEGMENT, _SEGMENTS // world.size)
-        transport = Transport(symmetric_windows(world, segment), seconds=seconds)
+        transport = Transport(symmetric_windows(world, segment_on_gpu(world.size)), seconds=seconds)
         # What it keeps was made on the stream of the compute, and exchanges run on another.
         torch.cuda.synchronize(world.device)
         return cls(world, transport, percent)
@@ -117,9 +118,23 @@ class Symmetric:
         return known[1]
 
     def exchange(
-        self, leaving: Rows, sends: Tensor, arriving: Rows, *, most: int, wire: torch.dtype, expects: Tensor
+        self,
+        leaving: Rows,
+        sends: Tensor,
+        arriving: Rows,
+        *,
+        most: int,
+        wire: torch.dtype,
+        expects: Tensor,
+        excess: Tensor | None = None,
     ) -> None:
-        """All :meth:`Transport.steps`. If rows did not come it raises, or leaves NaN where the host does not wait."""
+        """All :meth:`Transport.steps`. What comes fills the front of ``arriving``, and behind it are zeros.
+
+        If rows did not come it raises. Where the host does not wait, all is NaN then, and 0 in whole numbers.
+
+        Args:
+            excess: rows for which each rank has no room, int64 ``[W]``. If there are any, all is NaN as well.
+        """
         group, rows = self.world.group, arriving.tensor
         steps = partial(self.transport.steps, leaving, sends, arriving, most=most, wire=wire, expects=expects)
         if group is not None:
@@ -127,8 +142,6 @@ class Symmetric:
             begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
         if not _host_waits(self.world.device):
             _walk(steps())
-            if rows.is_floating_point():
-                rows.masked_fill_(self.transport.faults.any(), torch.nan)
         elif group is None:
             _walk(steps())
             self.transport.check()
@@ -136,9 +149,12 @@ class Symmetric:
             with supervised_waits(group) as stop:
                 _walk(steps(stop=stop))
                 self.transport.check()
+        faults = self.transport.faults
+        lost = (faults if excess is None else torch.cat([faults, excess.unsqueeze(0)])).any()
+        clear_rows_behind(flat_rows(rows), expects.sum(0, keepdim=True), lost)
 
     def carry(self, experts: Tensor, sends: Tensor, receives: Tensor, *, room: int, most: int) -> Tensor:
-        """Experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view; unwritten behind what comes.
+        """Experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view; zeros behind what comes.
 
         Args:
             experts: rank by rank, and perhaps others behind those that leave.
@@ -215,6 +231,11 @@ class Symmetric:
         self._unread.clear()
 
 
+def segment_on_gpu(ranks: int) -> int:
+    """Bytes of a chunk of each of so many links."""
+    return max(_SEGMENT, _SEGMENTS // ranks)
+
+
 def piece_of(width: int, dtype: torch.dtype, segment: int) -> int:
     """Numbers of ``dtype`` in the pieces that an expert of ``width`` travels in, of ``segment`` bytes at most.
 
@@ -282,8 +303,7 @@ def gather_counts(record: Layer, counts: Tensor) -> Job:
     def run() -> Tensor:
         message = torch.cat([counts, symmetric.signature(plans)])
         leaving = message.expand(size, -1).contiguous()
-        # A rank that does not come has no rows, and not whatever lies in memory.
-        out = torch.zeros_like(leaving)
+        out = torch.empty_like(leaving)
         one = torch.ones(size, dtype=torch.int64, device=counts.device)
         symmetric.exchange(Rows(leaving), one, Rows(out), most=1, wire=torch.int64, expects=one)
         return out
@@ -350,12 +370,13 @@ def exchange(record: Layer, rows: Tensor, splits: Tensor, send_index: Tensor, re
     leaving, parts, order = gather_rows(rows, send_index, wire), splits.clone(), receive_index.clone()
     record.count_rows_later(rows, parts[0])
     most = max(leaving.shape[0], order.shape[0])
+    out = rows.new_empty((order.shape[0], *shape), dtype=_lands_as(dtype, wire))
 
     def run() -> Tensor:
-        out = _room((order.shape[0], *shape), _lands_as(dtype, wire), parts)
         symmetric.exchange(
-            Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire, expects=parts[1]
-        )
+            Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire, expects=parts[1],
+            excess=parts[2],
+        )  # fmt: skip
         return out.to(dtype)
 
     return Job(record.world.queue, run, label=record.placer.label("exchange"))
@@ -364,19 +385,22 @@ def exchange(record: Layer, rows: Tensor, splits: Tensor, send_index: Tensor, re
 def exchange_back(
     record: Layer, rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int
 ) -> Job:
-    """Results to where the rows came from: ``[room, ...] -> [R, ...]``, zeros where no row was sent."""
+    """Results to where the rows came from: ``[room, ...] -> [R, ...]``, zeros behind the rows that were sent."""
     symmetric: Symmetric = record.symmetric
     dtype, wire, shape = rows.dtype, record.wire_of(rows), rows.shape[1:]
-    leaving = rows.to(wire, copy=True, memory_format=torch.contiguous_format)
-    parts, here, order = splits.clone(), receive_index.clone(), send_index.clone()
+    parts, order = splits.clone(), send_index.clone()
+    here = Rows(rows, receive_index, by_row=True).by_place().index
+    assert here is not None
+    leaving = gather_rows(rows, here, wire, used=parts[1].sum(0, keepdim=True))
     record.count_rows_later(rows, parts[1])
     most = max(leaving.shape[0], num_rows)
+    out = rows.new_empty((num_rows, *shape), dtype=_lands_as(dtype, wire))
 
     def run() -> Tensor:
-        out = _room((num_rows, *shape), _lands_as(dtype, wire), parts)
         symmetric.exchange(
-            Rows(leaving, here, by_row=True), parts[1], Rows(out, order), most=most, wire=wire, expects=parts[0]
-        )
+            Rows(leaving), parts[1], Rows(out, order), most=most, wire=wire, expects=parts[0],
+            excess=parts[2],
+        )  # fmt: skip
         return out.to(dtype)
 
     # Plans are made when the next forward takes them: until then the host does not know the counts.
@@ -386,11 +410,3 @@ def exchange_back(
 def _lands_as(dtype: torch.dtype, wire: torch.dtype) -> torch.dtype:
     """What rows of ``dtype`` are written as: no kernel casts float64."""
     return dtype if dtype in FLOATS else wire
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype, splits: Tensor) -> Tensor:
-    """What rows are written into: zeros, and NaN if none will come because there is no room for them somewhere."""
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=splits.device)
-    value = torch.where(splits[2].any(), torch.nan, 0.0).to(dtype)
-    return value.expand(shape).clone(memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from hecate.runtime.comm.windows import Windows, local_windows
+from hecate.runtime.comm.windows import PLACES, Windows, local_windows
 from hecate.runtime.kernels.links import Chunk
 from hecate.runtime.ops.one_sided import Transport
 
@@ -31,7 +31,8 @@ class Ranks:
         segment: bytes of a chunk.
         seed: of the schedule.
         speeds: how often each rank has its turn, and how often what it wrote moves, next to others; by default alike.
-        releases: whether a signal brings the rows with it. Without that nothing can be right.
+        releases, places: whether a signal brings the rows with it, and how many places windows have. Without the
+            former, and with fewer places, nothing can be right.
 
     Attributes:
         transports: one for each rank.
@@ -43,11 +44,11 @@ class Ranks:
         world_size: int,
         *,
         segment: int,
-        places: int,
         seed: int,
         device: torch.device,
         speeds: Sequence[float] = (),
         releases: bool = True,
+        places: int = PLACES,
         kind: Callable[..., Transport] = Transport,
     ) -> None:
         self._windows = local_windows(world_size, segment, device, places=places)
@@ -56,8 +57,9 @@ class Ranks:
         self.ahead = 0
         self._random, self._releases = random.Random(seed), releases
         self._speeds = list(speeds) or [1.0] * world_size
-        # Words that have been written and not brought over: (source, reader, board).
-        self._written: set[tuple[int, int, str]] = set()
+        # Of each reader, which chunks it has taken of each source; and words that have not been brought over.
+        self._taken = torch.zeros((world_size, world_size), dtype=torch.int64, device=device)
+        self._written: set[tuple[int, int]] = set()
 
     def run(self, programs: Sequence[Program], absent: Collection[int] = ()) -> None:
         """Let all ranks come to the end of their programs.
@@ -73,7 +75,7 @@ class Ranks:
         waiting: set[int] = set()
         while any(step is not None for step in steps.values()):
             able = [rank for rank in present if steps[rank] is not None and rank not in waiting]
-            moves: list[int | tuple[int, int, str]] = [*able, *sorted(self._written)]
+            moves: list[int | tuple[int, int]] = [*able, *sorted(self._written)]
             if not moves:
                 rank = self._give_up(steps, absent)
             else:
@@ -93,28 +95,28 @@ class Ranks:
             self._note(rank, name)
 
     def _note(self, rank: int, name: str) -> None:
-        if name in ("signal", "credit"):
-            others = [other for other in range(len(self.transports)) if other != rank]
-            self._written |= {(rank, other, f"{name}s") for other in others}
+        told = self.transports[rank]._told
         if name == "signal":
-            taken = torch.stack([transport._taken[rank] for transport in self.transports])
-            self.ahead = max(self.ahead, int((self.transports[rank]._sent - taken).amax()))
+            self._written |= {(rank, other) for other in range(len(self.transports)) if other != rank}
+            self.ahead = max(self.ahead, int((told - self._taken[:, rank]).amax()))
+        if name == "take":
+            self._taken[rank] = told
 
-    def _bring(self, source: int, reader: int, board: str) -> None:
-        """Bring over some rows, or a word, and with a signal all rows that it stands for."""
+    def _bring(self, source: int, reader: int) -> None:
+        """Bring over some rows, or a word, and with it all rows that it stands for."""
         (here, there) = self._views[source].data[reader][:, source], self._windows[reader].data[reader][:, source]
         if self._random.random() < 0.3:
             begin, end = sorted(self._random.choices(range(here.shape[1] + 1), k=2))
             there[:, begin:end] = here[:, begin:end]
             return
-        if board == "signals" and self._releases:
+        if self._releases:
             there.copy_(here)
-        words, place = getattr(self._views[source], board)[reader], self._random.randrange(here.shape[0])
-        home = getattr(self._windows[reader], board)[reader]
+        words, place = self._views[source].signals[reader], self._random.randrange(here.shape[0])
+        home = self._windows[reader].signals[reader]
         # Another place's word may come before.
         home[place, source] = words[place, source]
         if torch.equal(home[:, source], words[:, source]):
-            self._written.discard((source, reader, board))
+            self._written.discard((source, reader))
 
     def _give_up(self, steps: dict[int, tuple[str, Chunk] | None], absent: Collection[int]) -> int:
         """A rank that waits for absent ones only."""
@@ -133,6 +135,4 @@ def _copies_of_others(windows: Windows) -> Windows:
     def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [part if rank == windows.rank else part.clone() for rank, part in enumerate(parts)]
 
-    return replace(
-        windows, data=copied(windows.data), signals=copied(windows.signals), credits=copied(windows.credits)
-    )
+    return replace(windows, data=copied(windows.data), signals=copied(windows.signals))

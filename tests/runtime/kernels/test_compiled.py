@@ -41,6 +41,8 @@ BLOCKS = [
 INDICES = (
     "expand_segments", "post_words", "split_rows", "wait_words", "balance_rows", "ticket_segments", "device_dispatch",
 )  # fmt: skip
+# How words are written to other GPUs, which may have no atomics there, and read.
+WORDS = {"post_words": "st.release.sys.global.b64", "wait_words": "acquire"}
 # Attention has no configurations to try; see below.
 NAMES = [name for name in KERNELS if not name.startswith("s2_")]
 # What a program may have for itself on capability 9.0, the most on any GPU; others have at least 99 KiB.
@@ -95,6 +97,8 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
     for dtype, made in found:
         text = made.asm["ptx"]
         assert made.asm["cubin"]
+        if name in WORDS:
+            assert WORDS[name] in text and "atom." not in text
         if name in PRODUCTS:
             assert "cp.async.cg.shared.global" in text, "16 bytes, while the tile before is multiplied"
             assert dtype is torch.float32 or "mma" in text, "tensor cores"

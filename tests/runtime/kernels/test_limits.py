@@ -46,7 +46,7 @@ META = torch.zeros(2, dtype=torch.int64, device="meta")
 OWN = torch.zeros(2, 4, 5)
 OFFS = torch.tensor([1, 3])
 LONG = torch.zeros(2, 3, dtype=torch.int64)
-LINKS = Chunk(INDEX, INDEX, INDEX, 0)
+LINKS = Chunk(INDEX, INDEX, INDEX, INDEX, 0)
 WINDOW = torch.zeros(2, 2, 128, dtype=torch.uint8)
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -97,17 +97,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: put_rows(Rows(LONG), LINKS, [WINDOW] * 2, INDEX, 0, torch.float32), TypeError, "do not travel as",
     ),
     "half links": (
-        lambda: post_words(Chunk(SHORT, INDEX, INDEX, 0), [LONG, LONG], INDEX, 0), TypeError, "numbers of int64",
+        lambda: post_words(Chunk(SHORT, *[INDEX] * 3, 0), [LONG, LONG], INDEX, 0), TypeError, "numbers of int64",
     ),
     "fewer links": (
-        lambda: wait_words(LONG, Chunk(INDEX, INDEX[:1], INDEX, 0), behind=0, seconds=0, reads=True), ValueError,
+        lambda: wait_words(LONG, Chunk(INDEX, INDEX, INDEX[:1], INDEX, 0), seconds=0), ValueError,
         "one number for each link",
     ),
     "links with gaps": (
-        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, 0), [LONG], INDEX, 0), ValueError, "have gaps",
+        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, INDEX, 0), [LONG], INDEX, 0), ValueError, "have gaps",
     ),
     "too many ranks": (
-        lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 3, 0), [LONG], INDEX, 0), ValueError,
+        lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 4, 0), [LONG], INDEX, 0), ValueError,
         "at most 128",
     ),
     "counts of no ranks": (lambda: balance_rows(LONG[:0], INDEX, INDEX, LONG), ValueError, r"got \[0, 3\]"),

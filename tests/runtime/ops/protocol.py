@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hecate.runtime.comm.windows import PLACES
 from hecate.runtime.kernels.links import Rows
 from hecate.runtime.kernels.sum_replicas import sum_replicas
 from hecate.runtime.ops.one_sided import Transport
@@ -33,7 +34,6 @@ class Case:
     """
 
     counts: np.ndarray
-    places: int
     seed: int
     speeds: tuple[float, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -53,7 +53,6 @@ def cases(draw: st.DrawFn, most_exchanges: int = 4, most_ranks: int = 8) -> Case
     dtype = st.sampled_from([torch.float32, torch.bfloat16])
     return Case(
         counts=np.array(counts, dtype=np.int64).reshape(exchanges, size, size),
-        places=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 2**32)),
         speeds=tuple(draw(st.lists(st.sampled_from([0.01, 0.1, 1.0]), min_size=size, max_size=size))),
         dtype=draw(dtype),
@@ -128,15 +127,12 @@ def run(case: Case, device: torch.device, **options: Any) -> Ranks:
         options: what a protocol leaves out; then ranks may be further ahead than there are places.
     """
     exchanges = Exchanges(case, device)
-    ranks = Ranks(
-        case.world_size, segment=SEGMENT, places=case.places, seed=case.seed, speeds=case.speeds, device=device,
-        **options,
-    )  # fmt: skip
+    ranks = Ranks(case.world_size, segment=SEGMENT, seed=case.seed, speeds=case.speeds, device=device, **options)
     ranks.run([exchanges.program(transport, rank) for rank, transport in enumerate(ranks.transports)])
     for rank, transport in enumerate(ranks.transports):
         transport.check()
         exchanges.check(rank)
-    assert options or ranks.ahead <= case.places
+    assert options or ranks.ahead <= PLACES
     return ranks
 
 
@@ -212,15 +208,15 @@ class Experts:
 
 def run_experts(world_size: int, seed: int, device: torch.device) -> None:
     experts = Experts.draw(world_size, seed, device)
-    ranks = Ranks(world_size, segment=SEGMENT, places=2, seed=seed, device=device)
+    ranks = Ranks(world_size, segment=SEGMENT, seed=seed, device=device)
     ranks.run([experts.program(transport, rank) for rank, transport in enumerate(ranks.transports)])
     for rank, transport in enumerate(ranks.transports):
         transport.check()
         experts.check(rank)
 
 
-def skewed(counts: Iterator[int] | list[int], places: int = 2, seed: int = 0, exchanges: int = 3) -> Case:
+def skewed(counts: Iterator[int] | list[int], seed: int = 0, exchanges: int = 3) -> Case:
     """The same counts in each exchange, W of them, from each rank to the next ones."""
     row = list(counts)
     matrix = np.stack([np.roll(row, rank) for rank in range(len(row))])
-    return Case(np.stack([matrix] * exchanges), places=places, seed=seed)
+    return Case(np.stack([matrix] * exchanges), seed=seed)

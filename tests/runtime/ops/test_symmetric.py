@@ -6,20 +6,23 @@ import gc
 import platform
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.history import labelled
-from hecate.runtime.comm.windows import local_windows
+from hecate.runtime.comm.windows import PLACES, Windows, local_windows
 from hecate.runtime.comm.world import SINGLE, World, find_world
 from hecate.runtime.kernels import (
     balance_rows,
+    clear_rows,
     expand_segments,
     gather_rows,
     pack_experts,
@@ -398,26 +401,34 @@ def test_a_rank_that_failed_is_named_before_the_groups_timeout() -> None:
 
 MODULES = (
     balance_rows, split_rows, ticket_segments, expand_segments, gather_rows, put_rows, take_rows, post_words,
-    wait_words, pack_experts, sum_replicas,
+    wait_words, pack_experts, sum_replicas, clear_rows,
 )  # fmt: skip
 
 
+class Launch(NamedTuple):
+    kernel: str
+    programs: int
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels in the order in which they would run on a GPU."""
-    names: list[str] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What would be launched on a GPU, in this order."""
+    found: list[Launch] = []
 
     def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-        names.append(getattr(kernel, "__name__", None) or kernel.base_fn.__name__)
+        # Where there is no Triton, a kernel is a plain function.
+        declared = getattr(kernel, "base_fn", kernel)
+        numbers = kernel.configs[0].all_kwargs() if hasattr(kernel, "configs") else None
+        found.append(Launch(declared.__name__, 0 if numbers is None else grid(numbers)))
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", take_notes)
         monkeypatch.setattr(module, "runs_on", lambda _: True)
     monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
-    return names
+    return found
 
 
-def test_a_captured_step_launches_the_same_for_all_placements(launched: list[str]) -> None:
+def test_a_captured_step_launches_the_same_for_all_placements(launched: list[Launch]) -> None:
     """And reads no numbers of the device: fake tensors have none."""
     owners = OWNERS["contiguous"]
     placements = [Placement.with_replicas(owners, replicas) for replicas in REPLICAS.values()]
@@ -446,10 +457,10 @@ def test_a_captured_step_launches_the_same_for_all_placements(launched: list[str
         assert [part.shape for part in home] == [part.shape for part in shards]
         found.append(list(launched))
     assert found[0] == found[1] == found[2]
-    assert {"_pack_experts", "_put_rows", "_wait_words", "_sum_replicas"} <= set(found[0])
+    assert {"_pack_experts", "_put_rows", "_wait_words", "_sum_replicas"} <= {one.kernel for one in found[0]}
 
 
-def test_the_host_reads_nothing_where_kernels_run(launched: list[str]) -> None:
+def test_the_host_reads_nothing_where_kernels_run(launched: list[Launch]) -> None:
     """Fake tensors have no numbers, so whoever asks for one fails."""
     world = World(rank=1, size=3, group=None, device=CPU)
     placement = Placement.with_replicas(OWNERS["contiguous"], REPLICAS["some replicas"])
@@ -473,6 +484,50 @@ def test_the_host_reads_nothing_where_kernels_run(launched: list[str]) -> None:
         assert experts.shape == (2, 40)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             layer.symmetric.settle()
+    names = [one.kernel for one in launched]
     # Counts in one chunk, room for 20 rows in three, there and back, and two experts of two pieces in four.
-    assert launched.count("_put_rows") == launched.count("_take_rows") == 1 + 2 * 3 + 4
-    assert {"_even_out", "_arriving", "_wait_words", "_post_words", "_gather_rows"} <= set(launched)
+    assert names.count("_wait_words") == names.count("_post_words") == 1 + 2 * 3 + 4
+    # Of the three chunks, ten rows are in two, and three experts of two pieces in three of four.
+    assert (names.count("_put_rows"), names.count("_take_rows")) == (1 + 2 + 3 + 4, 1 + 3 + 2 + 4)
+    assert {"_even_out", "_arriving", "_gather_rows", "_clear_rows_behind"} <= set(names)
+
+
+class Passes(TorchDispatchMode):
+    """Counts bytes that torch's own operators read and write."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+            self.bytes += sum(one.numel() * one.itemsize for one in tensors)
+        return out
+
+
+def test_many_rows_take_few_launches_and_no_pass_over_their_room(launched: list[Launch]) -> None:
+    """65,536 rows of 4 KB among 8 ranks, with room for twice as many, in windows as large as on a GPU."""
+    rows, room, size, width = 65_536, 131_072, 8, 2048
+    segment = symmetric.segment_on_gpu(size)
+    # Memory that nobody touches, and the same for all ranks: nothing is written here.
+    window = torch.from_numpy(np.zeros((PLACES, size, segment), dtype=np.uint8))
+    board = torch.zeros(PLACES, size, dtype=torch.int64)
+    view = Windows(rank=1, data=[window] * size, signals=[board] * size)
+    layer = layer_over(Transport(view, seconds=1.0), World(rank=1, size=8, group=None, device=CPU),
+                       Placement.owned(ONE_EACH), 200)  # fmt: skip
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        splits = torch.zeros(3, size, dtype=torch.int64, device=CPU)
+        send, receive = (torch.zeros(n, dtype=torch.int64, device=CPU) for n in (rows, room))
+        there, back = (torch.zeros(n, width, dtype=torch.bfloat16, device=CPU) for n in (rows, room))
+        for make in (
+            lambda: symmetric.exchange(layer, there, splits, send, receive),
+            lambda: symmetric.exchange_back(layer, back, splits, send, receive, rows),
+        ):
+            launched.clear()
+            with Passes() as passes:
+                out = make().run()
+            assert out.dtype == torch.bfloat16
+            assert len(launched) <= 24
+            assert sum(one.programs for one in launched if one.kernel in ("_put_rows", "_take_rows")) <= 9 * 2048
+            # Orders and counts, no row.
+            assert passes.bytes < rows * width * 2 / 10

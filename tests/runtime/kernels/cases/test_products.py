@@ -81,6 +81,18 @@ def test_what_torch_leaves_is_cleared(dtype: torch.dtype, launches: list[str]) -
     assert set(launches) == {"clear_rows"} and len(launches) == 8
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64])
+@pytest.mark.parametrize("lost", [False, True])
+def test_rows_that_are_lost_are_no_numbers(dtype: torch.dtype, lost: bool) -> None:
+    rows = whole_numbers(40, 300, dtype=dtype) + 100
+    expected = rows.clone()
+    expected[17:] = 0
+    if lost:
+        expected.fill_(torch.nan if dtype.is_floating_point else 0)
+    clear_rows_behind(rows, offsets(3, 17), torch.tensor(lost, device=DEVICE))
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_rows_beyond_the_last_offset_are_zero_whatever_the_matrices_hold() -> None:
     x, own = whole_numbers(9, 4), torch.full((2, 4, 5), torch.nan, device=DEVICE)
     assert not grouped_mm(x, own, own[:0], offsets(0, 0)).any()

@@ -45,6 +45,14 @@ def test_rows_with_gaps_in_memory() -> None:
         assert torch.equal(scatter_rows(rows[:2], index, 6), scatter_rows_reference(rows[:2], index, 6, rows.dtype))
 
 
+def test_rows_of_which_only_the_device_knows_the_number(launches: list[str]) -> None:
+    rows, index = whole_numbers(9, 600), index_of(8, 0, 3, 5, 0, 0, 0)
+    for used in (0, 3, 4, 7):
+        found = gather_rows(rows, index, used=index_of(used))
+        assert found.shape == (7, 600) and torch.equal(found[:used], rows[index[:used]])
+    assert launches == ["gather_rows"] * 4
+
+
 def test_no_rows(launches: list[str]) -> None:
     none = index_of()
     assert gather_rows(whole_numbers(3, 4), none).shape == (0, 4)
