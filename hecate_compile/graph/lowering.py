@@ -179,7 +179,11 @@ def _aot_eager(
 def _inductor(
     gm: GraphModule, inputs: list[Any], run: Run, context: PassContext, disabled: Sequence[str], *, dumping: bool
 ) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_part(*args: Any, **options: Any) -> Any:
+        with _aligned_on_host():
+            return compile_fx_inner(*args, **options)
 
     # Rates and tokens are left out: they are another in every run, and no rank's order depends on them here.
     identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
@@ -196,8 +200,25 @@ def _inductor(
         patches["fx_graph_cache"] = False
         fresh = torch._functorch.config.patch(enable_autograd_cache=False)
     with fresh:
-        compiled: Any = compile_fx(gm, inputs, config_patches=patches)
+        compiled: Any = compile_fx(gm, inputs, inner_compile=compile_part, config_patches=patches)
     return cast(Compiled, compiled)
+
+
+@contextmanager
+def _aligned_on_host() -> Iterator[None]:
+    """Inside the block Inductor takes graph inputs in the host's memory for aligned.
+
+    It takes none of them so, and what an operator returns that gets one for not aligned either: rows that travelled,
+    since their splits are on the host. Kernels of a GPU then load them number by number. Those of CPUs do not ask.
+    """
+    from torch._inductor import graph
+
+    asked = graph.should_assume_input_aligned
+    graph.should_assume_input_aligned = lambda value: value.device.type == "cpu" or asked(value)
+    try:
+        yield
+    finally:
+        graph.should_assume_input_aligned = asked
 
 
 def _part(gm: GraphModule) -> str:

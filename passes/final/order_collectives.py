@@ -3,9 +3,14 @@
 Needs    ``f_start`` nodes in the order in which they shall start.
 Changes  a = f_start(x, [], ..); b = g_start(y, [], ..)
          becomes   a = f_start(x, [], ..); b = g_start(y, [a], ..)
+         and, for counts of rows
+         a = f_start(x, [], ..); y = gather(..); c = f_wait(a, x', []); b = g_start(y, ..)
+         becomes   a = f_start(x, [], ..); y = gather(..); c = f_wait(a, x', [y]); b = g_start(y, ..)
 Never    moves anything.
 
 Ranks must start collectives in one order. A compiler may move operators along data flow, so the order is data flow.
+So is what hides a wait for counts: Inductor computes pointwise values where a kernel of another kind takes them first,
+which for rows is the exchange behind the wait. Matrix products stay where they stand, so other waits need none of it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from hecate.passes.base import Outcome, PassContext
 from hecate.passes.final.collective_notes import write_note
 from hecate.passes.final.in_flight import in_flight
 from hecate.passes.final.node_cost import Clock
+from hecate.runtime.comm.collective import start_of
 
 
 def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
@@ -35,5 +41,9 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         sent = clock.sent_bytes(one.start, one.wait)
         note = write_note(one.start, context, sent / context.link_bytes, behind, sent)
         one.start.args = (*args, [before] if before is not None else [], note)
+        if one.collective.carries == "counts":
+            *args, _ = one.wait.args
+            between = nodes[position[one.start] + 1 : position[one.wait]]
+            one.wait.args = (*args, [node for node in between if any(start_of(user.target) for user in node.users)])
         before = one.start
     return Outcome(rewritten=len(collectives))

@@ -1,7 +1,7 @@
 """split_collectives: start a collective in one place, wait for it in another.
 
 Needs    collectives (``hecate.runtime.comm.collective``) in a forward or backward graph.
-Changes  y = f(x)   becomes   token = f_start(x, [], note); y = f_wait(token, x')
+Changes  y = f(x)   becomes   token = f_start(x, [], note); y = f_wait(token, x', [])
          where x' has the dtype, device and width of x and no rows: a start copies what it sends, so that x itself
          need not be kept for the wait. One x' serves all waits of a graph for which it would be the same.
 Never    moves anything: both halves stand where the collective stood.
@@ -36,7 +36,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         args, here = list(arguments_of(node).values()), Builder(graph, before=node)
         shapes = args if collective.wait_needs_arguments else map_arg(args, _stand_in(here, stand_ins))
         start = here.call(collective.start, *args, [], write_note(node, context))
-        wait = here.call(collective.wait, start, *shapes)
+        wait = here.call(collective.wait, start, *shapes, [])
         wait.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
         if mode is not None:
             with mode:

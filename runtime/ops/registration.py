@@ -3,12 +3,13 @@
 A collective ``f(args) -> out`` comes as three operators:
 
 - ``f(args)``, at once;
-- ``f_start(args, after, note) -> token`` and ``f_wait(token, args) -> out``.
+- ``f_start(args, after, note) -> token`` and ``f_wait(token, args, beside) -> out``.
 
 A start copies what travels into memory of its own before it returns, so its arguments may be reused at once. (The
 wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two halves a copy
-each.) ``after`` holds the token of the collective before, so that nothing changes the order: data flow is all that
-Inductor respects (docs/decisions.md).
+each.) Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that they do not look
+at: ``after`` holds the token of the collective before, so that nothing changes the order, and ``beside`` what is to be
+computed before the wait.
 """
 
 from __future__ import annotations
@@ -80,13 +81,14 @@ def define_collective(
         # A graph keeps it on the host, whatever the default device is. torch.tensor would take three times as long.
         return torch.from_numpy(np.array([begin(prepare, args, note)], dtype=np.int64))
 
-    def wait(token: Tensor, *args: Any) -> Any:
+    def wait(token: Tensor, *given: Any) -> Any:
         return queue.wait(int(token))
 
     def token(*args: Any) -> Tensor:
         return torch.empty(1, dtype=torch.int64, device="cpu")
 
-    def waited(token: Tensor, *args: Any) -> Any:
+    def waited(token: Tensor, *given: Any) -> Any:
+        *args, _ = given
         return fake(*args)
 
     return add_collective(
@@ -94,7 +96,7 @@ def define_collective(
             name=name,
             whole=define(schema, whole, fake),
             start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
-            wait=define(f"{name}_wait(Tensor token, {arguments}) -> {result}", wait, waited),
+            wait=define(f"{name}_wait(Tensor token, {arguments}, Tensor[] beside) -> {result}", wait, waited),
             role=role,
             carries=carries,
             **described,

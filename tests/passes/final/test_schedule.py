@@ -47,7 +47,7 @@ def names(gm: GraphModule) -> list[str]:
         if start_of(node.target) is not None:
             found.append(f"{name} {node.args[-3] - first}")
         elif name.endswith("_wait"):
-            found.append(f"{name} {node.args[-1] - first}")
+            found.append(f"{name} {node.args[-2] - first}")
         elif name in ("mm", "grouped_mm_pair"):
             found.append(name)
     return found
