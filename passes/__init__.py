@@ -29,6 +29,8 @@ from hecate.passes.final.schedule import schedule
 from hecate.passes.final.split_collectives import split_collectives
 from hecate.passes.joint.read_permutations import read_permutations
 from hecate.passes.joint.rematerialize import rematerialize
+from hecate.passes.joint.sum_slots import sum_slots
+from hecate.passes.joint.write_choices import write_choices
 
 PASSES: tuple[Pass, ...] = (
     drop_causal_masks,    # a mask that is causal -> is_causal=True
@@ -48,6 +50,8 @@ PASSES: tuple[Pass, ...] = (
 
 JOINT_PASSES: tuple[Pass, ...] = (
     read_permutations,    # what a gradient adds to rows by a permutation is read by its inverse
+    sum_slots,            # on accelerators: gradients of experts' biases are summed slot by slot, not with atomics
+    write_choices,        # on accelerators: gradients of chosen scores are written, not added with atomics
     rematerialize,        # gather parameters again in the backward instead of keeping them
 )  # fmt: skip
 

@@ -9,8 +9,8 @@ Changes  a = f_start(x, [], ..); b = g_start(y, [], ..)
 Never    moves anything.
 
 Ranks must start collectives in one order. A compiler may move operators along data flow, so the order is data flow.
-So is what hides a wait for counts: Inductor computes pointwise values where a kernel of another kind takes them first,
-which for rows is the exchange behind the wait. Matrix products stay where they stand, so other waits need none of it.
+So is what hides a wait for counts: Inductor computes pointwise values where an operator first takes them, which for
+rows is the exchange behind the wait. Matrix products stay where they stand, so other waits need none of it.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 Needs    a joint graph with zeros.index_put([p], y, accumulate), as autograd writes it for x[p], or with
          zeros.index_add(0, p, y), where p is the order of a sort or the inverse of one: rows sorted by expert, and
-         back.
-Changes  zeros.index_put([p], y, True)   becomes   y[q], where q is the inverse of p
+         back. On accelerators also p // k: rows that read their tokens, k for each token.
+Changes  zeros.index_put([p], y, True)        becomes   y[q], where q is the inverse of p
+         zeros.index_put([p // k], y, True)   becomes   y[q].view(n // k, k, ...).sum(1)
 Never    does so where the zeros have another number of rows, or the numbers are not known to be a permutation.
 
 The same values but for the sign of zeros, in one pass over the rows, which Inductor fuses with what stands in front.
-To add is to write zeros first, and is atomic on GPUs.
+To add is to write zeros first, and on accelerators it is atomic: in any order, and in bfloat16 rounded each time. The
+k rows of a token are summed in the order of its choices instead, in float32. CPUs add in order, and faster than that.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, arg, calls, is_getitem
+from hecate.passes.joint.additions import added, adds_in_any_order, is_zeros, same_sizes, value_of, writes_sums
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -30,54 +32,46 @@ def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
     count = 0
     for node in list(gm.graph.nodes):
         # What it adds may be what was rewritten a moment ago.
-        if (operands := _added(node)) is not None and _rewrite(node, *operands):
+        if (operands := added(node)) is not None and _rewrite(node, *operands):
             count += 1
     return Outcome(rewritten=count)
 
 
-def _added(node: Node) -> tuple[Node, Node, Node] | None:
-    """What a node adds to, which of its rows, and what it adds there."""
-    if calls(node, aten.index_put) and _adds(node):
-        zeros, indices, rows = (arg(node, place) for place in range(3))
-        return (zeros, indices[0], rows) if len(indices) == 1 else None
-    if calls(node, aten.index_add) and not node.kwargs and arg(node, 1) == 0:
-        return arg(node, 0), arg(node, 2), arg(node, 3)
-    return None
-
-
-def _rewrite(addition: Node, zeros: Node, order: Node, rows: Node) -> bool:
-    if not _is_zeros(zeros) or not is_order(order):
+def _rewrite(addition: Node, zeros: Node, index: Node, rows: Node) -> bool:
+    order, each = _shared_by(index) if adds_in_any_order(value_of(addition)) else (index, 1)
+    if not is_zeros(zeros) or not is_order(order):
         return False
-    room, added = _value(zeros), _value(rows)
-    if not _same(added.shape, room.shape) or not _same(_value(order).shape, room.shape[:1]):
+    (room, *sizes), (count, *row) = value_of(zeros).shape, value_of(rows).shape
+    if not same_sizes([count, *row], [room * each, *sizes]) or not same_sizes(value_of(order).shape, [count]):
         return False
     here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
-    addition.replace_all_uses_with(_noted(here.call(aten.index.Tensor, rows, [inverse]), addition, added))
+    read = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, value_of(rows))
+    if each > 1:
+        value = value_of(addition)
+        split = here.call(aten.view.default, read, [-1, each, *_sizes_of(row, rows, here)])
+        split = _noted(split, addition, value.new_empty([room, each, *row]))
+        read = _noted(here.call(aten.sum.dim_IntList, split, [1]), addition, value)
+    addition.replace_all_uses_with(read)
     for node in (addition, zeros):
         if not node.users:
             node.graph.erase_node(node)
     return True
 
 
-def _adds(write: Node) -> bool:
-    """Whether ``index_put`` adds to what is there; by default it writes over it."""
-    return bool(write.args[3] if len(write.args) > 3 else write.kwargs.get("accumulate", False))
+def _shared_by(index: Node) -> tuple[Node, int]:
+    """p and k of ``p // k``; any other index, and 1."""
+    halved = calls(index, aten.div.Tensor_mode) and index.kwargs.get("rounding_mode") in ("floor", "trunc")
+    if (halved or calls(index, aten.floor_divide)) and isinstance(index.args[1], int) and index.args[1] > 0:
+        return arg(index, 0), index.args[1]
+    return index, 1
 
 
-def _value(node: Any) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
-
-
-def _is_zeros(node: Node) -> bool:
-    if calls(node, aten.full, aten.full_like):
-        return bool(arg(node, 1) == 0)
-    return calls(node, aten.zeros, aten.zeros_like, aten.new_zeros)
+def _sizes_of(sizes: Sequence[Any], rows: Node, here: Builder) -> list[Any]:
+    """Of a row, as a graph may hold them: symbols by nodes that ask for them."""
+    return [
+        size if isinstance(size, int) else _noted(here.call(aten.sym_size.int, rows, place), rows, size)
+        for place, size in enumerate(sizes, start=1)
+    ]
 
 
 def is_order(node: Node) -> bool:
@@ -89,7 +83,7 @@ def _sorted_from(order: Node) -> Node | None:
     """What was sorted to find ``order``, all of it in one dimension."""
     sort = arg(order, 0) if is_getitem(order) and arg(order, 1) == 1 else None
     found: Node | None = arg(sort, 0) if calls(sort, aten.sort, aten.sort.stable) else None
-    return found if found is not None and _value(found).dim() == 1 else None
+    return found if found is not None and value_of(found).dim() == 1 else None
 
 
 def _ascends(order: Node) -> bool:
@@ -101,13 +95,13 @@ def _ascends(order: Node) -> bool:
 def _inverted_from(inverse: Node) -> Node | None:
     """The order of which this is the inverse, written as ``inverse[order] = arange(n)``."""
     # As numbers of another dtype it may be no index, or as a mask another one.
-    if not calls(inverse, aten.index_put) or _adds(inverse) or _value(inverse).dtype != torch.int64:
+    if not calls(inverse, aten.index_put) or writes_sums(inverse) or value_of(inverse).dtype != torch.int64:
         return None
     room, indices, numbers = (arg(inverse, place) for place in range(3))
     if len(indices) != 1 or not _counts_up(numbers) or not is_order(indices[0]):
         return None
-    order, shape = indices[0], _value(indices[0]).shape
-    return order if _same(_value(room).shape, shape) and _same(_value(numbers).shape, shape) else None
+    order, shape = indices[0], value_of(indices[0]).shape
+    return order if same_sizes(value_of(room).shape, shape) and same_sizes(value_of(numbers).shape, shape) else None
 
 
 def _counts_up(node: Any) -> bool:
@@ -130,7 +124,7 @@ def _inverse_of(order: Node, user: Node) -> Node:
         for part in other.users if calls(other, aten.sort, aten.sort.stable) else {other: None}:
             if part < user and (order is _inverted_from(part) or (order is _sorted_from(part) and _ascends(part))):
                 return part
-    here, like = Builder(order.graph, after=order), _value(order)
+    here, like = Builder(order.graph, after=order), value_of(order)
     length: Any = like.shape[0]
     if not isinstance(length, int):
         length = _noted(here.length(order), order, length)

@@ -8,8 +8,8 @@ A collective ``f(args) -> out`` comes as three operators:
 A start copies what travels into memory of its own before it returns, so its arguments may be reused at once. (The
 wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two halves a copy
 each.) Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that they do not look
-at: ``after`` holds the token of the collective before, so that nothing changes the order, and ``beside`` what is to be
-computed before the wait.
+at: ``after`` holds the token of the collective before, so that nothing changes the order, and ``beside`` what is to
+be computed before the wait.
 """
 
 from __future__ import annotations

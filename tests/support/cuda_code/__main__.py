@@ -2,6 +2,8 @@
 
 Needs g++, for a device guard that does nothing, and a build of torch without CUDA.
 """
+# The guard is loaded before torch, and torch is told of the device before it is used.
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def load_guard(folder: Path) -> None:
              f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"],
             check=True,
         )  # fmt: skip
-    needed = [path for name in ("libgomp*", "libc10.so", "libtorch_cpu.so") for path in torch_folder.glob(f"lib/{name}")]
+    needed = [
+        path for name in ("libgomp*", "libc10.so", "libtorch_cpu.so") for path in torch_folder.glob(f"lib/{name}")
+    ]
     for path in (*needed, library):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

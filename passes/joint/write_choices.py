@@ -1,0 +1,47 @@
+"""write_choices: what is added to zeros at the places of a top-k is written there.
+
+Needs    a joint graph with zeros.scatter_add(d, i, y), as autograd writes it for x.gather(d, i), on an accelerator,
+         where i are the places that a top-k over d has found: scores of the experts that a token goes to.
+Changes  zeros.scatter_add(d, i, y)   becomes   zeros.scatter(d, i, y)
+Never    does so for other places, which may be equal.
+
+Places of a top-k differ, so nothing is added to anything; but to add is atomic there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hecate.passes.base import Outcome, PassContext
+from hecate.passes.fx import Builder, arg, calls, is_getitem
+from hecate.passes.joint.additions import adds_in_any_order, is_zeros, value_of
+
+aten = torch.ops.aten
+
+
+def write_choices(gm: GraphModule, context: PassContext) -> Outcome:
+    """Rewrite every such addition in ``gm``."""
+    count = 0
+    for node in list(gm.graph.nodes):
+        if not calls(node, aten.scatter_add) or not adds_in_any_order(value_of(node)):
+            continue
+        zeros, dimension, places, rows = node.args
+        if is_zeros(zeros) and _are_found_along(places, dimension % value_of(node).dim()):
+            written = Builder(gm.graph, before=node).call(aten.scatter.src, zeros, dimension, places, rows)
+            written.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+            node.replace_all_uses_with(written)
+            gm.graph.erase_node(node)
+            count += 1
+    return Outcome(rewritten=count)
+
+
+def _are_found_along(places: Any, dimension: int) -> bool:
+    """Whether these are the second result of a top-k over ``dimension``."""
+    if not is_getitem(places) or arg(places, 1) != 1 or not calls(arg(places, 0), aten.topk):
+        return False
+    found: Node = arg(places, 0)
+    along: Any = found.args[2] if len(found.args) > 2 else found.kwargs.get("dim", -1)
+    return bool(along % value_of(places).dim() == dimension)
