@@ -20,8 +20,9 @@ _PATIENT = 4.0
 _HOST = torch.device("cpu")
 # Of a wait for the device: seconds in which the host only asks, and the shortest and the longest time that it sleeps.
 _BUSY, _SHORTEST, _LONGEST = 2e-4, 5e-5, 1e-2
-# Of a group's timeout. Behind all of it NCCL's watchdog would end the process, and not say who is late, and in what.
-_PART = 0.9
+# Seconds before a group's timeout, and the part of it, in which is found out who is late, and in what. Behind it
+# NCCL's watchdog would end the process without a word of that.
+_EARLY, _PART = 10.0, 0.1
 
 
 def supervised(
@@ -78,13 +79,14 @@ def wait_for_device(ended: Callable[[], bool], group: dist.ProcessGroup) -> None
 
 def _poll(ended: Callable[[], bool], wait: Wait) -> None:
     timeout, looked = timeout_of(wait.group), wait.since
+    longest = timeout - min(max(_EARLY, _PART * timeout), timeout / 2)
     while not ended():
         now = time.monotonic()
         waited = now - wait.since
         if now - looked > gloo.ROUND.total_seconds():
             looked = now
             _leave(wait)
-            if waited > _PART * timeout:
+            if waited > longest:
                 raise RuntimeError(f"not done after {waited:.0f} s of the group's timeout of {timeout:.0f} s")
         if waited > _BUSY:
             # What is late by a twentieth is not noticed, and other threads can run.

@@ -31,7 +31,7 @@ class Checked:
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         own = collective_named(name)
-        result = own.wait(own.start(*arguments, [], NOTE), *arguments)
+        result = own.wait(own.start(*arguments, [], NOTE), *arguments, [])
         made = {memory_of(tensor) for tensor in self.cuda.made}
         if name not in READ:
             self.late += [(name, list(one.shape)) for one in tensors_in(result) if memory_of(one) in made]

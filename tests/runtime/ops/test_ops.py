@@ -487,7 +487,7 @@ def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
     with torch.no_grad():
         whole = collective(*arguments)
         token = split.start(*arguments, [], "forward name 0.5 1 64 a subject")
-        halves = split.wait(token, *arguments)
+        halves = split.wait(token, *arguments, [])
     torch.testing.assert_close(halves, whole, rtol=0, atol=0)
     span = SINGLE.queue.spans[-1]
     assert (span.operator, span.subject, span.predicted, span.behind) == ("name", "a subject", 0.5, 1.0)
