@@ -128,7 +128,7 @@ def test_the_next_step_is_planned_while_rows_are_on_their_way() -> None:
     ops.place(rows, layer.id)
     started = exchange.start(rows, *ticket, layer.id, [], "forward exchange 0 0 0 planned")
     assert layer.placer.plan.planned is None
-    torch.testing.assert_close(exchange.wait(started, rows, *ticket, layer.id), rows)
+    torch.testing.assert_close(exchange.wait(started, rows, *ticket, layer.id, []), rows)
     planned = layer.placer.plan.planned
     assert planned is not None
     ops.exchange_back(rows, *ticket, 3, layer.id)
