@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
@@ -44,6 +45,8 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         if one.collective.carries == "counts":
             *args, _ = one.wait.args
             between = nodes[position[one.start] + 1 : position[one.wait]]
-            one.wait.args = (*args, [node for node in between if any(start_of(user.target) for user in node.users)])
+            # Sizes, where lengths vary, are numbers of the host.
+            tensors = (node for node in between if isinstance(node.meta.get("val"), torch.Tensor))
+            one.wait.args = (*args, [node for node in tensors if any(start_of(user.target) for user in node.users)])
         before = one.start
     return Outcome(rewritten=len(collectives))

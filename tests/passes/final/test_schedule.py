@@ -105,6 +105,30 @@ def test_schedule_starts_early_and_waits_late() -> None:
     same(gm, inputs, expected)
 
 
+def test_a_wait_for_counts_takes_the_rows_beside_it_and_no_numbers() -> None:
+    """Where lengths vary, a size that a later start reads may stand there, too: no tensor, and nothing to compute."""
+    gm, inputs = traced()
+    expected = gm(*inputs)
+    run([split_collectives], gm)
+    graph = gm.graph
+    counts = next(one for one in in_flight(graph.nodes) if one.collective.carries == "counts")
+    back = next(one for one in in_flight(graph.nodes) if one.collective.homeward and one.layer == counts.layer)
+    there = next(
+        one for one in in_flight(graph.nodes) if one.collective.name == "exchange" and one.layer == counts.layer
+    )
+    rows = there.start.args[0]
+    with graph.inserting_before(counts.wait):
+        beside = graph.call_function(torch.ops.aten.alias.default, (rows,))
+        size = graph.call_function(torch.ops.aten.sym_size.int, (rows, 0))
+    beside.meta["val"], size.meta["val"] = rows.meta["val"], rows.meta["val"].shape[0]
+    there.start.args = (beside, *there.start.args[1:])
+    back.start.args = tuple(size if value == R else value for value in back.start.args)
+    run([order_collectives], gm)
+    assert counts.wait.args[-1] == [beside]
+    gm.recompile()
+    same(gm, inputs, expected)
+
+
 def test_nothing_is_in_flight_without_a_budget() -> None:
     gm, inputs = traced()
     expected = gm(*inputs)
