@@ -79,10 +79,11 @@ def said(code: int | None, output: str, seconds: float) -> str:
     """What is known of a command that did not end well; its last line says it shortly."""
     if code is None:
         how = f"no end after {seconds:.0f} s"
+    elif _TIMEOUT in output:
+        # First, since a process may crash while it says where its threads are.
+        how = "no end in its share of the time"
     elif code < 0:
         how = f"ended by {signal.Signals(-code).name}"
-    elif _TIMEOUT in output:
-        how = "no end in its share of the time"
     else:
         how = "" if output.strip() and code else f"exit code {code}"
     return f"{output[-2000:]}\n{how}".strip()

@@ -63,6 +63,11 @@ def test_systems_behind_one_that_kills_its_process(faulty: str, tmp_path: Path) 
     assert len([one for one in last["seconds"] if one is not None]) > 1
 
 
+def test_the_end_of_a_share_is_said_though_the_process_dies_of_saying_where_it_is() -> None:
+    assert processes.said(-11, "Timeout (0:00:10)!\nThread 0x1", 10).endswith("no end in its share of the time")
+    assert processes.said(-11, "Thread 0x1", 10).endswith("ended by SIGSEGV")
+
+
 def test_a_process_that_cannot_begin_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stages, "COMMAND", [sys.executable, "-c", "raise ImportError('no torch')"])
     found = Measured("kernels", "kernel", ["a", "b"], 1).run(30, tmp_path / "rows.json", PRETENDED)
