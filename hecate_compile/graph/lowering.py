@@ -149,6 +149,8 @@ def _aot_eager(
             run(gm, FINAL_PASSES, part)
             if finish is not None:
                 return finish(gm, part)
+            if part == "backward":
+                _keep_saved_tensors()
             simplify_views(gm)
             select_rows(gm)
             return boxed_nop(gm, inputs)
@@ -174,6 +176,16 @@ def _aot_eager(
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled
+
+
+def _keep_saved_tensors() -> None:
+    """Give none of the tensors that a forward saved to its backward, to which they are of no use node by node.
+
+    Torch notes them for any backward that it compiles with the forward, and refuses to run that twice then.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _inductor(
