@@ -23,6 +23,7 @@ from hecate.checks import (
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
+from hecate.graph.traces import Traces
 from hecate.integrations import accelerate_state, transformers_models, transformers_trainer
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
@@ -159,11 +160,9 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known),
     )  # fmt: skip
     # What runs outside of graphs has full attention, and nobody would notice.
-    model.compile(backend=backend.entry(), fullgraph=config.attention is not None)
+    traces = Traces(model, backend, fullgraph=config.attention is not None)
 
     # Step 5: what happens around a step.
-    compiled = model._compiled_call_impl
-    assert compiled is not None
     owner_mover = OwnerMover(experts, layers, placer, world)
     measures = config.rates is None and can_measure(placer, world)
     shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
@@ -174,7 +173,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch
     )
     forward = CompiledForward(
-        compiled, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,
+        traces, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients,

@@ -116,7 +116,7 @@ def main() -> None:
     seed = cell["seed"]
     shape = shapes.SHAPES[cell["shape"]]
     torch.set_num_threads(1)
-    # All systems share the code of one model, and Dynamo counts each as a recompile.
+    # All systems share the code of one model, and Dynamo counts each of the others as a recompile.
     torch._dynamo.config.recompile_limit = 64
     # And takes for dynamic what differs between them, such as the choices of a token, which no training changes.
     torch._dynamo.config.automatic_dynamic_shapes = False

@@ -15,6 +15,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Uns
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hecate.graph.traces import Traces
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.world import World
@@ -32,7 +33,7 @@ class CompiledForward:
     """What ``model(...)`` calls.
 
     Args:
-        compiled: the forward as torch.compile made it.
+        traces: the forward as torch.compile makes it.
         model: whose forward it is.
         world: the ranks that share it, and where its collectives run.
         records: what its graphs name by number. A loss keeps them for its backward, in case the model goes first.
@@ -57,7 +58,7 @@ class CompiledForward:
 
     def __init__(
         self,
-        compiled: Callable[..., Any],
+        traces: Traces,
         *,
         model: nn.Module,
         world: World,
@@ -73,7 +74,7 @@ class CompiledForward:
         one_graph: bool = False,
         symmetric: Symmetric | None = None,
     ) -> None:
-        self._compiled, self._experts, self._step = compiled, experts, step
+        self._traces, self._experts, self._step = traces, experts, step
         # Weak: the model holds this.
         self._model, self._world = weakref.ref(model), world
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
@@ -81,7 +82,6 @@ class CompiledForward:
         self._check_compiled, self._one_graph = check_compiled, one_graph
         self.symmetric = symmetric
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
-        self._compiled_modes: set[bool] = set()
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
         self.recording = False
@@ -106,18 +106,18 @@ class CompiledForward:
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
-        mode = StepMode(training=training, first=training not in self._compiled_modes)
+        mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
             self.begin(mode)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.
         with self._running(mode):
-            out = self._compiled(*args, **kwargs)
+            out = self._traces(*args, **kwargs)
         if self._check_compiled is not None:
             self._check_compiled()
             self._check_compiled = None
-        self._compiled_modes.add(training)
+        self._traces.after_forward(training=training)
         if not training and not self.recording:
             # No optimizer will ask whether there was room for all rows.
             self.settle()
@@ -159,7 +159,7 @@ class CompiledForward:
         self._world.queue.begin_step()
         self._step.mode = mode
         try:
-            with torch._dynamo.config.patch(self._dynamo), _without_gradients(self._experts):
+            with torch._dynamo.config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
                 yield
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
@@ -174,7 +174,14 @@ class CompiledForward:
         except FailOnRecompileLimitHit as error:
             if not self._one_graph:
                 raise
-            raise UnsupportedAttentionError(_TOO_MANY_GRAPHS) from error
+            raise UnsupportedAttentionError(
+                _too_many_graphs(self._traces.refused, "attention outside of graphs would be dense")
+            ) from error
+        except UntracedReadError as error:
+            if self._traces.refused is None:
+                raise
+            consequence = "outside of graphs nothing can read the experts of other ranks"
+            raise UntracedReadError(_too_many_graphs(self._traces.refused, consequence)) from error
         finally:
             self._step.mode = None
 
@@ -203,10 +210,13 @@ def _refused_attention(error: BaseException) -> UnsupportedAttentionError | None
     return here
 
 
-_TOO_MANY_GRAPHS = (
-    "hecate: torch.compile has made as many graphs of the model as it may, and attention outside of graphs would be "
-    "dense. Raise torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles tells why there are so many"
-)
+def _too_many_graphs(refused: str | None, consequence: str) -> str:
+    return (
+        f"hecate: torch.compile has made as many graphs of the model as it may, and {consequence}.\n  {refused}\n"
+        "What is another number or object in each call is best given as a tensor, or kept out of the forward, hooks "
+        "included; TORCH_LOGS=recompiles shows each reason. If there are that many ways of calling the model, "
+        "raise torch._dynamo.config.recompile_limit at the top of the script."
+    )
 
 
 def _outside_of_graph(error: Unsupported) -> str:

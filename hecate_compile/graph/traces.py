@@ -1,0 +1,128 @@
+"""What Dynamo keeps of one compiled model: how many graphs there may be, and their end.
+
+Dynamo keeps graphs with the code that they were traced from. All models of a class would share one count, with those
+that are long gone, and would be told apart by guards alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import convert_frame
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+from hecate.graph.backend import Backend
+
+# Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
+# so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.
+LIMIT = 64
+# Torch 2.11 has one count for all models.
+_OWN_COUNT = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+@dataclass(eq=False)
+class _Trace:
+    """A callable with graphs of its own.
+
+    Attributes:
+        modes: grad modes in which it has been called.
+    """
+
+    call: Callable[..., Any]
+    modes: set[bool] = field(default_factory=set)
+
+
+class Traces:
+    """Calls a model through torch.compile.
+
+    Args:
+        fullgraph: raise where tracing breaks.
+
+    Attributes:
+        refused: why torch wanted to make another graph when there were as many as there may be; None if it never did.
+            What it does not trace then runs as plain Python from now on.
+    """
+
+    # How many counts there are that torch adds up.
+    _made = 0
+
+    def __init__(self, model: nn.Module, backend: Backend, *, fullgraph: bool) -> None:
+        # Weak: the model holds this.
+        self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
+        self.refused: str | None = None
+        self._now = self._trace()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _limit.met = None
+        try:
+            return self._now.call(*args, **kwargs)
+        finally:
+            self.refused = _limit.met or self.refused
+
+    def is_first(self, *, training: bool) -> bool:
+        """Whether this grad mode is new, so that all ranks compile, and compare what they have."""
+        return training not in self._now.modes
+
+    def after_forward(self, *, training: bool) -> None:
+        self._now.modes.add(training)
+
+    def limits(self) -> dict[str, int]:
+        """Dynamo's options while the model runs. A larger limit that the user has set stands."""
+        config = torch._dynamo.config
+        limit = max(LIMIT, config.recompile_limit)
+        everybody = config.accumulated_recompile_limit + limit * Traces._made
+        return {
+            "recompile_limit": limit if _OWN_COUNT else everybody,
+            "accumulated_recompile_limit": everybody,
+        }
+
+    def _trace(self) -> _Trace:
+        model = self._model()
+        assert model is not None, "it is the model that is called"
+        Traces._made += 1
+        entry = self._backend.entry()
+        own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
+        call: Any = torch.compile(model._call_impl, backend=entry, fullgraph=self._fullgraph, **own)
+        trace = _Trace(call)
+        # Dynamo would keep its graphs for as long as there is the model's class.
+        weakref.finalize(trace, _forget, entry).atexit = False
+        return trace
+
+
+def _forget(entry: Callable[..., Any]) -> None:
+    """Free the graphs that were made by the backend ``entry``, as Dynamo does when something dies that they need."""
+    for seen in list(convert_frame.input_codes.seen):
+        code = seen()
+        for graph in _debug_get_cache_entry_list(code) if code is not None else ():
+            manager = graph.guard_manager
+            if getattr(graph.backend, "compiler_fn", None) is entry and manager.extra_state is not None:
+                manager.extra_state.invalidate(graph, DeletedGuardManagerWrapper("the compiled model is gone"))
+
+
+class _Limit(logging.Filter):
+    """Hears in torch's log that it makes no more graphs of some code. It says so nowhere else.
+
+    Attributes:
+        met: of which code, and why it would have made one more; None if nothing was heard since it was set to that.
+    """
+
+    met: str | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple) and str(record.msg).startswith("torch._dynamo hit config."):
+            _, most, code, reason, *_ = record.args
+            guard = " ".join(str(reason).partition("\nUser stack trace")[0].split())
+            self.met = f"{code} has {most}, and the last of them does not fit because of {guard}"
+        return True
+
+
+_limit = _Limit()
+logging.getLogger(convert_frame.__name__).addFilter(_limit)

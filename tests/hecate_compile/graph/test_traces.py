@@ -1,0 +1,167 @@
+"""How many graphs a model may have: counted for each model, and gone with it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+import hecate
+from hecate.compiled_model import compiled_model_of
+from hecate.graph import traces
+from tests.support.models import PlainLanguageModel, batch, build
+from tests.support.parity import compare, rank_and_size, step_and_compare
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.graph.test_traces"
+EAGER = hecate.Config(backend="aot_eager")
+
+
+def _pair(seed: int = 0) -> tuple[PlainLanguageModel, PlainLanguageModel]:
+    """A compiled model and what it is compared with."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        made.append(PlainLanguageModel(hidden=8, layers=1, experts=4))
+    return hecate.compile(made[0], EAGER), made[1]
+
+
+def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
+    difference = step_and_compare(model, reference, ids)
+    return max(difference.loss, difference.gradient)
+
+
+def _graphs(model: nn.Module) -> int:
+    return len(compiled_model_of(model, "explain").backend.graphs)
+
+
+def sweep() -> dict[str, Any]:
+    """Twelve models in a row, of which the last five are kept and have several graphs each."""
+    errors, kept = [], []
+    for seed in range(12):
+        model, reference = _pair(seed)
+        errors.append(_step(model, reference, batch(seed)))
+        if seed >= 7:
+            kept.append(model)
+            errors.append(_step(model, reference, batch(seed, length=20)))
+            with torch.no_grad():
+                model(batch(0))
+    return {"errors": errors, "graphs": [_graphs(model) for model in kept]}
+
+
+def _preference_loss(policy: nn.Module, frozen: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """DPO's: what the policy has gained on the first half of the rows against the second."""
+
+    def score(model: nn.Module) -> torch.Tensor:
+        logits = model(input_ids=ids)["logits"][:, :-1].log_softmax(-1)
+        return logits.gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+    with torch.no_grad():
+        before = score(frozen)
+    gained = score(policy) - before
+    chosen, rejected = gained.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def preferences() -> dict[str, Any]:
+    """DPO by hand, whose reference is a second model of the same class, then an evaluation, then text."""
+    policy, frozen = (hecate.compile(build("qwen3_moe", layers=1), EAGER) for _ in range(2))
+    rank, size = rank_and_size()
+    plain, plain_frozen = (build("qwen3_moe", layers=1) for _ in range(2))
+    errors = []
+    for step, length in enumerate((12, 16, 9, 20)):
+        ids = batch(step, rows=4 * size, length=length)
+        for model in (policy, plain):
+            model.zero_grad()
+        ours = _preference_loss(policy, frozen, ids.chunk(size)[rank])
+        theirs = torch.stack([_preference_loss(plain, plain_frozen, part) for part in ids.chunk(size)]).mean()
+        ours.backward()
+        theirs.backward()
+        difference = compare(policy, ours.detach(), plain, theirs.detach())
+        errors.append(max(difference.loss, difference.gradient))
+    texts = []
+    for model in (policy, plain):
+        prompts, length = batch(9, rows=2, length=5), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        padded = torch.ones_like(prompts)
+        padded[0, :2] = 0
+        with torch.no_grad():
+            model(input_ids=batch(8), labels=batch(8))
+            model(input_ids=batch(8, rows=1))
+        both = [(prompts, padded), (prompts[:1], padded[1:])]
+        texts.append([model.generate(ids, attention_mask=mask, **length).tolist() for ids, mask in both])
+    return {"errors": errors, "texts": texts[0] == texts[1], "graphs": [_graphs(policy), _graphs(frozen)]}
+
+
+def many_shapes() -> dict[str, Any]:
+    """Fourteen shapes with sizes of one among them, and each way of being called."""
+    model, reference = _pair()
+    rank, size = rank_and_size()
+    errors = [
+        _step(model, reference, batch(length, rows=rows * size, length=length))
+        for rows, length in [(4, 16), (4, 20), (1, 13), (2, 2), (3, 9), (1, 2), (5, 33)]
+    ]
+    with torch.no_grad():
+        for rows, length in [(4, 16), (4, 24), (1, 31), (1, 1), (3, 1), (2, 9), (1, 17)]:
+            ids = batch(length, rows=rows * size, length=length)
+            for given in [{}, {"labels": ids.chunk(size)[rank]}] if length > 1 else [{}]:
+                ours = model(ids.chunk(size)[rank], **given)["logits"]
+                errors.append(float((ours - reference(ids)["logits"].chunk(size)[rank]).abs().max()))
+    return {"errors": errors, "graphs": _graphs(model)}
+
+
+@pytest.mark.distributed
+def test_each_model_has_its_own_number_of_graphs() -> None:
+    for found in run_ranks(f"{_HERE}:sweep", 2):
+        assert len(found["errors"]) == 17 and max(found["errors"]) < 1e-5
+        assert sum(found["graphs"]) > 8, "more than torch allows all of them together"
+    for found in run_ranks(f"{_HERE}:preferences", 2):
+        assert max(found["errors"]) < 1e-5 and found["texts"]
+        assert found["graphs"][0] > 4
+    for found in run_ranks(f"{_HERE}:many_shapes", 2):
+        assert max(found["errors"]) < 1e-5 and found["graphs"] > 8
+
+
+def limit() -> list[str]:
+    """A number of the model's is another one in each step."""
+    traces.LIMIT = torch._dynamo.config.recompile_limit = 3
+    model, _ = _pair()
+    ids = batch(0)
+    found = []
+    for turns in (1, 2, 3, 4, 5):
+        model.turns = turns
+        found.append(message_of(lambda: model(ids)))
+    # Another model of the class has its own.
+    found.append(message_of(lambda: _pair(1)[0](ids)))
+    return found
+
+
+@pytest.mark.distributed
+def test_behind_the_last_graph_the_error_says_what_changed() -> None:
+    for found in run_ranks(f"{_HERE}:limit", 2):
+        assert [text for text in found if text == "no error"] == ["no error"] * 4, found
+        for text in found[3:5]:
+            assert text.startswith("UntracedReadError") and "as many graphs of the model as it may" in text
+            assert "'forward'" in text and "has 3" in text and "self.turns == 3" in text and "\nUser" not in text
+            assert "torch._dynamo.config.recompile_limit" in text
+
+
+def _alive() -> int:
+    codes = filter(None, (seen() for seen in traces.convert_frame.input_codes.seen))
+    return sum(entry.code is not None for code in codes for entry in _debug_get_cache_entry_list(code))
+
+
+def test_graphs_of_a_dead_model_are_freed() -> None:
+    gc.collect()
+    before = _alive()
+    model, reference = _pair()
+    for length in (16, 20, 24):
+        _step(model, reference, batch(0, length=length))
+    assert _alive() > before
+    del model
+    gc.collect()
+    assert _alive() == before
