@@ -24,7 +24,7 @@ from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.graph.traces import Traces
-from hecate.integrations import accelerate_state, transformers_models, transformers_trainer
+from hecate.integrations import accelerate_state, model_averaging, transformers_models, transformers_trainer
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
 from hecate.reports.kept_parameters import kept_parameters
@@ -153,6 +153,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         watch_clipping()
         watch_scalers()
         leave_unwrapped()
+        model_averaging.refuse_shards()
     transformers_trainer.adopt()
     accelerate_state.adopt()
     backend = Backend(

@@ -24,22 +24,18 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.ops.symmetric import settle_all
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
+from hecate.training.optimizer_trial import refuse_unfit
 from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.shard import shard_of
 
 # The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
 _NOTE = "hecate_state"
-# They take norms, dot products or factors of whole parameters, and would see those of this rank's part.
-_WHOLE = {
-    "Adafactor", "CAME", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo",
-}  # fmt: skip
-
 # What DCP's get_state_dict and set_state_dict are in.
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
@@ -127,11 +123,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     # What a refused step left in gradients is NaN, in those of dense parameters too.
     settle_all()
-    for group in optimizer.param_groups:
-        world = _world_of(group)
-        if world is None:
-            continue
-        _refuse_whole(optimizer)
+    world = world_of(optimizer)
+    if world is None:
+        return
+    if optimizer not in _tried:
+        refuse_unfit(optimizer, world, args[1:], kwargs)
+        _tried.add(optimizer)
         _show_whole(optimizer)
     bring_along(optimizer)
 
@@ -152,23 +149,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             group[_NOTE] = _as_text(world, layers)
 
 
-def _refuse_whole(optimizer: Optimizer) -> None:
-    names = _WHOLE.intersection(cls.__name__ for cls in type(optimizer).__mro__)
-    if names:
-        raise RuntimeError(
-            f"hecate: {type(optimizer).__name__} needs whole parameters, to take norms or products of them, and this "
-            "rank holds a part of each. Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or "
-            "Lion, or leave sharded parameters to such a one."
-        )
-
-
 def _show_whole(optimizer: Optimizer) -> None:
     """To ``torch.distributed.checkpoint``'s functions, which keep one tensor for each parameter, show whole ones."""
-    if optimizer not in _shown:
-        _shown.add(optimizer)
-        optimizer.register_state_dict_post_hook(_gather_for_dcp)
-        optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
-        optimizer.register_load_state_dict_post_hook(_note_if_sliced)
+    optimizer.register_state_dict_post_hook(_gather_for_dcp)
+    optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
+    optimizer.register_load_state_dict_post_hook(_note_if_sliced)
 
 
 def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:

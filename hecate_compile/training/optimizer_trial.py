@@ -1,0 +1,324 @@
+"""Whether an optimizer is right on shards, found by trying: none says whether it needs more than a rank has.
+
+Before the first step of an optimizer that is not torch's own, two twins of it take a few steps on small made-up
+parameters. One has them whole; of the shards among them the other has a part, as a rank has. An optimizer that treats
+each element alone gives equal numbers. One that takes norms, means, factors or sums, of a parameter or of all, does
+not, and neither does one that averages or copies parameters between ranks: every rank tries its own part.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.world import World
+from hecate.wrap.shard import shard_of
+
+# Torch's own that treat each element alone. A class derived from one may not.
+_ELEMENTWISE = {
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+    torch.optim.SGD, torch.optim.SparseAdam,
+}  # fmt: skip
+# These do not show it in a trial: they begin after more steps, or where numbers happen to be so.
+_WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
+# The largest two dimensions of a made-up parameter are at most the first, the others at most the second: some
+# optimizers leave what is smaller than 128 as it is.
+_LARGE, _SMALL = 136, 16
+# A gradient in each step, times this: what is clipped by its own past shows when it grows.
+_STEPS = (1.0, 4.0, 0.5, 9.0)
+# Most numbers that an optimizer may hold beside parameters and their state, and have copied.
+_MOST_NUMBERS = 2**22
+_FINE, _DIFFERS, _UNKNOWN = range(3)
+
+
+def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on all ranks if ``optimizer`` is wrong on shards. A collective, if its class is not known.
+
+    Args:
+        args, kwargs: what its step was given.
+
+    Raises:
+        RuntimeError: its numbers would depend on how parameters are split over ranks.
+    """
+    kind = type(optimizer)
+    if kind in _ELEMENTWISE:
+        return
+    names = {cls.__name__ for cls in kind.__mro__}
+    if "ZeroRedundancyOptimizer" in names:
+        raise RuntimeError(
+            "hecate: ZeroRedundancyOptimizer copies each parameter from the rank that updates it to all others, over "
+            "the experts that those own. Use the optimizer inside it, built from model.parameters(): each rank has "
+            'state of its own experts alone, and with hecate.Config(dense="shard") of its own rows of all else.'
+        )
+    if names & _WHOLE:
+        raise RuntimeError(_needs_whole(kind))
+    verdict, problem = _FINE, ""
+    try:
+        verdict = _try(optimizer, world, _takes_closure(args, kwargs))
+    except Exception as error:
+        verdict, problem = _UNKNOWN, f"{type(error).__name__}: {error}".splitlines()[0]
+    found = torch.tensor([verdict == _DIFFERS, verdict == _UNKNOWN], dtype=torch.int64, device=world.control_device)
+    world.queue.drain()
+    with doing(f"the trial of {kind.__name__}"):
+        collectives.all_reduce(found, world, dist.ReduceOp.MAX)
+    differs, unknown = found.tolist()
+    if differs:
+        raise RuntimeError(_needs_whole(kind))
+    if unknown and world.rank == 0:
+        warnings.warn(
+            f"hecate: whether {kind.__name__} is right on shards could not be tried on small parameters "
+            f"({problem or 'another rank has the reason'}). Each rank has a part of every expert parameter: if its "
+            "step takes a norm, a mean or a product of a parameter or of all gradients, or random numbers, ranks "
+            "compute with different ones. Look for such in its step; AdamW, Adam, SGD and Lion have none.",
+            stacklevel=4,
+        )
+
+
+def _needs_whole(kind: type) -> str:
+    return (
+        f"hecate: {kind.__name__} needs whole parameters, to take norms, means or products of one or of all of them, "
+        "and this rank holds a part of each; tried on small parameters, its numbers depend on how these are split. "
+        "Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or Lion, or leave sharded parameters "
+        "to such a one."
+    )
+
+
+def _takes_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(callable(value) for value in (*args, *kwargs.values()))
+
+
+# --- made-up parameters ---
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    """A small parameter in the place of all that are alike.
+
+    Attributes:
+        start, target, slope: its values, and those at which its gradient is zero, and how steep that is.
+        sharded: ranks have parts of it.
+    """
+
+    start: torch.Tensor
+    target: torch.Tensor
+    slope: torch.Tensor
+    sharded: bool
+
+    @classmethod
+    def like(cls, parameter: nn.Parameter, generator: torch.Generator) -> _MadeUp:
+        shard = shard_of(parameter)
+        shape = list(shard.full_shape if shard is not None else parameter.shape)
+        largest = sorted(range(len(shape)), key=lambda d: -shape[d])[:2]
+        shape = [max(1, min(length, _LARGE if d in largest else _SMALL)) for d, length in enumerate(shape)]
+        if shard is not None:
+            shape[0] = max(2, shape[0] // 2 * 2)
+        start, target = (torch.randn(shape, generator=generator, device="cpu") for _ in range(2))
+        slope = torch.rand(shape, generator=generator, device="cpu") + 0.5
+        if shape:
+            # Parts that are alike would have the same norm.
+            slope *= torch.linspace(0.2, 5.0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+        # Small, so that float32 has digits left for what a step adds.
+        start, target, slope = (tensor.to(parameter.device) for tensor in (0.01 * start, 0.01 * target, slope))
+        return cls(start, target, slope, sharded=shard is not None)
+
+    def part(self, tensor: torch.Tensor, half: int | None) -> torch.Tensor:
+        """What a rank has of ``tensor``, all of it if ``half`` is None."""
+        return tensor if half is None or not self.sharded else tensor.chunk(2)[half]
+
+
+def _made_up(optimizer: Optimizer) -> tuple[dict[str, _MadeUp], dict[int, str]]:
+    """One parameter for all with equal options and dimensions, and by a parameter's identity which one."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    kinds: dict[str, _MadeUp] = {}
+    kind_of: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params" and not key.startswith("hecate_")}
+        # Without digits: the layers of a model may have a group each, with a name or a rate of its own.
+        text = re.sub(r"[\d.]+(e-?\d+)?", "", repr(options))
+        for parameter in group["params"]:
+            kind = f"{shard_of(parameter) is not None} {parameter.ndim} {text}"
+            kind_of[id(parameter)] = kind
+            if kind not in kinds:
+                kinds[kind] = _MadeUp.like(parameter, generator)
+    return kinds, kind_of
+
+
+# --- twins ---
+
+
+def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
+    kinds, kind_of = _made_up(optimizer)
+
+    def steps(half: int | None, seed: int) -> _Outcome:
+        return _take_steps(optimizer, kinds, kind_of, half, closure=closure, seed=seed, device=world.device)
+
+    half = 2 * world.rank // world.size
+    whole, part = steps(None, 0), steps(half, 0)
+    if _same(whole, part, kinds, half):
+        return _FINE
+    # Random numbers of a part are others than those of the whole.
+    if not _same(whole, steps(None, 1), kinds, None):
+        raise ValueError("it draws random numbers")
+    return _DIFFERS
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a twin's steps gave.
+
+    Attributes:
+        parameters: as they are then, by kind.
+        numbers: options of its groups that are numbers, such as an estimate of all gradients.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    numbers: dict[str, float]
+
+
+def _take_steps(
+    optimizer: Optimizer,
+    kinds: dict[str, _MadeUp],
+    kind_of: dict[int, str],
+    half: int | None,
+    *,
+    closure: bool,
+    seed: int,
+    device: torch.device,
+) -> _Outcome:
+    parameters = {kind: nn.Parameter(made.part(made.start, half).clone()) for kind, made in kinds.items()}
+    # The type's own, and not what schedulers and trainers have put around this optimizer's.
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    with _undisturbed(seed, device):
+        twin = _twin(optimizer, {id: parameters[kind] for id, kind in kind_of.items()})
+        for factor in _STEPS:
+
+            def gradients(factor: float = factor) -> torch.Tensor:
+                for kind, made in kinds.items():
+                    parameter = parameters[kind]
+                    steepness = factor * made.part(made.slope, half)
+                    parameter.grad = steepness * (parameter.detach() - made.part(made.target, half))
+                return torch.ones((), device=device)
+
+            gradients()
+            step(twin, gradients) if closure else step(twin)
+    numbers = {
+        f"{index} {key}": float(value)
+        for index, group in enumerate(twin.param_groups)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
+    return _Outcome({kind: parameter.detach() for kind, parameter in parameters.items()}, numbers)
+
+
+def _twin(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimizer:
+    """A copy in which other parameters stand, each once; nothing of it is shared with the original."""
+    memo: dict[int, Any] = dict(stand_ins)
+    twin = _copy(optimizer, memo)
+    seen: set[int] = set()
+    for group in twin.param_groups:
+        once = [p for p in {id(p): p for p in group["params"]}.values() if id(p) not in seen]
+        seen.update(map(id, once))
+        group["params"][:] = once
+        if "lr" in group and group["lr"] is not None:
+            # A warm-up begins with zero.
+            group["lr"] = group["lr"].clamp(min=0.01) if torch.is_tensor(group["lr"]) else max(group["lr"], 0.01)
+    twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
+    return twin
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    twin = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    own = dict(vars(optimizer))
+    # What trainers put around it, and leave in it for one step.
+    for key in ("step", "zero_grad", "grad_scale", "found_inf"):
+        own.pop(key, None)
+    twin_state: dict[Any, Any] = defaultdict(dict)
+    memo[id(own["state"])] = twin_state
+    for key, value in own.items():
+        if key.startswith("_optimizer_"):
+            memo[id(value)] = OrderedDict()
+        elif isinstance(value, Optimizer) and id(value) not in memo:
+            # Its own way to be copied forgets what its class has added.
+            _copy(value, memo)
+    beside = (value for key, value in own.items() if key not in ("state", "param_groups"))
+    held = (leaf for value in beside if id(value) not in memo for leaf in tree_leaves(value))
+    if sum(leaf.numel() for leaf in held if isinstance(leaf, torch.Tensor) and id(leaf) not in memo) > _MOST_NUMBERS:
+        raise ValueError("it holds large tensors beside its parameters")
+    vars(twin).update(copy.deepcopy(own, memo))
+    # What it has already was made with it, or loaded.
+    for key, value in own["state"].items():
+        stand_in = memo.get(id(key))
+        if stand_in is None:
+            twin_state[key] = copy.deepcopy(value, memo)
+        else:
+            twin_state[stand_in] = {name: _resized(part, key, stand_in, memo) for name, part in value.items()}
+    return twin
+
+
+def _resized(value: Any, parameter: nn.Parameter, stand_in: nn.Parameter, memo: dict[int, Any]) -> Any:
+    """State of ``parameter`` as ``stand_in`` would have it, as long as it was not made element by element."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return copy.deepcopy(value, memo)
+    like = stand_in if value.dtype == parameter.dtype else stand_in.to(value.dtype)
+    return torch.full_like(like, value.flatten()[0].item() if value.numel() else 0, requires_grad=False)
+
+
+@contextmanager
+def _undisturbed(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed``, and nobody's afterwards; nothing is compiled, and nothing is said."""
+    host, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        if on_gpu is not None:
+            torch.cuda.manual_seed(seed)
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_rng_state(host)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+
+def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int | None) -> bool:
+    """Whether both have the same numbers, but for rounding."""
+    for kind, made in kinds.items():
+        expected, found = made.part(whole.parameters[kind], half), part.parameters[kind]
+        moved = float((whole.parameters[kind] - made.start).abs().max())
+        rounding = 1e-6 * float(whole.parameters[kind].abs().max())
+        if not float((expected - found).abs().max()) <= 1e-4 * moved + rounding:
+            return False
+    near = [abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in _pairs(whole.numbers, part.numbers)]
+    return all(near)
+
+
+def _pairs(first: dict[str, float], second: dict[str, float]) -> Iterator[tuple[float, float]]:
+    for key in first.keys() & second.keys():
+        if first[key] == first[key] and abs(first[key]) != float("inf"):
+            yield first[key], second[key]

@@ -1,0 +1,281 @@
+"""Optimizers that nobody has heard of are tried on small parameters before their first step on shards."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+import hecate
+from hecate.wrap.shard import shard_of
+from tests.support.models import PlainLanguageModel, batch
+from tests.support.parity import error_of, rank_and_size, step_and_compare
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.training.test_optimizer_trial"
+Closure = Callable[[], Any] | None
+
+
+class Own(Optimizer):
+    """What users write."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @property
+    def all(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def step(self, closure: Closure = None) -> None:
+        with torch.no_grad():
+            for p in self.all:
+                p -= self.param_groups[0]["lr"] * self.update(p)
+
+    def update(self, p: Any) -> torch.Tensor:
+        return p.grad.sign()
+
+
+class TrustRatio(Own):
+    def update(self, p: Any) -> torch.Tensor:
+        return p.grad * p.norm() / p.grad.norm()
+
+
+class OneScale(Own):
+    """The norm of all gradients."""
+
+    def update(self, p: Any) -> torch.Tensor:
+        return p.grad / (1 + sum(q.grad.square().sum() for q in self.all).sqrt())
+
+
+class Estimating(Own):
+    """Nothing shows but in a number that it keeps, until much later."""
+
+    def update(self, p: Any) -> torch.Tensor:
+        group = self.param_groups[0]
+        group["estimate"] = group.get("estimate", 0.0) + float(p.grad.sum())
+        return p.grad.sign()
+
+
+class OfTheRoot(Own):
+    """Elements for themselves, and the mean of all ranks."""
+
+    def step(self, closure: Closure = None) -> None:
+        super().step()
+        for p in self.all:
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+
+
+class Sharp(Own):
+    """Two gradients a step, the second from where the norm of the first leads."""
+
+    def step(self, closure: Closure = None) -> None:
+        assert closure is not None
+        with torch.no_grad():
+            norm = sum(p.grad.square().sum() for p in self.all).sqrt()
+            moved = [(p, 0.05 * p.grad / norm) for p in self.all]
+            for p, change in moved:
+                p += change
+        closure()
+        with torch.no_grad():
+            for p, change in moved:
+                p -= change + 0.1 * p.grad
+
+
+class Lion(Own):
+    def update(self, p: Any) -> torch.Tensor:
+        average = self.state[p].setdefault("average", torch.zeros_like(p))
+        update = average.lerp(p.grad, 0.1).sign()
+        average.lerp_(p.grad, 0.01)
+        return update
+
+
+class Early(Own):
+    """State from the beginning."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, 0.5)
+
+    def update(self, p: Any) -> torch.Tensor:
+        return p.grad / self.state[p]["sum"].add_(p.grad.square()).sqrt()
+
+
+class Compiled(Own):
+    """Its arithmetic goes through torch.compile."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.shapes: list[Any] = []
+        self.compiled = torch.compile(lambda g: g.sign() * 0.5, backend=self._seen, dynamic=False)
+
+    def _seen(self, graph: Any, inputs: Any) -> Any:
+        self.shapes.append(inputs[0].shape)
+        return graph
+
+    def update(self, p: Any) -> torch.Tensor:
+        return self.compiled(p.grad)
+
+
+class Around(Optimizer):
+    """Not much of an optimizer itself, with what it needs not among its defaults."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.inner, self.slow = inner.param_groups, inner, {}
+
+    def step(self, closure: Closure = None) -> None:
+        self.inner.step()
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                slow = self.slow.setdefault(p, torch.zeros_like(p))
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+class Noisy(Own):
+    def update(self, p: Any) -> torch.Tensor:
+        return p.grad + torch.randn_like(p)
+
+
+class Locked(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.lock = threading.Lock()
+
+
+def _scheduled(params: Any) -> Optimizer:
+    """Its rate begins at zero, and its step is wrapped."""
+    optimizer = TrustRatio(params)
+    optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # type: ignore[attr-defined]
+    return optimizer
+
+
+REFUSED: dict[str, Callable[[Any], Optimizer]] = {
+    "trust ratio": TrustRatio, "one scale": OneScale, "estimating": Estimating, "average": OfTheRoot, "sharp": Sharp,
+    "scheduled": _scheduled, "around": lambda p: Around(OneScale(p)), "adafactor": torch.optim.Adafactor,
+    "a derived": type("Mine", (torch.optim.Adafactor,), {}),
+}  # fmt: skip
+RIGHT: dict[str, Callable[[Any], Optimizer]] = {
+    "lion": Lion, "early": Early, "compiled": Compiled, "around": lambda p: Around(Lion(p)), "derived": Derived,
+    "groups": lambda p: Lion([{"params": [q], "name": str(n), "lr": 0.1 + n / 100} for n, q in enumerate(p)]),
+}  # fmt: skip
+
+
+def _models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pair.append(PlainLanguageModel(hidden=8, layers=1, experts=4))
+    hecate.compile(pair[0], hecate.Config(backend="aot_eager", policy="static"))
+    return pair[0], pair[1]
+
+
+def try_all() -> dict[str, Any]:
+    """On one rank."""
+    model, reference = _models()
+    found: dict[str, Any] = {"refused": {}, "kept": {}, "right": {}, "warned": {}}
+    step_and_compare(model, reference, batch(0))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def unchanged() -> bool:
+        return all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    for name, make in REFUSED.items():
+        optimizer, random = make(list(model.parameters())), torch.get_rng_state()
+        closure = (lambda: None) if name == "sharp" else None
+        found["refused"][name] = message_of(lambda step=optimizer.step, given=closure: step(given))
+        found["kept"][name] = unchanged() and torch.equal(random, torch.get_rng_state()) and not optimizer.state
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+    found["zero"], found["kept"]["zero"] = message_of(zero.step), unchanged()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    local = PostLocalSGDOptimizer(sgd, PeriodicModelAverager(period=1, warmup_steps=0))
+    found["local"], found["kept"]["local"] = message_of(local.step), unchanged()
+
+    for name, kind in {"noisy": Noisy, "locked": Locked}.items():
+        optimizer = kind(model.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            message = message_of(optimizer.step)
+            optimizer.step()
+        found["warned"][name] = [message, *(str(w.message) for w in caught if "hecate" in str(w.message))]
+
+    start, params = reference.state_dict(), list(reference.parameters())
+    start = {key: value.clone() for key, value in start.items()}
+    for name, make in RIGHT.items():
+        model.load_state_dict(start)
+        reference.load_state_dict(start)
+        ours, theirs = make(list(model.parameters())), make(params)
+        for step in range(2):
+            step_and_compare(model, reference, batch(step))
+            ours.step()
+            theirs.step()
+        worst = max(error_of(ours, reference.state_dict()[key]) for key, ours in model.state_dict().items())
+        found["right"][name] = worst
+        if isinstance(ours, Compiled):
+            found["shapes"] = {str(list(shape)) for shape in ours.shapes} <= {
+                str(list(p.shape)) for p in model.parameters()
+            }
+    began = time.perf_counter()
+    Lion(model.parameters()).step()
+    found["seconds"] = time.perf_counter() - began
+    found["shapes"] = bool(found["shapes"])
+    found["rank"] = rank_and_size()[0]
+    found["sharded"] = sum(shard_of(p) is not None for p in model.parameters())
+    return found
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:try_all", 2)
+
+
+@pytest.mark.distributed
+def test_what_needs_whole_parameters_is_refused_on_all_ranks_before_it_changes_anything() -> None:
+    for result in results():
+        assert set(result["refused"]) == set(REFUSED)
+        for name, message in result["refused"].items():
+            assert "needs whole parameters" in message, f"{name}: {message}"
+        assert all(result["kept"].values()), result["kept"]
+
+
+@pytest.mark.distributed
+def test_what_copies_or_averages_parameters_over_ranks_is_refused() -> None:
+    for result in results():
+        assert "ZeroRedundancyOptimizer copies each parameter" in result["zero"]
+        assert "w_in would be averaged over ranks" in result["local"]
+        assert "PostLocalSGDOptimizer" in result["local"]
+
+
+@pytest.mark.distributed
+def test_what_treats_elements_alone_trains_as_in_one_process() -> None:
+    for result in results():
+        assert set(result["right"]) == set(RIGHT)
+        assert all(worst < 1e-5 for worst in result["right"].values()), result["right"]
+        assert result["shapes"], "a trial compiles nothing"
+        assert result["seconds"] < 1
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_tried_is_named_once() -> None:
+    first, second = results()
+    for name, reason in {"noisy": "draws random numbers", "locked": "cannot pickle"}.items():
+        message, *warned = first["warned"][name]
+        assert message == "no error" and len(warned) == 1, warned
+        assert reason in warned[0] and "a norm, a mean or a product" in warned[0]
+        assert second["warned"][name] == ["no error"]
