@@ -6,7 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.torch_values import value_of
-from hecate.passes.fx import BODY_OF, arg, operands
+from hecate.passes.fx import BODY_OF, arg, calls, operands
+from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 
 def fingerprint(gm: GraphModule) -> list[str]:
@@ -20,6 +21,16 @@ def fingerprint(gm: GraphModule) -> list[str]:
         if isinstance(module, GraphModule):
             lines += filter(None, map(_describe, module.graph.nodes))
     return lines
+
+
+def communicates(gm: GraphModule, *, training: bool) -> bool:
+    """Whether ranks meet in a graph, or in its backward. Of any other each rank may have its own."""
+    nodes = (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+    return any(
+        (training and calls(node, replicate, replicate_bucket))
+        or (str(node.target).startswith("hecate.") and not str(node.target).startswith("hecate.s2_"))
+        for node in nodes
+    )
 
 
 def _describe(node: Node) -> str:
@@ -56,7 +67,8 @@ def _placeholder(node: Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else node.name
     if "_parameters" in name:
-        return f"parameter {name} {_sizes(value)} {value.dtype}"
+        # How many experts, or rows, of it a rank has is no symbol everywhere.
+        return f"parameter {name} {value.ndim}-D {_sizes(value)[1:]} {value.dtype}"
     return f"input {name} {value.ndim}-D {value.dtype}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from hecate.config import Config
 from hecate.graph.activation_checkpointing import keep_plans
@@ -19,21 +20,24 @@ from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.base import PassRecord
+from hecate.passes.captured.expert_loops import is_one_expert
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.graph_log import graph_log
-from hecate.passes.fingerprint import fingerprint
-from hecate.passes.fx import is_of_model
+from hecate.passes.fingerprint import communicates, fingerprint
+from hecate.passes.fx import arg, is_of_model
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
-from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
+from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
+from hecate.wrap.untraced_loops import chosen_by_data
 
 log = logging.getLogger("hecate")
 
@@ -132,6 +136,26 @@ class Backend:
         if self.sparse_layers is None:
             self.sparse_layers = sparse
 
+    def _refuse_chosen_experts(self, graph: Graph) -> None:
+        """Raise if the graph is of some experts of a list alone, and data chose them; see ``untraced_loops``."""
+        if self.world.size == 1:
+            return
+        for number, gathers in gathers_by_layer(graph).items():
+            layer, users = get_layer(number), [user for gather in gathers for user in gather.users]
+            experts = {arg(user, 1) for user in users if is_one_expert(user)}
+            if not experts or len(experts) == layer.num_experts or not all(map(is_one_expert, users)):
+                continue
+            loop = chosen_by_data(sys._getframe(), layer)
+            if loop is not None:
+                raise UntracedReadError(
+                    f"hecate: {layer.name} is called in a loop that torch.compile did not trace, expert by "
+                    f"expert, and data decide which.\n{loop}\n"
+                    "Ranks must call the same experts, because they exchange them, and other tokens choose others. A "
+                    "branch on how many rows an expert has (`if rows.numel() == 0: continue`) can be left out: zero "
+                    "rows cost nothing. Run with TORCH_LOGS=graph_breaks to see what else breaks the graph. "
+                    f"{WITHOUT_TRACING}"
+                )
+
     @property
     def dumped_all(self) -> bool:
         """Whether everything that should be dumped so far could be written."""
@@ -145,9 +169,8 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         number = len(self.graphs)
-        # Where nothing is communicated inside a graph, ranks may run different ones.
-        communicates = self.config.policy != "replicate"
-        comparing = communicates and self.step.mode is not None and self.step.mode.first
+        mode = self.step.mode
+        comparing = self.config.policy != "replicate" and mode is not None and mode.first
         if number == 0 and comparing and self.world.size > 1:
             self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
             if self.config.rates is None and self._tokens:
@@ -158,6 +181,8 @@ class Backend:
         context = self._context()
         bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
+        for body in bodies:
+            self._refuse_chosen_experts(body)
         names = context.layer_names
         records = run_passes(
             gm,
@@ -174,12 +199,15 @@ class Backend:
         )  # fmt: skip
         self.graphs.append(record)
         self._warn_fallbacks(records)
+        # Where nothing is communicated inside a graph, ranks may run different ones.
+        comparing = comparing and mode is not None and communicates(gm, training=mode.training)
         if comparing:
             agree(
                 fingerprint(gm),
                 f"graph {number}",
                 "Every rank must run the same model code: look for branches on the rank or on local data. "
-                "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph.",
+                "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph. "
+                f"{WITHOUT_TRACING}",
                 self.world,
             )
         starts: dict[str, list[str]] = {}

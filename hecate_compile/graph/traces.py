@@ -20,6 +20,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 
 from hecate.graph.backend import Backend
+from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
 # so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.
@@ -90,8 +91,11 @@ class Traces:
         Traces._made += 1
         entry = self._backend.entry()
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
-        call: Any = torch.compile(model._call_impl, backend=entry, fullgraph=self._fullgraph, **own)
-        trace = _Trace(call)
+        # As torch.compile does, which does not tell what it has Dynamo call for each frame.
+        dynamo: Any = torch._dynamo.optimize(backend=entry, nopython=self._fullgraph, **own)
+        if not self._fullgraph:
+            dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model)
+        trace = _Trace(dynamo(model._call_impl))
         # Dynamo would keep its graphs for as long as there is the model's class.
         weakref.finalize(trace, _forget, entry).atexit = False
         return trace
@@ -103,7 +107,7 @@ def _forget(entry: Callable[..., Any]) -> None:
         code = seen()
         for graph in _debug_get_cache_entry_list(code) if code is not None else ():
             manager = graph.guard_manager
-            if getattr(graph.backend, "compiler_fn", None) is entry and manager.extra_state is not None:
+            if graph.backend is entry and manager.extra_state is not None:
                 manager.extra_state.invalidate(graph, DeletedGuardManagerWrapper("the compiled model is gone"))
 
 

@@ -15,9 +15,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Uns
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hecate.graph.numbers_in_graphs import CAPTURED
 from hecate.graph.traces import Traces
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
+from hecate.runtime.comm.waiting import count_forward
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime
@@ -26,7 +28,7 @@ from hecate.training.additions import Additions
 from hecate.training.move_owners import OwnerMover
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.parameter_reads import UntracedReadError
+from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 
 
 class CompiledForward:
@@ -87,6 +89,7 @@ class CompiledForward:
         self.recording = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        count_forward()
         with telling("in its forward"):
             return self._forward(args, kwargs)
 
@@ -165,7 +168,7 @@ class CompiledForward:
             raise UntracedReadError(_data_dependent(error)) from error
         except TorchDynamoException as error:
             # What a user can mend is raised as it is, not as a fault of a compiler.
-            refused = _refused_attention(error)
+            refused = _refused(error)
             if refused is not None:
                 raise refused from None
             if self._one_graph and isinstance(error, Unsupported):
@@ -202,10 +205,10 @@ class CompiledForward:
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
 
-def _refused_attention(error: BaseException) -> UnsupportedAttentionError | None:
-    """What a pass or an operator said about attention while it was compiled, from wherever Dynamo put it."""
+def _refused(error: BaseException) -> Exception | None:
+    """What a pass, an operator or the backend said while it was compiled, from wherever Dynamo put it."""
     here: BaseException | None = error
-    while here is not None and not isinstance(here, UnsupportedAttentionError):
+    while here is not None and not isinstance(here, (UnsupportedAttentionError, UntracedReadError)):
         here = getattr(here, "inner_exception", None) or here.__cause__ or here.__context__
     return here
 
@@ -229,14 +232,15 @@ def _outside_of_graph(error: Unsupported) -> str:
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
-    """What torch cannot trace because it depends on routing, with the user's line."""
+    """What torch cannot trace of a layer with experts because it depends on data, with the user's line."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "see the error above"
     return (
-        "hecate: torch.compile cannot trace the model, because it would have to know a number that depends on the "
-        f"routing: {str(error).splitlines()[0]}\n  {where}\n"
-        "With experts that is often the length of torch.bincount(ids, minlength=E), which is unknown to it. "
-        "(ids.reshape(-1, 1) == torch.arange(E, device=ids.device)).sum(0) counts the same and has E elements."
+        "hecate: torch.compile cannot trace a layer with experts, because it would have to know a number that "
+        f"depends on data: {str(error).splitlines()[0]}\n  {where}\n"
+        "Often that is the length of torch.bincount(ids, minlength=E), which is unknown to it. "
+        "(ids.reshape(-1, 1) == torch.arange(E, device=ids.device)).sum(0) counts the same and has E elements. "
+        f"{WITHOUT_TRACING}"
     )
 
 
@@ -252,7 +256,7 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
         # Routing makes sizes that depend on data; without these every one of them is a graph break.
-        **(dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True) if sharded else {}),
+        **(CAPTURED if sharded else {}),
         # So is a line in a log (the last two are what transformers adds); traced code does not log.
         "ignore_logger_methods": {
             *torch._dynamo.config.ignore_logger_methods,

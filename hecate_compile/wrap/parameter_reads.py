@@ -12,7 +12,6 @@ so the program is right before any pass runs. ``named_parameters()`` and the par
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -29,6 +28,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.callers import called_by
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.graph_breaks import hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import adapter_of
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import member_of
@@ -40,6 +40,12 @@ _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
 # It looks parameters up for their names, not to compute with them.
 CHECKPOINTING = "torch.distributed.checkpoint"
+
+
+# What every model can do.
+WITHOUT_TRACING = (
+    'Config(policy="replicate") trains any model: every rank keeps all experts, and nothing has to be traced.'
+)
 
 
 class UntracedReadError(RuntimeError):
@@ -57,6 +63,7 @@ def install_reads(
     Returns:
         Records that graphs will name; they must live as long as the model.
     """
+    hear_graph_breaks()
     checked: set[int] = set()
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
@@ -249,19 +256,19 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
     return read
 
 
+# It runs where Dynamo looks for frames to trace.
+@torch.compiler.disable
 def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> str:
     record = shard_of(shard)
     name = record.name if record is not None else key
-    file, line = reader.f_code.co_filename, reader.f_lineno
     return (
         f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
-        f"{len(shard)} of its {layer.num_experts} experts.\n"
-        f"  {file}:{line}: {linecache.getline(file, line).strip()}\n"
+        f"{len(shard)} of its {layer.num_experts} experts.\n{python_around(reader)}\n"
         "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, or a "
         "disabled function. A branch on how many rows "
         "an expert has is a graph break (`if rows.numel() == 0: continue`): leave it out, zero rows cost nothing. "
-        "Run with TORCH_LOGS=graph_breaks to see where; for a transformers model, "
-        "model.set_experts_implementation('grouped_mm') gives experts that trace.\n"
+        "Run with TORCH_LOGS=graph_breaks to see all breaks; for a transformers model, "
+        f"model.set_experts_implementation('grouped_mm') gives experts that trace. {WITHOUT_TRACING}\n"
         "If you called a part of the model yourself, call the compiled model instead. To look at weights, use "
         "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard."
     )

@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from hecate.runtime.comm.history import Call
 
-_ADVICE = "Every rank must run the same forwards and backwards in the same order, with the same library versions."
+_ADVICE = (
+    "Every rank must run the same forwards and backwards in the same order, with the same library versions. Often "
+    "one rank has called the model more often than another: in loaders or evaluations of different length (give all "
+    "ranks equally many batches), or in model.generate, where texts end at different steps (synced_gpus=True). "
+    'Config(policy="replicate") has no collectives inside a forward.'
+)
 # Pairs of ranks, and ranks that do the same, that a message lists.
 _LISTED = 8
 

@@ -46,6 +46,21 @@ def come_late() -> str:
     return handler.stream.getvalue()
 
 
+def leave_early() -> str:
+    """On rank 0: what is in the log when the loop of rank 1 has fewer batches, and its last comes late."""
+    waiting.TOLD, waiting.FIRST = 0.5, 2.0
+    model = compiled()
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("hecate").addHandler(handler)
+    with torch.no_grad():
+        for step in range(2):
+            if (step, dist.get_rank()) == (1, 1):
+                time.sleep(5)
+            model(batch(step))
+    logging.getLogger("hecate").removeHandler(handler)
+    return handler.stream.getvalue()
+
+
 def go_elsewhere() -> list[str]:
     """On one rank: the messages of what rank 0 alone calls, while rank 1 is in another collective."""
     model = compiled()
@@ -103,6 +118,14 @@ def test_ranks_wait_as_long_as_their_group_says(
 def test_who_waits_for_whom_in_what() -> None:
     first, second = run_ranks(f"{_HERE}:come_late", 2, timeout=100)
     assert "rank 0 has waited for" in first and "s in hecate.stats: rank 1 does not say that it waits" in first
+    assert second == ""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() -> None:
+    first, second = run_ranks(f"{_HERE}:leave_early", 2, timeout=100)
+    assert "it has called the model 2 times and this rank 3 times: has its loop ended earlier?" in first
+    assert "equally many batches" in first and "synced_gpus=True" in first
     assert second == ""
 
 

@@ -1,0 +1,72 @@
+"""Numbers that data decide: graphs of experts go on behind them, and what cannot be traced with them stays Python.
+
+How many rows an expert gets is such a number, so Dynamo takes them into graphs here. That is in the way of other
+code, such as ``tolist()`` of a tensor whose length data decide, in a vision tower. Plain torch.compile breaks the
+graph there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.shard import shard_of
+
+# Dynamo's options with which it does.
+CAPTURED = dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+_LEFT = dict.fromkeys(CAPTURED, False)
+
+
+class WithoutNumbersIfNeeded:
+    """Dynamo's way to compile one frame, and if a number is in its way, once more with graph breaks at numbers.
+
+    Args:
+        convert: what Dynamo calls.
+        model: with experts, whose own code is not taken apart: it would be compiled for all numbers of rows.
+    """
+
+    def __init__(self, convert: Callable[..., Any], model: nn.Module) -> None:
+        functools.update_wrapper(self, convert)
+        # By that name Dynamo finds the backend of a graph.
+        self._torchdynamo_orig_backend = convert
+        # Weak: the model holds this.
+        self._model = weakref.ref(model)
+
+    def __call__(self, *given: Any) -> Any:
+        try:
+            return self._torchdynamo_orig_backend(*given)
+        except Exception as error:
+            reason: Exception = getattr(error, "inner_exception", error)
+            if not isinstance(reason, GuardOnDataDependentSymNode) or not torch._dynamo.config.capture_scalar_outputs:
+                raise
+            if self._is_of_experts(reason):
+                raise
+        with torch._dynamo.config.patch(_LEFT):
+            return self._torchdynamo_orig_backend(*given)
+
+    def _is_of_experts(self, error: GuardOnDataDependentSymNode) -> bool:
+        model = self._model()
+        lines = [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
+        code = list(_code_of_experts(model)) if model is not None else []
+        return any(file == where and line in around for file, line in lines for where, around in code)
+
+
+def _code_of_experts(model: nn.Module) -> Iterator[tuple[str, range]]:
+    """Files and lines of the classes of modules that have experts, as parameters or as a list."""
+    holders = {m for m in model.modules() if any(is_expert_shard(shard_of(p)) for p in m._parameters.values())}
+    owners = holders | {module for module in model.modules() if not holders.isdisjoint(module.children())}
+    for cls in {cls for module in owners for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
+        if cls.__module__.partition(".")[0] not in ("torch", "hecate"):
+            try:
+                source, first = inspect.getsourcelines(cls)
+            except (OSError, TypeError):
+                continue
+            yield inspect.getfile(cls), range(first, first + len(source))

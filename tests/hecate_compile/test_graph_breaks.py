@@ -1,0 +1,259 @@
+"""Models that torch.compile takes apart: right where ranks need not run the same graphs, else refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import hecate
+from tests.support.models import PlainLanguageModel, PlainMoE, batch
+from tests.support.parity import clear_gradients, error_of, rank_and_size, run_step, state_error
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.test_graph_breaks"
+EAGER = hecate.Config(backend="aot_eager")
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, intermediate), nn.Linear(intermediate, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class ListMoE(nn.Module):
+    """A list of experts in a loop as Dynamo can have it.
+
+    Attributes:
+        most: scores are cut off there.
+    """
+
+    most = float("inf")
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
+        super().__init__()
+        self.choices = choices
+        self.router = nn.Linear(hidden, experts)
+        self.experts = nn.ModuleList(Expert(hidden, intermediate) for _ in range(experts))
+
+    def choose(self, tokens: torch.Tensor) -> Any:
+        return self.router(tokens).softmax(-1).topk(self.choices)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, choice = torch.where(chosen == number)
+            out.index_add_(0, row, expert(tokens[row]) * weights[row, choice, None])
+        return out.view_as(hidden)
+
+
+class AfterBreak(ListMoE):
+    """What begins behind a graph break reads its experts in a graph of its own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(hidden)
+
+
+def cut_off(scores: torch.Tensor, most: float) -> torch.Tensor:
+    """Branches on the data of one rank, without an effect on what it computes."""
+    if scores.max() > most:
+        scores = scores.clamp(max=most)
+    return scores
+
+
+class Branching(ListMoE):
+    def choose(self, tokens: torch.Tensor) -> Any:
+        return cut_off(self.router(tokens), self.most).softmax(-1).topk(self.choices)
+
+
+def _pair(moe: Any, config: hecate.Config = EAGER, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A compiled model, and one to compare it with."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(PlainLanguageModel(moe, hidden=8, **{"layers": 1, "experts": 4, **options}))
+    return hecate.compile(made[0], config), made[1]
+
+
+def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
+    """A step of gradient descent by both; the worst error of the loss and of all weights."""
+    clear_gradients(model, reference)
+    loss, expected = run_step(model, ids), reference(ids, ids)["loss"]
+    expected.backward()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    for one in (model, reference):
+        torch.optim.SGD(one.parameters(), lr=0.5).step()
+    error = state_error(model.state_dict(), reference.state_dict())
+    return max(error, error_of(loss / rank_and_size()[1], expected.detach()))
+
+
+def uneven_owners() -> float:
+    model, reference = _pair(AfterBreak)
+    return max(_step(model, reference, batch(step)) for step in range(2))
+
+
+@pytest.mark.distributed
+def test_ranks_that_own_other_numbers_of_experts_agree_on_graphs_behind_a_break() -> None:
+    assert max(run_ranks(f"{_HERE}:uneven_owners", 3)) < 1e-5
+
+
+def branches() -> dict[str, Any]:
+    """In the first step one rank takes the branch, then the other one, then both."""
+    model, reference = _pair(Branching)
+    seen: list[float] = []
+    reference.blocks[0].router.register_forward_hook(lambda module, args, out: seen.append(float(out.max())))
+    rank, size = rank_and_size()
+    errors, taken = [], []
+    for step in range(3):
+        ids = batch(step, rows=2, length=6)
+        if step == 1:
+            # The rank with the larger scores is another one now.
+            ids = torch.cat([*reversed(ids.chunk(size))])
+        for part in ids.chunk(size):
+            reference(part)
+        maxima = seen[-size:]
+        # Written into the instance: a number that guards compare.
+        most = sum(maxima) / size if step < 2 else min(maxima) / 2
+        model.blocks[0].most = reference.blocks[0].most = most
+        taken.append(maxima[rank] > most)
+        errors.append(_step(model, reference, ids))
+    return {"error": max(errors), "taken": taken}
+
+
+@pytest.mark.distributed
+def test_ranks_may_take_other_branches_where_nothing_is_communicated() -> None:
+    one, other = run_ranks(f"{_HERE}:branches", 2)
+    assert one["taken"][0] != other["taken"][0], "ranks part in the first step"
+    assert one["error"] < 1e-5 and other["error"] < 1e-5
+
+
+class Guarded(ListMoE):
+    """Leaves out experts without rows and counts the others, so the loop is not rewritten, and runs as Python."""
+
+    def one(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.experts[number](rows)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        out, self.used = torch.zeros_like(tokens), 0
+        for number in range(len(self.experts)):
+            row, choice = torch.where(chosen == number)
+            if row.numel() > 0:
+                self.used += 1
+                out.index_add_(0, row, self.one(number, tokens[row]) * weights[row, choice, None])
+        return out.view_as(hidden)
+
+
+class GuardedByNumbers(ListMoE):
+    """DeepSeek's published evaluation: counts go to NumPy."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        order = chosen.flatten().argsort()
+        outs, start = [], 0
+        for number, count in enumerate(chosen.flatten().bincount(minlength=len(self.experts)).cpu().numpy()):
+            if count == 0:
+                continue
+            outs.append(self.experts[number](tokens[order[start : start + count] // self.choices]))
+            start += int(count)
+        rows = torch.cat(outs) * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // self.choices, rows).view_as(hidden)
+
+
+class EveryExpert(ListMoE):
+    """A loop that Dynamo leaves to Python, too, but with all experts in each rank's turns, and a look at one more."""
+
+    scale = 0.5
+
+    def penalty(self) -> torch.Tensor:
+        return self.experts[1].up.weight.square().mean()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            torch._dynamo.graph_break()
+            if self.training and self.scale > 0:
+                out = out + expert(tokens) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        torch._dynamo.graph_break()
+        out = out + self.experts[0](tokens) * self.scale
+        return (out + self.penalty()).view_as(hidden)
+
+
+def loops() -> dict[str, Any]:
+    """The first forward of models with layers whose loops are not traced."""
+    found: dict[str, Any] = {}
+    for kind in (Guarded, GuardedByNumbers):
+        model, _ = _pair(kind, layers=2)
+        found[kind.__name__] = message_of(lambda model=model: model(batch(0), batch(0)))
+    for kind, config in ((EveryExpert, EAGER), (Guarded, hecate.Config(backend="aot_eager", policy="replicate"))):
+        model, reference = _pair(kind, config)
+        found[f"{kind.__name__} {config.policy}"] = max(_step(model, reference, batch(step)) for step in range(2))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> None:
+    for found in run_ranks(f"{_HERE}:loops", 2):
+        for kind, line in {"Guarded": "self.one(number, tokens[row])", "GuardedByNumbers": "self.experts[nu"}.items():
+            message = found.pop(kind)
+            assert message.startswith("UntracedReadError: hecate: blocks.0.experts is called in a loop"), message
+            assert f"{__file__}:" in message and line in message and 'Config(policy="replicate")' in message
+            assert "Dynamo broke the graph here" in message
+        assert max(found.values()) < 1e-5, found
+
+
+class Tower(nn.Module):
+    """Cuts patches into images at numbers that data give, whose own number data give, too."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(hidden, hidden)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        lengths = torch.repeat_interleave(torch.tensor([2, 1]), patches[:2].sum((1, 2)).gt(-1e9).long() + 1)
+        parts = torch.split(self.project(patches), lengths.tolist()[:3], dim=1)
+        return torch.cat([part.mean(1) for part in parts], -1)[..., : patches.shape[-1], None].transpose(1, 2)
+
+
+class WithTower(PlainLanguageModel):
+    """A language model that sees images. Positions are made in plain Python, too."""
+
+    def __init__(self, moe: Any, hidden: int, **options: Any) -> None:
+        super().__init__(moe, hidden, **options)
+        self.tower = Tower(hidden)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = super().forward(input_ids, labels)
+        patches = self.embedding(input_ids[:, :5])
+        out["loss"] = out["loss"] + self.tower(patches).square().mean()
+        kept = input_ids[0][input_ids[0] > 10].tolist()
+        out["loss"] = out["loss"] + sum(position % 3 for position in kept) * 0 * out["logits"].sum()
+        return out
+
+
+def tower() -> float:
+    torch.manual_seed(0)
+    made = [WithTower(PlainMoE, hidden=8, layers=1, experts=4) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    model = hecate.compile(made[0], EAGER)
+    return max(_step(model, made[1], batch(step)) for step in range(2))
+
+
+@pytest.mark.distributed
+def test_numbers_of_data_outside_of_experts_stay_python() -> None:
+    assert max(run_ranks(f"{_HERE}:tower", 2)) < 1e-5
