@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hecate.checks import (
     check_attention,
     check_no_optimizer,
-    check_transport,
     check_usable,
     describe_model,
     warn_float16,
@@ -38,7 +37,6 @@ from hecate.runtime.comm.world import find_topology, find_world, local_device
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.ops.gradients import GradientSync
-from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
@@ -51,6 +49,7 @@ from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.attention_config import AttentionConfig
+from hecate.wrap.choose_carrier import choose_carrier
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
 from hecate.wrap.loops import make_loops_traceable
@@ -105,8 +104,10 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     check_usable(model, config)
     known = check_attention(model, config)
     experts, passed_over = _find_experts(model, config)
-    if not experts and config.transport == "symmetric":
-        raise ValueError('hecate.compile: transport="symmetric" carries rows to experts, and none were found')
+    if not experts and config.room_percent:
+        raise ValueError(
+            f'hecate.compile: transport="{config.transport}" carries rows to experts, and none were found'
+        )
     if not experts and config.dense == "replicate":
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
@@ -124,22 +125,20 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
     topology = find_topology(config.topology, world)
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
-    check_transport(config, topology, world)
-    one_sided = config.room_percent and experts and world.size > 1
-    symmetric = Symmetric.between(world, config.room_percent) if one_sided else None
+    carrier = choose_carrier(config, topology, world)
     step = CurrentStep()
     placer = Placer(config.make_policy(), topology, world, step)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
     sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
     shard_dense = config.dense == "shard" and world.size > 1
-    layers = shard_model(model, experts, world, placer, sync, shard_dense=shard_dense)
+    layers = shard_model(model, experts, world, placer, sync, carrier, shard_dense=shard_dense)
 
     # Step 3: loops over experts take every turn, and reading a parameter becomes a gather or an averaged identity.
     loops = make_loops_traceable(model, experts)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
-        layer.wire_dtype, layer.symmetric = config.wire_dtype, symmetric
+        layer.wire_dtype = config.wire_dtype
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
     elif world.size > 1:
@@ -180,7 +179,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         additions=additions, outside_gradients=outside_gradients,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
-        symmetric=symmetric,
+        carrier=carrier,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(
@@ -270,7 +269,7 @@ def capture(
     state = compiled_model_of(model, "capture")
     device, alone = state.world.device, state.world.size == 1
     problem = ""
-    if not alone and state.config.transport != "symmetric":
+    if not alone and not state.forward.carrier.counts_stay:
         problem = (
             'with transport="collectives" the host says in each layer how many rows come, and is not there when a '
             'CUDA graph is replayed. Use hecate.Config(transport="symmetric")'
@@ -335,7 +334,7 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
-    state.forward.settle(whole=True)
+    state.forward.carrier.settle(whole=True)
     if state.world.group is not None:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)

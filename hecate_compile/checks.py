@@ -14,9 +14,6 @@ from hecate.graph.dump_options import dump_options
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
-from hecate.runtime.kernels.launch import on_amd
-from hecate.runtime.kernels.links import MOST_RANKS
-from hecate.runtime.placement.topology import Topology
 from hecate.wrap.attention_config import AttentionConfig, attention_config
 
 
@@ -78,27 +75,6 @@ def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
             stacklevel=4,
         )
     return known
-
-
-def check_transport(config: Config, topology: Topology, world: World) -> None:
-    """Whether ranks can write into each other's memory, as ``transport="symmetric"`` wants.
-
-    Raises:
-        ValueError: they are too many, on several nodes, or on a device of another kind.
-    """
-    if config.transport == "collectives" or world.size == 1:
-        return
-    problem = ""
-    if topology.num_nodes > 1:
-        problem = f"ranks on one node, and there are {topology.num_nodes} nodes"
-    elif world.size > MOST_RANKS:
-        problem = f"at most {MOST_RANKS} ranks, and there are {world.size}"
-    elif world.device.type not in ("cpu", "cuda"):
-        problem = f"ranks on CUDA devices, or to test and to debug on CPUs; the model is on {world.device}"
-    elif world.device.type == "cuda" and on_amd():
-        problem = "GPUs of NVIDIA, for whose clock and memory its kernels are written, and this torch is for AMD's"
-    if problem:
-        raise ValueError(f'hecate.compile: transport="symmetric" needs {problem}. Use transport="collectives"')
 
 
 def check_no_optimizer(model: nn.Module) -> None:

@@ -2,8 +2,7 @@
 
 A captured graph (:func:`verify`):
 
-1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route`` (or
-   ``route_fixed``, where a rank has room for a fixed number of rows); one by
+1. The ticket of an exchange and of its way back (splits, send and receive index) comes from one ``route``; one by
    nodes (with a middle index) from one ``route_nodes``, which has the ticket of one ``route``.
 2. A grouped matmul on slots (own experts, replicas) uses the offsets of a route (or ``count_rows`` at one
    rank), one on gathered experts never does.
@@ -38,8 +37,6 @@ class InvalidGraphError(RuntimeError):
     """A pass broke an invariant: a bug in Hecate. Switch the pass off by name and report it."""
 
 
-_ROUTES = (torch.ops.hecate.route, torch.ops.hecate.route_fixed)
-
 # --- captured graphs ---
 
 
@@ -60,14 +57,14 @@ def verify(gm: GraphModule) -> None:
         elif calls(node, torch.ops.hecate.grouped_mm, torch.ops.hecate.grouped_mm_pair):
             _check_offsets(node)
     for node in gm.graph.nodes:
-        if calls(node, *_ROUTES) and node not in backs:
+        if calls(node, torch.ops.hecate.route) and node not in backs:
             raise InvalidGraphError(f"hecate: rows routed by {node.name} never come back")
 
 
 def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
     routes, chunks = [], []
     for index, part in enumerate(ticket, start=1):
-        if not (is_getitem(part) and calls(arg(part, 0), *_ROUTES)):
+        if not (is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route)):
             raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
         chunk, which = divmod(arg(part, 1), TICKET_PARTS)
         if which != index:
@@ -97,7 +94,9 @@ def _node_route_of(node: Node) -> Node:
 def _check_offsets(node: Node) -> None:
     _, *weights, offsets = operands(node)
     own = all(map(_comes_from_slots, weights))
-    routed = calls(offsets, torch.ops.hecate.count_rows) or (is_getitem(offsets) and calls(arg(offsets, 0), *_ROUTES))
+    routed = calls(offsets, torch.ops.hecate.count_rows) or (
+        is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)
+    )
     if own != routed:
         what = "slots with unrouted" if own else "gathered experts with routed"
         raise InvalidGraphError(f"hecate: {node.name} uses {what} offsets {offsets}")

@@ -16,7 +16,7 @@ from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = ("Write a pass", "A policy", "A collective")
+SECTIONS = ("Write a pass", "A policy", "A transport", "A collective")
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -87,8 +87,11 @@ def run_section(title: str) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("title", SECTIONS)
 def test_extending(title: str) -> None:
-    ranks = run_ranks("tests.test_docs:run_section", 2 if title == "A collective" else 1, title=title)
-    expected = {"Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A collective": "MOST_ROWS"}
+    ranks = run_ranks("tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title)
+    expected = {
+        "Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A transport": "Counted",
+        "A collective": "MOST_ROWS",
+    }  # fmt: skip
     assert all(expected[title] in names for names in ranks)
 
 

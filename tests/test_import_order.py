@@ -20,6 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.runtime.state",),
     ("hecate.runtime.kernels",),
     ("hecate.runtime.ops",),
+    ("hecate.runtime.one_sided",),
     ("hecate.runtime",),
     ("hecate.passes.base",),
     ("hecate.passes.fx",),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.case import Case, Maker, bytes_of
-from hecate.runtime.kernels import balance_rows, ticket_segments
-from hecate.runtime.ops.device_dispatch import DeviceTables, device_quotas, device_ticket
+from hecate.runtime.one_sided import balance_rows, ticket_segments
+from hecate.runtime.one_sided.device_dispatch import DeviceTables, device_quotas, device_ticket
 from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement

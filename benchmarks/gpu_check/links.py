@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.case import EQUAL, Case, Maker, bytes_of
-from hecate.runtime.comm.windows import PLACES, Windows, local_windows
-from hecate.runtime.kernels import post_words, put_rows, take_rows, wait_words
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.one_sided import post_words, put_rows, take_rows, wait_words
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.one_sided.windows import PLACES, Windows, local_windows
 
 # So many windows of one GPU each hold all that a rank sends to one of them, and a quarter more.
 RANKS, ME = 8, 3

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from benchmarks.gpu_check.case import EQUAL, SUMS, Case, Maker, bytes_of
 from hecate.runtime.comm.collectives import on_device
-from hecate.runtime.kernels import clear_rows, combine_rows, expand_segments, gather_rows, scatter_rows, split_rows
+from hecate.runtime.kernels import clear_rows, combine_rows, expand_segments, gather_rows, scatter_rows
+from hecate.runtime.one_sided import split_rows
 from hecate.runtime.ops.ticket import join_segments
 
 

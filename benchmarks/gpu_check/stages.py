@@ -133,7 +133,7 @@ _ONE_RANK = "aot_eager and (on_cuda or one_rank)"
 STAGES: Sequence[Pytest | Measured] = (
     Measured("compared", "kernel", [*KERNELS], 60, ["--no-times"], {"HECATE_AUTOTUNE": "0"}),
     Pytest(["tests/runtime/kernels"], 60),
-    Pytest(["tests/runtime/ops/test_one_sided.py"], 20, "streams_of_one_process"),
+    Pytest(["tests/runtime/one_sided/test_transport.py"], 20, "streams_of_one_process"),
     Pytest(["tests/hecate_compile/test_parity.py", "tests/hecate_compile/test_captured_step.py"], 40, _ONE_RANK),
     Measured("training", "system", [*SYSTEMS], 140),
     Measured("kernels", "kernel", [*KERNELS], 80),

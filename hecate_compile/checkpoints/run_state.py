@@ -78,7 +78,7 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
     if not is_compiled(model):
         return None
     compiled = compiled_model_of(model, "save")
-    compiled.forward.settle(whole=True)
+    compiled.forward.carrier.settle(whole=True)
     layers = _layers(compiled)
     names = {layer.id: layer.name for layer in layers}
     return {
@@ -95,7 +95,7 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
 def forget_last_forward(model: nn.Module) -> None:
     """What the host has still to learn of it is of another run than the one that is loaded."""
     if is_compiled(model):
-        compiled_model_of(model, "load").forward.forget()
+        compiled_model_of(model, "load").forward.carrier.forget()
 
 
 def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:

@@ -232,6 +232,7 @@ class Backend:
         size, topology, config = self.world.size, self.placer.topology, self.config
         experts = max((layer.num_experts for layer in self.layers), default=1)
         owned = -(-experts // size)
+        room_percent = max((layer.carrier.room_percent for layer in self.layers), default=0)
         slots = most_replicas(config.replicas, config.replica_memory, owned=owned, experts=experts)
         return PassContext(
             world_size=size,
@@ -239,9 +240,10 @@ class Backend:
             # What calibrate adds are replicas.
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
-            chunks=config.chunks if not config.room_percent else 1,
-            dispatch=config.dispatch if not config.room_percent else "rows",
-            room_percent=config.room_percent if size > 1 else 0,
+            # Tickets of bounded room are made in one part, for ranks of one node.
+            chunks=config.chunks if not room_percent else 1,
+            dispatch=config.dispatch if not room_percent else "rows",
+            room_percent=room_percent,
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,

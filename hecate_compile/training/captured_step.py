@@ -2,7 +2,7 @@
 
 The host launches two graphs in place of some hundred kernels. What changes from step to step lies at addresses that
 stay: inputs, gradients, and the tables that say who holds which replicas
-(:class:`~hecate.runtime.ops.device_tables.FixedTables`). While the backward runs the host reads the counts of the
+(:class:`~hecate.runtime.one_sided.replays.FollowedTables`). While the backward runs the host reads the counts of the
 forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
 
 Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come. **Not run on
@@ -12,7 +12,7 @@ the first placement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from hecate.runtime.comm.collectives import keeping_constants
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.device_tables import Fixed, FixedTables
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
@@ -155,13 +154,12 @@ class CapturedStep:
         recorder: Recorder,
     ) -> None:
         self._model, self._compiled, self._forward, self._recorder = model, compiled, forward, recorder
-        self._placer, self._world, self._gathers = placer, world, gathers
+        self._world, self._gathers = world, gathers
         self._check_devices(inputs)
         self._inputs = tuple(value.detach().clone() for value in inputs)
         self._loss: Tensor | None = None
         self._replays: tuple[Callable[[], None], ...] = ()
-        self._fixed: Fixed | None = None
-        self._unread: list[Any] = []
+        self._follows = compiled.carrier.replays(placer)
         self._figures: list[_Figures] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         # Kept, so that an equal address is equal memory: else ranks could come to different answers.
@@ -172,7 +170,7 @@ class CapturedStep:
         for _ in range(max(1, warm_up)):
             recorder.warm_up(self._run_both)
         self._clear_gradients()
-        compiled.settle(whole=True)
+        compiled.carrier.settle(whole=True)
         self._check_averages()
         self._all_layers = tuple(dict.fromkeys(layers))
         # At one rank none is placed, nor are those that gather their experts.
@@ -193,11 +191,11 @@ class CapturedStep:
             )
         # Step 1: what comes between two steps, and who holds what in this one.
         compiled.begin(_TRAINING)
-        placements = [layer.placer.take() for layer in self._layers]
+        placements = {layer: layer.placer.take() for layer in self._layers}
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
-        if self._replays and self._have_room(placements) and self._same_tensors():
-            self._write(placements)
+        if self._replays and self._follows.have_room(placements) and self._same_tensors():
+            self._follows.write(placements)
         else:
             self._capture(placements)
         # Step 2: both graphs, and nothing to wait for between them.
@@ -214,11 +212,10 @@ class CapturedStep:
         if not self._recorder.host_runs:
             for layer, figures in zip(self._all_layers, self._figures, strict=True):
                 figures.restore(layer)
-            for layer, placement in zip(self._layers, placements, strict=True):
+            for layer, placement in placements.items():
                 count_experts_sent(layer, placement, gathers=self._gathers)
-            if compiled.symmetric is not None:
-                compiled.symmetric.tell_again(self._unread, forward_ends)
-        compiled.settle()
+            self._follows.tell_again(forward_ends)
+        compiled.carrier.settle()
         for layer in self._layers:
             layer.placer.plan_ahead()
         if compiled.after is not None:
@@ -228,30 +225,24 @@ class CapturedStep:
 
     # --- recording ---
 
-    def _capture(self, placements: Sequence[Placement]) -> None:
+    def _capture(self, placements: Mapping[Layer, Placement]) -> None:
         """Record forward and backward, with room for ``placements`` and more."""
-        before, symmetric = self._fixed, self._compiled.symmetric
-        self._replays, self._fixed, self._gradients, self._figures, self._unread = (), None, [], [], []
-        if symmetric is not None:
-            had = {} if before is None else before.layers
-            tables = {
-                layer.id: FixedTables.of(placement, layer, had.get(layer.id))
-                for layer, placement in zip(self._layers, placements, strict=True)
-            }
-            self._fixed = Fixed(tables, symmetric.signature(self._placer.signature))
+        self._replays, self._gradients, self._figures = (), [], []
+        self._follows.forget()
+        self._follows.prepare(placements)
         recorded = False
         try:
             with self._recording():
                 # Once as it is: kernels meet the sizes of this room.
                 self._recorder.warm_up(self._run_both)
                 self._check_averages()
-                self._compiled.forget()
+                self._compiled.carrier.forget()
                 self._clear_gradients()
                 with keeping_constants() as self._constants:
                     self._replays = self._recorder.record(self._run_forward, self._run_backward)
             recorded = True
         finally:
-            self._unread = [] if symmetric is None else symmetric.take_unread()
+            self._follows.recorded()
             # Replays run no jobs, and what ran here is not of a step.
             self._world.queue.begin_step()
             self._world.queue.forget_spans()
@@ -275,24 +266,12 @@ class CapturedStep:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Host code that runs in here reads and writes what graphs do."""
-        compiled, symmetric = self._compiled, self._compiled.symmetric
-        compiled.recording = True
-        if symmetric is not None:
-            symmetric.fixed = self._fixed
+        self._compiled.recording = True
         try:
-            yield
+            with self._follows.recording():
+                yield
         finally:
-            compiled.recording = False
-            if symmetric is not None:
-                symmetric.fixed = None
-
-    def _have_room(self, placements: Sequence[Placement]) -> bool:
-        """Whether the graphs' tables do, for these; the same on all ranks."""
-        fixed = self._fixed
-        return fixed is None or all(
-            fixed.layers[layer.id].has_room_for(placement)
-            for layer, placement in zip(self._layers, placements, strict=True)
-        )
+            self._compiled.recording = False
 
     def _state(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -306,15 +285,6 @@ class CapturedStep:
             and all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
             and trained == self._trained
         )
-
-    def _write(self, placements: Sequence[Placement]) -> None:
-        """What the next replay reads."""
-        fixed, symmetric = self._fixed, self._compiled.symmetric
-        if fixed is None or symmetric is None:
-            return
-        for layer, placement in zip(self._layers, placements, strict=True):
-            fixed.layers[layer.id].write(placement, layer)
-        fixed.signature.copy_(symmetric.signature(self._placer.signature), non_blocking=True)
 
     def _run_both(self) -> None:
         self._clear_gradients()

@@ -21,7 +21,7 @@ from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.waiting import count_forward
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.symmetric import Symmetric
+from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.additions import Additions
@@ -47,11 +47,11 @@ class CompiledForward:
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
-        symmetric: what its layers exchange rows with, if the host learns late of the rows; see there.
+        carrier: what its layers exchange rows with.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        hidden_time, outside_gradients, symmetric: as given.
+        hidden_time, outside_gradients, carrier: as given.
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
@@ -72,9 +72,9 @@ class CompiledForward:
         precision: Any,
         additions: Additions,
         outside_gradients: OutsideGradients,
+        carrier: Carrier,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
-        symmetric: Symmetric | None = None,
     ) -> None:
         self._traces, self._experts, self._step = traces, experts, step
         # Weak: the model holds this.
@@ -82,7 +82,7 @@ class CompiledForward:
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self.outside_gradients = additions, outside_gradients
         self._check_compiled, self._one_graph = check_compiled, one_graph
-        self.symmetric = symmetric
+        self.carrier = carrier
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
@@ -92,20 +92,6 @@ class CompiledForward:
         count_forward()
         with telling("in its forward"):
             return self._forward(args, kwargs)
-
-    def settle(self, *, whole: bool = False) -> None:
-        """Let the host learn all that is to be known of the last forward. All ranks together.
-
-        Args:
-            whole: of its backward, too; waits for the device.
-        """
-        if self.symmetric is not None:
-            self.symmetric.settle(whole=whole)
-
-    def forget(self) -> None:
-        """The last forward is undone: the host need not learn of it."""
-        if self.symmetric is not None:
-            self.symmetric.forget()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
@@ -123,7 +109,7 @@ class CompiledForward:
         self._traces.after_forward(training=training)
         if not training and not self.recording:
             # No optimizer will ask whether there was room for all rows.
-            self.settle()
+            self.carrier.settle()
         self._keep_records(out)
         self.outside_gradients.after_forward(out)
         # Step 5: whoever watches, and the output's dtype.
@@ -136,7 +122,7 @@ class CompiledForward:
         self._check_device()
         # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
         # whole, and then what this forward is for.
-        self.settle()
+        self.carrier.settle()
         if self.before is not None:
             self.before()
         # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.

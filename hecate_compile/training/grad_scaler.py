@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
-from hecate.runtime.ops.symmetric import settle_all
+from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_state import world_of
 
 _unscale_grads = GradScaler._unscale_grads_

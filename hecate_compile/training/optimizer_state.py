@@ -21,9 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.symmetric import settle_all
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_trial import refuse_unfit
 from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard

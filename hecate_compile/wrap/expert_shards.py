@@ -12,7 +12,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import LayerSizes
-from hecate.runtime.state.layer import Layer, add_layer
+from hecate.runtime.state.layer import Carrier, Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
@@ -53,7 +53,9 @@ def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:
     return isinstance(shard, ExpertShard)
 
 
-def shard_experts(found: Sequence[ExpertsModule], sites: ParameterSites, world: World, placer: Placer) -> list[Layer]:
+def shard_experts(
+    found: Sequence[ExpertsModule], sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
+) -> list[Layer]:
     """Keep this rank's experts of each module, with rank 0's values, and free the rest.
 
     A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``).
@@ -66,7 +68,7 @@ def shard_experts(found: Sequence[ExpertsModule], sites: ParameterSites, world: 
         layer = _layer_of_shared(experts)
         if layer is None:
             owners = Owners.contiguous(experts.num_experts, world.size)
-            layer = add_layer(name=experts.name, owners=owners, world=world, placer=placer)
+            layer = add_layer(name=experts.name, owners=owners, world=world, carrier=carrier, placer=placer)
         for key in experts.parameters:
             _shard_parameter(experts, key, layer, sites)
         layers.append(layer)

@@ -10,7 +10,7 @@ from torch import nn
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.gradients import GradientSync
-from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.dense_shards import DenseSharding
 from hecate.wrap.expert_shards import shard_experts
@@ -28,6 +28,7 @@ def shard_model(
     world: World,
     placer: Placer,
     sync: GradientSync,
+    carrier: Carrier,
     *,
     shard_dense: bool,
 ) -> list[Layer]:
@@ -43,9 +44,9 @@ def shard_model(
     sites = ParameterSites(model)
     dense = DenseSharding(found, sites, sync) if shard_dense else None
     if has_meta(model):
-        layers = _shard_modules(model, found, world, placer, sites, dense)
+        layers = _shard_modules(model, found, world, placer, carrier, sites, dense)
     else:
-        layers = shard_experts(found, sites, world, placer)
+        layers = shard_experts(found, sites, world, placer, carrier)
         if dense is not None:
             for name, module in model.named_modules():
                 dense.shard(name, module)
@@ -61,6 +62,7 @@ def _shard_modules(
     found: Sequence[ExpertsModule],
     world: World,
     placer: Placer,
+    carrier: Carrier,
     sites: ParameterSites,
     dense: DenseSharding | None,
 ) -> list[Layer]:
@@ -73,7 +75,7 @@ def _shard_modules(
         skip = elsewhere if world.rank != 0 else ()
         uninitialized += make_module_real(model, name, world, sites, skip)
         if own is not None:
-            layers += shard_experts([own], sites, world, placer)
+            layers += shard_experts([own], sites, world, placer, carrier)
         if dense is not None:
             dense.shard(name, module)
     warn_uninitialized(uninitialized)

@@ -16,8 +16,8 @@ Changes  w = gather(shard)                          placement, replicas = place(
          With ``Config(dispatch="nodes")`` a token's row crosses to each node once, where that is proven right (see
          ``node_rows``); what results are multiplied with before they are summed is then done where they are made.
          A layer that is called several times has its slots filled once, and a route for each call.
-         With ``Config(transport="symmetric")`` the ticket is one of ``route_fixed``: a rank gets a fixed number of
-         rows, with those that came in front, and no size depends on data but that of the slots.
+         Where a rank has bounded room for rows (``context.room_percent``) it gets a fixed number of them, with those
+         that came in front, and no size depends on data but that of the slots.
 Never    touches routing, weights, combine, shared experts or auxiliary losses; bakes in who holds what.
 
 At one rank there is nobody to exchange with: the experts are read in place and the rows are only counted.
@@ -254,18 +254,15 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
 
     # Step 3: where each row goes. How many may come is told from the entry that is there first, which is above all
     # uses of the others.
+    rows: Node | int = 0
     if context.room_percent:
-        rows = min(region.entries)
-        here = Builder(graph, after=max(here.last, rows), layer=region.layer)
-        bound = (here.length(rows), context.room_percent)
+        entry = min(region.entries)
+        here = Builder(graph, after=max(here.last, entry), layer=region.layer)
+        rows = here.length(entry)
     size = here.length(slots.shards[0])
     if context.replicates:
         size = here.call(operator.add, size, here.length(slots.held))
-    given = (counts, slots.placement, region.offsets, size)
-    if context.room_percent:
-        route = here.call(hecate.route_fixed.default, *given, *bound, region.layer)
-    else:
-        route = here.call(hecate.route.default, *given, chunks, region.layer)
+    route = here.call(hecate.route.default, counts, slots.placement, region.offsets, size, rows, chunks, region.layer)
     parts = here.parts(route, TICKET_PARTS * chunks)
     tickets = []
     for chunk in range(chunks):

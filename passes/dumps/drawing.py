@@ -143,7 +143,7 @@ def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -
             )
         )  # fmt: skip
         number[node] = len(boxes) - 1
-    exchanges = any(operator_name(node) in ("route", "route_fixed", "count_rows") for node in inside)
+    exchanges = any(operator_name(node) in ("route", "count_rows") for node in inside)
     return Picture(layer=layer, boxes=tuple(boxes), exchanges=exchanges)
 
 

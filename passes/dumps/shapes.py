@@ -143,12 +143,12 @@ def _of_operator(name: str, node: Node, given: Sequence[Value]) -> Value:
         case "replicate_bucket":
             return given[0]
         case "route":
-            chunks = node.args[4] if len(node.args) > 4 and isinstance(node.args[4], int) else 1
-            one = (Known("i32", ("S",)), Known("i64", ("2", "W")), Known("i64", ("R",)), Known("i64", ("R'",)))
+            rows, chunks = node.args[4:6]
+            assert isinstance(chunks, int)
+            splits = "3" if isinstance(rows, Node) else "2"
+            one = (Known("i32", ("S",)), Known("i64", (splits, "W")), Known("i64", ("R",)), Known("i64", ("R'",)))
             assert len(one) == TICKET_PARTS
             return one * chunks
-        case "route_fixed":
-            return (Known("i32", ("S",)), Known("i64", ("3", "W")), Known("i64", ("R",)), Known("i64", ("R'",)))
         case "route_nodes":
             return (Known("i64", ("4", "W")), Known("i64", ("u",)), Known("i64", ("m",)), Known("i64", ("R'",)))
         case "exchange" | "exchange_nodes":

@@ -41,7 +41,6 @@ _RESULTS: dict[str, tuple[str, ...]] = {
     "sizes_to_offsets": ("offsets",),
     "row_slots": ("row_slots",),
     "route": ("offsets", "splits", "send_index", "receive_index"),
-    "route_fixed": ("offsets", "splits", "send_index", "receive_index"),
     "route_nodes": ("node_splits", "node_send_index", "node_middle_index", "node_receive_index"),
     "exchange": ("rows",),
     "exchange_nodes": ("rows",),
@@ -61,7 +60,7 @@ _RESULTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # What a result is called before it is taken apart.
 _TUPLES = {
-    "place": "placed", "calibrate": "calibrated", "route": "ticket", "route_fixed": "ticket",
+    "place": "placed", "calibrate": "calibrated", "route": "ticket",
     "route_nodes": "node_ticket", "hold": "held",
     "sparse_all_gather": "replicas", "top_up": "replicas", "gather_dense": "wholes",
     "replicate_bucket": "wholes", "average_gradients": "mean_grads", "reduce_scatter_dense": "shard_grads",

@@ -7,19 +7,12 @@
 | ``combine_rows`` | the weighted sum of each token's rows | ``[R,H], [T,K], [T,K] -> [T,H]`` |
 | ``pack_experts`` | experts picked into one buffer, and back, tensor by tensor | ``[E,...], [n] -> [n,width]`` |
 | ``sum_replicas`` | what came added to each slot, in order | ``[S,...], [m,width], [S+1], [m]``, in place |
-| ``balance_rows`` | how many rows of each expert each rank computes | ``[W,E] -> [E,W]`` |
-| ``split_rows`` | who sends how many rows to whom | ``[W,E], [E,W] -> [E,W], [W,E]`` |
-| ``ticket_segments`` | the segments of an exchange's indices | ``[E,W], [W,E] -> [W E], [S W]`` |
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |
 | ``clear_rows`` | zeros where torch's own product leaves what was there | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
 | ``s2_forward`` | S2-Attention, and the logarithm of each row's sum | ``[b,h,S,d]`` -> ``[b,h,S,d], [b,h,S]`` |
 | ``s2_backward`` | its gradients | as the operands |
-| ``put_rows`` | rows picked, cast and written into other ranks' windows | ``[R,H], [n], [W] -> [places,W,bytes]`` |
-| ``take_rows`` | rows of the own window cast and brought to their places | ``[places,W,bytes], [n], [W] -> [R,H]`` |
-| ``post_words``, ``wait_words`` | how far others may go on, and have come | ``[W]``, ``[places,W]``, in place |
-| ``links`` | what these four have in common | |
 | ``launch``, ``operands`` | where kernels run and how they are tuned; what they ask of tensors | |
 
 A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, and for dtypes that it does not take,
@@ -29,5 +22,5 @@ imported by its operator where kernels run; what CPUs compute is ``ops/s2_blocks
 
 They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
 only while one is tuned. Which order of putting, posting, waiting and taking is right, and why, says
-``hecate.runtime.ops.one_sided``.
+``hecate.runtime.one_sided.transport``.
 """

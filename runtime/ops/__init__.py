@@ -1,6 +1,6 @@
 """The operators that passes put into graphs, each with a fake, an autograd formula and a flop count.
 
-The plain references that define them are in ``reference``. Every file here registers its operators when it is
+Every file here registers its operators when it is
 imported, and lists them at its top:
 
 | file | operators |
@@ -14,18 +14,16 @@ imported, and lists them at its top:
 | ``s2_cache`` | keys and values that it will need again, and one new token's attention to them |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
+| ``by_collectives`` | how rows and replicas travel where ``torch.distributed`` carries them, without operators |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
 | ``replica_tables`` | where replicas come from and gradients go, on the device |
-| ``symmetric``, ``one_sided`` | how rows travel one-sided, without operators (``route_fixed`` is in ``exchange``) |
-| ``one_sided_experts`` | how replicas do, without operators |
-| ``device_dispatch``, ``device_tables`` | tickets made on the device, and placements there, without operators |
 | ``s2_blocks`` | S2-Attention on CPUs, without operators |
 
 R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile (R' is a
-fixed multiple of R with ``Config(transport="symmetric")``). So is E_r, the length of a shard, at more than one rank:
-owners may move without a recompile. A placement is data, int8 on the CPU (2 owner, 1 replica), that flows from
-``place`` to whatever uses it, so a backward always uses its forward's.
+fixed multiple of R where the layer's carrier bounds the room for rows). So is E_r, the length of a shard, at more
+than one rank: owners may move without a recompile. A placement is data, int8 on the CPU (2 owner, 1 replica), that
+flows from ``place`` to whatever uses it, so a backward always uses its forward's.
 
 ``layer`` is the number of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
 of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead. Those that

@@ -23,11 +23,9 @@ from torch import Tensor
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
-from hecate.runtime.ops import one_sided_experts, sparse_collectives
-from hecate.runtime.ops.device_tables import Fixed
+from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.ops.registration import define, define_collective, differentiate
-from hecate.runtime.placement.placement import Placement
-from hecate.runtime.state.layer import Layer, get_layer
+from hecate.runtime.state.layer import get_layer
 
 # --- dense materialization: the specification, and the fallback for what no pass understands ---
 
@@ -100,21 +98,7 @@ differentiate("gather_experts", _gather_backward, _gather_setup)
 def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     record = get_layer(layer)
     record.expert_bytes_sent = 0
-    fixed: Fixed | None = record.symmetric.fixed if record.symmetric is not None else None
-    if fixed is not None:
-        # Whoever replays this takes placements. Graphs carry the first, and for how many replicas there is room.
-        tables = fixed.layers[layer]
-        record.replicas = tables.placement.num_replicas
-        return torch.from_numpy(tables.first.matrix.copy()), torch.full((tables.room.replicas,), -1, device="cpu")
-    placement = record.placer.take()
-    record.replicas = placement.num_replicas
-    return as_tensors(placement, record)
-
-
-def as_tensors(placement: Placement, record: Layer) -> tuple[Tensor, Tensor]:
-    """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
-    replicas = placement.replicas_on(record.world.rank)
-    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas.copy())
+    return record.carrier.place(record)
 
 
 def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -131,14 +115,7 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, replicas: Te
     used = record.placer.find(placement)
     travels = record.placer.travels(used)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
-    if record.symmetric is not None:
-        return one_sided_experts.sparse_all_gather(record, shards, used)
-    coming = sparse_collectives.new_replicas(shards, travels)
-    return Job(
-        record.world.queue,
-        lambda: sparse_collectives.gather(coming, record.world),
-        label=record.placer.label("sparse_all_gather"),
-    )
+    return record.carrier.gather_replicas(record, shards, used)
 
 
 def _sparse_all_gather_fake(
@@ -159,14 +136,7 @@ def _sparse_reduce_scatter(
         )
     travels = record.placer.travels(used)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, own, homeward=True)
-    if record.symmetric is not None:
-        return one_sided_experts.sparse_reduce_scatter(record, own, replicas, used)
-    gradients = sparse_collectives.new_gradients(own, replicas, travels, record.world)
-    return Job(
-        record.world.queue,
-        lambda: sparse_collectives.scatter(gradients, record.world),
-        label=record.placer.label("sparse_reduce_scatter"),
-    )
+    return record.carrier.reduce_replicas(record, own, replicas, used)
 
 
 def _sparse_reduce_scatter_fake(

@@ -2,18 +2,27 @@
 
 A graph must not hold ownership, placement, rank or counts, or every change of them would be a
 recompile. It holds the number, and the operators look the rest up here.
+
+**The seam between operators and transports.** A layer holds a :class:`Carrier`, and its operators
+(``hecate.runtime.ops``) ask it for all rows, replicas and counts that travel. Nobody asks which one it is: what
+others must know, such as whether rows come in bounded room, is an attribute. ``hecate.runtime.ops.by_collectives``
+and ``hecate.runtime.one_sided.carrier`` are two of them; ``hecate.wrap.choose_carrier`` has the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer_plan import LayerPlacer
 from hecate.runtime.state.placer import Placer
@@ -29,11 +38,11 @@ class Layer:
             in the same order (``hecate.compile`` compares them).
         name: qualified name of the experts module.
         placer: decides who holds what.
+        carrier: brings rows and experts to other ranks.
         dtype: what its experts compute in.
         wire_dtype: what wider rows travel in; None for their own.
-        symmetric: carries rows and replicas one-sided (``hecate.runtime.ops.symmetric``); None where collectives do.
         counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
-            (at one rank, or one-sided, it may still be on the device); None before the first step.
+            (at one rank, or where counts stay there, it may still be on the device); None before the first step.
         unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.
         arrived: rows from each rank in the last step, where only the device knows; see :meth:`read_rows`.
         rows: rows that this rank computed in the last step.
@@ -47,10 +56,9 @@ class Layer:
     name: str
     world: World
     placer: LayerPlacer
+    carrier: Carrier = field(repr=False)
     dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype | None = None
-    # Of a room above this one.
-    symmetric: Any = field(default=None, repr=False)
     counts: torch.Tensor | None = field(default=None, repr=False)
     unread: list[tuple[int, torch.Tensor]] = field(default_factory=list, repr=False)
     arrived: torch.Tensor | None = field(default=None, repr=False)
@@ -132,14 +140,122 @@ class Layer:
         self.node_bytes_sent += row_bytes * (total - here)
 
 
+# Where rows go and come from: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives.
+Ticket = Sequence[Tensor]
+
+
+class Carrier(Protocol):
+    """Moves rows and experts of the layers of a model between ranks.
+
+    What travels is packed before a method returns its :class:`Job`, whose result is what came. All ranks call the
+    same methods in the same order.
+    """
+
+    @property
+    def room_percent(self) -> int:
+        """A rank has room for so many percent of its own rows, whatever comes; 0 for as many as come."""
+
+    @property
+    def counts_stay(self) -> bool:
+        """Whether counts of rows stay on the device, so that the host learns of them at :meth:`settle`."""
+
+    def place(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Take this step's placement: int8 ``[E, W]``, and the experts of this rank's replicas, int64 ``[K]``."""
+
+    def gather_counts(self, layer: Layer, counts: Tensor) -> Job:
+        """Rows of every rank for every expert: int64 ``[E] -> [W, E]``."""
+
+    def route(
+        self, layer: Layer, counts: Tensor, placement: Placement, like: Tensor, *, rows: int, chunks: int
+    ) -> list[Tensor]:
+        """Decide which rank computes which rows.
+
+        Args:
+            counts: of all ranks, ``[W, E]``, as :meth:`gather_counts` has them.
+            like: a tensor on the device where tickets are needed.
+            rows: how many this rank has; 0 where no room is bounded by it.
+
+        Returns:
+            For each chunk the ends of the slots, int32 ``[S]``, and the three tensors of its ticket.
+        """
+
+    def ticket_like(self, counts: Tensor, like: Tensor, *, rows: int) -> list[Tensor]:
+        """A ticket of the sizes that :meth:`route` gives it, for tracing."""
+
+    def dispatch(self, layer: Layer, rows: Tensor, ticket: Ticket) -> Job:
+        """Rows to the ranks that hold their experts: ``[R, ...] -> [R', ...]``."""
+
+    def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
+        """Results back to where their rows came from: ``[R', ...] -> [num_rows, ...]``, zeros for rows never sent."""
+
+    def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
+        """SparseAllGather: a rank's replicas, ``[E_r, ...] -> [K, ...]`` of each tensor."""
+
+    def reduce_replicas(
+        self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
+    ) -> Job:
+        """SparseReduceScatter: the mean over ranks of the slots' gradients, at the owners.
+
+        ``[E_r, ...], [K, ...] -> [E_r, ...]`` of each tensor.
+        """
+
+    def settle(self, *, whole: bool = False) -> None:
+        """Let the host learn what the device alone knows of the last forward. All ranks together.
+
+        Args:
+            whole: of its backward, too; waits for the device.
+
+        Raises:
+            ExchangeFailed: on all ranks.
+            DisagreementError: ranks have different plans, or have exchanged different things.
+        """
+
+    def forget(self) -> None:
+        """What the host was to learn is of no interest any more: the forward is undone."""
+
+    def replays(self, placer: Placer) -> Replays:
+        """What changes between two replays of launches that are recorded once, of all layers of a model."""
+
+
+class Replays(Protocol):
+    """What recorded launches read that is another in each replay."""
+
+    def prepare(self, placements: Mapping[Layer, Placement]) -> None:
+        """Make room for these placements, and more, before launches are recorded."""
+
+    def forget(self) -> None:
+        """Nothing is recorded any more."""
+
+    def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
+        """Whether recorded launches can follow these; the same on all ranks."""
+
+    def write(self, placements: Mapping[Layer, Placement]) -> None:
+        """Let what is launched from now on follow these."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Inside, operators read and write what recorded launches do."""
+
+    def recorded(self) -> None:
+        """A forward was recorded: remember what it would tell the host."""
+
+    def tell_again(self, forward_ends: object) -> None:
+        """A replay tells it once more, when the event ``forward_ends`` has come."""
+
+
 LAYERS: Registry[Layer] = Registry("MoE layer")
 
 
-def add_layer(*, name: str, owners: Owners, world: World, placer: Placer | None = None) -> Layer:
+def add_layer(*, name: str, owners: Owners, world: World, carrier: Carrier, placer: Placer | None = None) -> Layer:
     """Create a record with the next free number; without a placer, nothing is replicated."""
     model = placer if placer is not None else Placer.static(world)
     return LAYERS.add(
-        lambda id: Layer(id=id, name=name, world=world, placer=LayerPlacer(model, id=id, name=name, owners=owners))
+        lambda id: Layer(
+            id=id,
+            name=name,
+            world=world,
+            carrier=carrier,
+            placer=LayerPlacer(model, id=id, name=name, owners=owners),
+        )
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import windows
+from hecate.runtime.one_sided import windows
 from tests.hecate_compile.test_parity import measure
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL

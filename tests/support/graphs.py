@@ -16,7 +16,7 @@ from hecate.passes import Outcome, Pass, PassContext
 from hecate.passes.invariants import verify
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.state.layer import add_layer
+from tests.support.layers import add_layer
 
 E, H, I, R = 4, 8, 5, 16  # noqa: E741 - I is the inner size, as in docs
 # Of graphs that were traced.

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.runtime.kernels.links import Chunk, Rows, row_bytes
-from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.one_sided.links import Chunk, Rows, row_bytes
+from hecate.runtime.one_sided.transport import Transport
 
 
 def all_to_all(transport: Transport, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from hecate.runtime.comm.windows import PLACES, Windows, local_windows
-from hecate.runtime.kernels.links import Chunk
-from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.one_sided.links import Chunk
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import PLACES, Windows, local_windows
 
 Program = Iterator[tuple[str, Chunk]]
 

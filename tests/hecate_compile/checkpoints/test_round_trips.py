@@ -24,10 +24,10 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.state.layer import add_layer
 from hecate.wrap.expert_shards import ExpertShard
 from hecate.wrap.shard import as_parameter
 from tests.support.extent import ALL
+from tests.support.layers import add_layer
 from tests.support.models import build
 from tests.support.ranks import run_ranks
 

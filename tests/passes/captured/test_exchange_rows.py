@@ -11,10 +11,11 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.invariants import InvalidGraphError, verify
-from hecate.runtime.comm.windows import local_windows
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops.one_sided import Transport
-from hecate.runtime.ops.symmetric import Symmetric
+from hecate.runtime.one_sided.carrier import OneSided
+from hecate.runtime.one_sided.exchanges import Exchanges
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import local_windows
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.layer import get_layer
 from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, targets
@@ -75,27 +76,26 @@ def test_rows_in_chunks(chunks: int, bias: bool, replicates: bool) -> None:
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_of_a_fixed_number(bias: bool, replicates: bool) -> None:
-    """The same graph with another route, which knows how many rows there are; more come than leave."""
+    """The same graph, in which the route knows how many rows there are; more come than leave."""
     graphs = []
     for percent in (0, 150):
         g = GraphUnderTest()
         gm = region(g, bias=bias)
         if percent:
-            get_layer(g.layer).symmetric = Symmetric(
-                SINGLE, Transport(local_windows(1, 4096, SINGLE.device)[0], seconds=1.0), percent
-            )
+            transport = Transport(local_windows(1, 4096, SINGLE.device)[0], seconds=1.0)
+            get_layer(g.layer).carrier = OneSided(Exchanges(SINGLE, transport), percent)
         known = {"world_size": 2, "replicates": replicates, "room_percent": percent}
         assert apply(exchange_rows, g, gm, **known).rewritten == 1
         graphs.append(gm)
     plain, fixed = (Counter(targets(gm)) for gm in graphs)
-    assert plain - fixed == {"route.default": 1}
+    assert not plain - fixed
     # Rows of no slot look up a line of zeros.
     zeros = {"movedim": 2, "pad": 1} if bias else {}
-    assert fixed - plain == {"route_fixed.default": 1, "sym_size.int": 1} | zeros
-    (route,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.hecate.route_fixed.default)
+    assert fixed - plain == {"sym_size.int": 1} | zeros
+    (route,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.hecate.route.default)
     (exchange,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.hecate.exchange.default)
-    *_, rows, percent, _ = route.args
-    assert percent == 150 and rows.args == (exchange.args[0], 0)
+    *_, rows, chunks, _ = route.args
+    assert chunks == 1 and rows.args == (exchange.args[0], 0)
 
 
 def two_calls(g: GraphUnderTest, between: Callable[[Node, Node], Node], *, bias: bool = False) -> GraphModule:

@@ -10,8 +10,8 @@ from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.state.layer import add_layer
 from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, number_of, targets
+from tests.support.layers import add_layer
 
 
 def loop(

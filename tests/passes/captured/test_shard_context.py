@@ -20,7 +20,7 @@ from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import verify
 from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import S2Attention
-from hecate.runtime.ops import reference
+from tests.support import reference
 from tests.support.extent import ALL
 from tests.support.graphs import GraphUnderTest
 

@@ -28,10 +28,10 @@ from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.ops.gradients import GradientSync, add_replicated
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import Rates
-from hecate.runtime.state.layer import add_layer
 from tests.support.graphs import ROWS as R
 from tests.support.graphs import E, H, number_of
 from tests.support.graphs import two_layers as traced
+from tests.support.layers import add_layer
 
 # A link so slow that everything fits behind a transfer.
 SLOW = Rates(flops=1e12, rank_bytes=1e-3, node_bytes=1e-3, memory_bytes=1e12)
@@ -451,7 +451,7 @@ def test_data_dependent_sizes_are_guessed() -> None:
         placement, held = ops.place(shard, layer)
         (replicas,) = ops.sparse_all_gather([shard], placement, held, layer)
         counts = ops.gather_counts(offsets, placement, layer)
-        ends, *ticket = ops.route(counts, placement, offsets, E + held.shape[0], 1, layer)
+        ends, *ticket = ops.route(counts, placement, offsets, E + held.shape[0], 0, 1, layer)
         return ops.grouped_mm_pair(ops.exchange(rows, *ticket, layer), shard, replicas, ends)
 
     inputs = torch.randn(E, H, H), torch.randn(R, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32)

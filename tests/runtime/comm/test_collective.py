@@ -24,7 +24,7 @@ from hecate.runtime.comm.collective import (
     wait_of,
     whole_of,
 )
-from hecate.runtime.ops import reference
+from tests.support import reference
 from tests.support.graphs import GraphUnderTest
 
 ALL = [pytest.param(collective, id=collective.name) for collective in collectives()]
@@ -66,7 +66,7 @@ def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
 
 @pytest.mark.parametrize("collective", ALL)
 def test_every_collective_has_a_reference_and_stands_in_the_table_of_its_file(collective: Collective) -> None:
-    assert callable(getattr(reference, collective.name)), "runtime/ops/reference.py"
+    assert callable(getattr(reference, collective.name)), "tests/support/reference.py"
     files = [module for name, module in sys.modules.items() if name.startswith(f"{ops.__name__}.")]
     assert any(f"| ``{collective.name}``" in (inspect.getdoc(file) or "") for file in files)
 

@@ -23,9 +23,10 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView, Policy, Static
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.layer import Layer, add_layer
+from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from tests.support.extent import ALL
+from tests.support.layers import add_layer
 from tests.support.ranks import run_ranks
 
 _HERE = "tests.runtime.comm.test_desync"

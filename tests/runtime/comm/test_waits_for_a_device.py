@@ -23,9 +23,9 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.policy import Static
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.layer import add_layer
 from hecate.runtime.state.placer import Placer
 from tests.support.fake_cuda import CPU, Cuda, Event, Stream
+from tests.support.layers import add_layer
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 
 _HERE = "tests.runtime.comm.test_waits_for_a_device"

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hecate.runtime import kernels
+from hecate.runtime import kernels, one_sided
 from hecate.runtime.kernels.launch import INTERPRETED
 
 HAS_KERNELS = INTERPRETED or torch.cuda.is_available()
@@ -36,6 +36,7 @@ def index_of(*values: int) -> torch.Tensor:
 
 def kernel_modules() -> list[ModuleType]:
     """All that launch kernels, but those of S2-Attention, which are no one's to import where Triton is missing."""
-    names = [one.name for one in pkgutil.iter_modules(kernels.__path__) if not one.name.startswith("s2_")]
-    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names if name != "launch"]
-    return [module for module in modules if hasattr(module, "launch")]
+    rooms = (kernels, one_sided)
+    names = [f"{room.__name__}.{one.name}" for room in rooms for one in pkgutil.iter_modules(room.__path__)]
+    wanted = [name for name in names if not name.rpartition(".")[2].startswith(("s2_", "launch"))]
+    return [module for name in wanted if hasattr(module := importlib.import_module(name), "launch")]

@@ -9,12 +9,12 @@ import torch
 import hecate
 from hecate.runtime.comm.world import find_world
 from hecate.runtime.kernels import launch
-from hecate.runtime.ops import reference
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import LayerView
 from tests.runtime.kernels.device import kernel_modules
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer, routed, slot_grads
+from tests.support import reference
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
 from tests.support.models import batch, build
@@ -73,7 +73,7 @@ def compare_operators() -> None:
 
     rows, offsets = routed(rank)
     counts = hecate.gather_counts(offsets, placed, layer.id)
-    _, *ticket = hecate.route(counts, placed, offsets, owned + len(held), 1, layer.id)
+    _, *ticket = hecate.route(counts, placed, offsets, owned + len(held), 0, 1, layer.id)
     back = hecate.exchange_back(hecate.exchange(rows, *ticket, layer.id) * 2, *ticket, len(rows), layer.id)
     assert torch.equal(back, rows * 2)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hecate.runtime.kernels import launch
-from hecate.runtime.kernels.balance_rows import balance_rows
 from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
 from hecate.runtime.kernels.combine_rows import combine_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
@@ -25,18 +24,19 @@ from hecate.runtime.kernels.grouped_mm import (
     takes_products,
 )
 from hecate.runtime.kernels.launch import tl
-from hecate.runtime.kernels.links import Chunk, Rows
 from hecate.runtime.kernels.pack_experts import pack_experts, unpack_experts
-from hecate.runtime.kernels.post_words import post_words
-from hecate.runtime.kernels.put_rows import put_rows
 from hecate.runtime.kernels.scatter_rows import scatter_rows
-from hecate.runtime.kernels.split_rows import split_rows
 from hecate.runtime.kernels.sum_replicas import sum_replicas
-from hecate.runtime.kernels.take_rows import take_rows
-from hecate.runtime.kernels.ticket_segments import ticket_segments
-from hecate.runtime.kernels.wait_words import wait_words
 from hecate.runtime.kernels.weight_grads import CONFIGS as weight_grads_configs
 from hecate.runtime.kernels.weight_grads import weight_grads
+from hecate.runtime.one_sided.balance_rows import balance_rows
+from hecate.runtime.one_sided.links import Chunk, Rows
+from hecate.runtime.one_sided.post_words import post_words
+from hecate.runtime.one_sided.put_rows import put_rows
+from hecate.runtime.one_sided.split_rows import split_rows
+from hecate.runtime.one_sided.take_rows import take_rows
+from hecate.runtime.one_sided.ticket_segments import ticket_segments
+from hecate.runtime.one_sided.wait_words import wait_words
 from hecate.runtime.placement.planner import rounds_of
 
 ROOT = Path(__file__).parents[3]

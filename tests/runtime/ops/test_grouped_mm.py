@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hecate.runtime.ops import grouped_mm, reference
+from hecate.runtime.ops import grouped_mm
+from tests.support import reference
 
 
 @pytest.mark.parametrize("transposed", [False, True])

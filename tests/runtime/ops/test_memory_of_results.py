@@ -61,7 +61,7 @@ def test_results_are_made_before_the_job_is_launched(wire: torch.dtype | None) -
         run("sparse_reduce_scatter", [shard], replicas, placed, len(shard), layer.id)
         counts = run("gather_counts", offsets, placed, layer.id)
         run("top_up", [shard], replicas, placed, *ops.calibrate(counts, placed, layer.id), layer.id)
-        _, *ticket = ops.route(counts, placed, offsets, len(shard) + len(slots), 1, layer.id)
+        _, *ticket = ops.route(counts, placed, offsets, len(shard) + len(slots), 0, 1, layer.id)
         arrived = run("exchange", rows, *ticket, layer.id)
         run("exchange_back", arrived, *ticket, len(rows), layer.id)
         tokens = torch.arange(int(offsets[-1]))

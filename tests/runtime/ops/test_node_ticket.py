@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hecate.runtime.ops import reference
 from hecate.runtime.ops.node_ticket import (
     Arriving,
     Leaving,
@@ -24,6 +23,7 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
+from tests.support import reference
 
 Plans = tuple[list[Leaving], list[Passing], list[Arriving]]
 

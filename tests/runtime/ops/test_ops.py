@@ -8,20 +8,22 @@ import torch
 from hecate.runtime.comm import collectives as comm_collectives
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.collective import collective_named, collectives
-from hecate.runtime.comm.windows import local_windows
 from hecate.runtime.comm.world import SINGLE, World
-from hecate.runtime.ops import reference
+from hecate.runtime.one_sided.carrier import OneSided
+from hecate.runtime.one_sided.exchanges import Exchanges
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import local_windows
 from hecate.runtime.ops.experts import hold
-from hecate.runtime.ops.one_sided import Transport
-from hecate.runtime.ops.symmetric import Symmetric
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.policy import LayerView, Policy
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.layer import Layer, add_layer
+from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from tests.runtime.ops import test_s2_attention
+from tests.support import reference
+from tests.support.layers import add_layer
 from tests.support.threads import on_threads
 
 OWNERS = {
@@ -116,7 +118,7 @@ def test_exchange_and_back(name: str, replicas: str, padding: int) -> None:
         placed, _ = hecate.place(rows, layer.id)
         gathered = hecate.gather_counts(offsets, placed, layer.id)
         assert torch.equal(gathered, counts)
-        ends, *ticket = hecate.route(gathered, placed, offsets, len(slot_offsets[rank]), 1, layer.id)
+        ends, *ticket = hecate.route(gathered, placed, offsets, len(slot_offsets[rank]), 0, 1, layer.id)
         assert torch.equal(ends, slot_offsets[rank])
         out = hecate.exchange(rows, *ticket, layer.id)
         assert torch.equal(out, arrived[rank])
@@ -169,7 +171,7 @@ def test_exchange_nodes_and_back(replicas: str, topology: str, wire: torch.dtype
         placed, held = hecate.place(rows, layer.id)
         gathered = hecate.gather_counts(offsets, placed, layer.id)
         slots = placement.owners.counts[rank] + len(held)
-        _, *ticket = hecate.route(gathered, placed, offsets, slots, 1, layer.id)
+        _, *ticket = hecate.route(gathered, placed, offsets, slots, 0, 1, layer.id)
         by_node = hecate.route_nodes(tokens[rank], gathered, placed, *ticket, 2, layer.id)
         assert layer.sizes.together == 2
         out = hecate.exchange_nodes(rows, *by_node, layer.id)
@@ -206,7 +208,7 @@ def test_a_value_for_each_row_is_no_row() -> None:
         rows, offsets = routed(world.rank)
         placed, _ = hecate.place(rows, layer.id)
         counts = hecate.gather_counts(offsets, placed, layer.id)
-        _, *ticket = hecate.route(counts, placed, offsets, placement.owners.counts[world.rank], 1, layer.id)
+        _, *ticket = hecate.route(counts, placed, offsets, placement.owners.counts[world.rank], 0, 1, layer.id)
         hecate.exchange(rows, *ticket, layer.id)
         weights = hecate.exchange(rows[:, :1] + 1e-3, *ticket, layer.id)
         back = hecate.exchange_back(weights, *ticket, len(rows), layer.id)
@@ -231,7 +233,7 @@ def test_rows_in_chunks(replicas: str, chunks: int) -> None:
         slots = placement.owners.counts[world.rank] + len(held)
         found, grads = [], []
         for parts in (1, chunks):
-            tickets = hecate.route(counts, placed, offsets, slots, parts, layer.id)
+            tickets = hecate.route(counts, placed, offsets, slots, 0, parts, layer.id)
             total: torch.Tensor | int = 0
             for part in range(parts):
                 ends, *ticket = tickets[4 * part :][:4]
@@ -262,7 +264,7 @@ def test_rows_in_fewer_bytes(dtype: torch.dtype) -> None:
             placed, held = hecate.place(rows, layer.id)
             counts = hecate.gather_counts(offsets, placed, layer.id)
             slots = placement.owners.counts[world.rank] + len(held)
-            _, *ticket = hecate.route(counts, placed, offsets, slots, 1, layer.id)
+            _, *ticket = hecate.route(counts, placed, offsets, slots, 0, 1, layer.id)
             out = hecate.exchange(rows, *ticket, layer.id)
             back = hecate.exchange_back(out * 3, *ticket, len(rows), layer.id)
             (grad,) = torch.autograd.grad(back.square().sum(), rows)
@@ -420,8 +422,7 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     "gather_counts": (torch.tensor([1, 1, 4, 6], dtype=torch.int32), OWNED),
     "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
     "top_up": ([torch.randn(4, 2, 3)], [torch.randn(0, 2, 3)], OWNED, OWNED, NONE),
-    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 2),
-    "route_fixed": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 7, 150),
+    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 0, 2),
     "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
     "exchange": (
         torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6),
@@ -462,10 +463,15 @@ _WITHOUT_LAYER = (
 @pytest.mark.parametrize("name", OPCHECKS)
 def test_opcheck(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
-    if name == "route_fixed":
-        layer.symmetric = Symmetric(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0], seconds=1.0), 150)
     arguments = OPCHECKS[name] if name in _WITHOUT_LAYER else (*OPCHECKS[name], layer.id)
     torch.library.opcheck(getattr(torch.ops.hecate, name).default, arguments)
+
+
+def test_opcheck_of_a_route_with_bounded_room() -> None:
+    exchanges = Exchanges(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0], seconds=1.0))
+    layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE, carrier=OneSided(exchanges, 150))
+    counts, offsets = torch.tensor([[1, 0, 3, 2]]), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.hecate.route.default, (counts, OWNED, offsets, 4, 7, 1, layer.id))
 
 
 def test_every_operator_is_checked() -> None:

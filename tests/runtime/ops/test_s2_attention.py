@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.ops import reference, s2_attention, s2_blocks
+from hecate.runtime.ops import s2_attention, s2_blocks
 from hecate.runtime.ops.s2_masks import visible
+from tests.support import reference
 
 ops = torch.ops.hecate
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.runtime.comm.collectives import slices_of
-from hecate.runtime.ops import reference
 from hecate.runtime.ops.ticket import Ticket, join_segments, make_tickets
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
+from tests.support import reference
 
 
 def move(rows: list[torch.Tensor], tickets: list[Ticket]) -> list[torch.Tensor]:

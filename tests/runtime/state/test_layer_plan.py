@@ -17,9 +17,9 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.layer import add_layer
 from hecate.runtime.state.layer_plan import LayerPlacer
 from hecate.runtime.state.placer import Placer
+from tests.support.layers import add_layer
 
 OWNERS = Owners((0, 0, 1, 2), 3)
 WORLD = World(rank=1, size=3, group=None, device=torch.device("cpu"))

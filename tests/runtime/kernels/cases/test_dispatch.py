@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hecate.runtime.kernels.balance_rows import balance_rows, balance_rows_reference
 from hecate.runtime.kernels.expand_segments import expand_segments, expand_segments_reference
-from hecate.runtime.kernels.ticket_segments import ticket_segments, ticket_segments_reference
-from hecate.runtime.ops.device_dispatch import DeviceTables
+from hecate.runtime.one_sided.balance_rows import balance_rows, balance_rows_reference
+from hecate.runtime.one_sided.device_dispatch import DeviceTables
+from hecate.runtime.one_sided.ticket_segments import ticket_segments, ticket_segments_reference
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, balance
@@ -19,7 +19,7 @@ from hecate.runtime.placement.planner.balance import Block, cut_at, even_out, lo
 from hecate.runtime.placement.planner.fastest import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
-from tests.runtime.ops.dispatch_cases import Dispatch, check_dispatch, random_dispatch
+from tests.runtime.one_sided.dispatch_cases import Dispatch, check_dispatch, random_dispatch
 from tests.runtime.placement.planner.cases import Case, cases, placements
 from tests.support.extent import ALL
 

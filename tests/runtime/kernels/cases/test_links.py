@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hecate.runtime.comm.windows import local_windows
-from hecate.runtime.kernels import links
 from hecate.runtime.kernels.clear_rows import clear_rows_behind
 from hecate.runtime.kernels.launch import INTERPRETED
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
-from hecate.runtime.kernels.post_words import post_words, post_words_reference
-from hecate.runtime.kernels.put_rows import put_rows, put_rows_reference
-from hecate.runtime.kernels.take_rows import take_rows, take_rows_reference
-from hecate.runtime.kernels.wait_words import wait_words, wait_words_reference
-from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
+from hecate.runtime.one_sided import links
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.one_sided.post_words import post_words, post_words_reference
+from hecate.runtime.one_sided.put_rows import put_rows, put_rows_reference
+from hecate.runtime.one_sided.take_rows import take_rows, take_rows_reference
+from hecate.runtime.one_sided.transport import ExchangeFailed, Transport
+from hecate.runtime.one_sided.wait_words import wait_words, wait_words_reference
+from hecate.runtime.one_sided.windows import local_windows
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
-from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
+from tests.runtime.one_sided.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
 from tests.support.extent import ALL
 from tests.support.one_sided import all_to_all
 from tests.support.unordered_memory import Ranks

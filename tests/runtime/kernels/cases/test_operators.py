@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops import grouped_mm, reference
+from hecate.runtime.ops import grouped_mm
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.state.layer import add_layer
 from tests.runtime.kernels.device import DEVICE, INTERPRETED, MARKS, whole_numbers
+from tests.support import reference
+from tests.support.layers import add_layer
 
 pytestmark = MARKS
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hecate.runtime.kernels.expand_segments import expand_segments, expand_segments_reference
-from hecate.runtime.kernels.split_rows import split_rows, split_rows_reference
+from hecate.runtime.one_sided.split_rows import split_rows, split_rows_reference
 from hecate.runtime.ops import ticket
 from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Owners

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, check_links
 
 # One: a program waits for one word.
 CONFIGS = ({"num_warps": 1},)

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.links import (
+from hecate.runtime.kernels.operands import check_index, check_rows
+from hecate.runtime.one_sided.links import (
     Chunk,
     Rows,
     as_numbers,
@@ -18,7 +19,6 @@ from hecate.runtime.kernels.links import (
     rows_by_place,
     share_out,
 )
-from hecate.runtime.kernels.operands import check_index, check_rows
 
 
 def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.windows import local_windows, symmetric_windows
 from hecate.runtime.comm.world import World, find_world
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows
-from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, Rows
+from hecate.runtime.one_sided.transport import ExchangeFailed, Transport
+from hecate.runtime.one_sided.windows import local_windows, symmetric_windows
+from tests.runtime.one_sided.protocol import SEGMENT, WIDTH, Case, Exchanges, Lost, cases, run, run_experts, skewed
 from tests.runtime.ops import test_ops
-from tests.runtime.ops.protocol import SEGMENT, WIDTH, Case, Exchanges, Lost, cases, run, run_experts, skewed
 from tests.support import one_sided
 from tests.support.extent import ALL
 from tests.support.one_sided import walk

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from hecate.runtime.comm.collectives import on_device
-from hecate.runtime.kernels.balance_rows import balance_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
-from hecate.runtime.kernels.split_rows import split_rows
-from hecate.runtime.kernels.ticket_segments import ticket_segments
+from hecate.runtime.one_sided.balance_rows import balance_rows
+from hecate.runtime.one_sided.split_rows import split_rows
+from hecate.runtime.one_sided.ticket_segments import ticket_segments
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner.balance import PARTS_BITS, local_ends

@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from hecate.runtime.one_sided.device_dispatch import DeviceTables, DeviceTicket, device_quotas, device_ticket
 from hecate.runtime.ops import ticket as host
-from hecate.runtime.ops.device_dispatch import DeviceTables, DeviceTicket, device_quotas, device_ticket
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens

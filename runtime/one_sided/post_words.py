@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, check_links, padded
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, check_links, padded
 
 # One: a few microseconds are not worth a trial.
 CONFIGS = ({"num_warps": 1},)

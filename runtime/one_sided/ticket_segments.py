@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
-from hecate.runtime.kernels.split_rows import MOST_RANKS
+from hecate.runtime.one_sided.split_rows import MOST_RANKS
 
 # One: a few microseconds are not worth a trial.
 CONFIGS = ({"BLOCK": 16, "num_warps": 4},)

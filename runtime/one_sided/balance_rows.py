@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index
-from hecate.runtime.kernels.split_rows import MOST_RANKS
+from hecate.runtime.one_sided.split_rows import MOST_RANKS
 from hecate.runtime.placement.planner.balance import (
     GOOD_ENOUGH,
     PARTS_BITS,

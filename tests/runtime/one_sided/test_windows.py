@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import windows as comm_windows
-from hecate.runtime.comm.windows import shared_windows
 from hecate.runtime.comm.world import find_world
-from hecate.runtime.kernels.links import Rows
-from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.one_sided import windows as comm_windows
+from hecate.runtime.one_sided.links import Rows
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import shared_windows
 from tests.support.one_sided import all_to_all, walk
 from tests.support.ranks import message_of, run_ranks
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hecate.runtime.comm.windows import PLACES
-from hecate.runtime.kernels.links import Rows
 from hecate.runtime.kernels.sum_replicas import sum_replicas
-from hecate.runtime.ops.one_sided import Transport
+from hecate.runtime.one_sided.links import Rows
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import PLACES
 from hecate.runtime.placement.planner import rounds_of
 from tests.support.one_sided import steps_of_all_to_all
 from tests.support.unordered_memory import Program, Ranks

@@ -18,34 +18,37 @@ from torch.utils._pytree import tree_leaves
 
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.history import labelled
-from hecate.runtime.comm.windows import PLACES, Windows, local_windows
 from hecate.runtime.comm.world import SINGLE, World, find_world
-from hecate.runtime.kernels import (
+from hecate.runtime.kernels import clear_rows, expand_segments, gather_rows, pack_experts, sum_replicas
+from hecate.runtime.one_sided import (
     balance_rows,
-    clear_rows,
-    expand_segments,
-    gather_rows,
-    pack_experts,
+    exchanges,
     post_words,
     put_rows,
     split_rows,
-    sum_replicas,
     take_rows,
     ticket_segments,
     wait_words,
 )
-from hecate.runtime.kernels.links import Rows
-from hecate.runtime.ops import one_sided_experts, reference, symmetric
-from hecate.runtime.ops.device_tables import Fixed, FixedTables, Room
-from hecate.runtime.ops.one_sided import ExchangeFailed, Transport
-from hecate.runtime.ops.symmetric import Symmetric
+from hecate.runtime.one_sided import carrier as one_sided
+from hecate.runtime.one_sided.carrier import OneSided
+from hecate.runtime.one_sided.device_tables import Room
+from hecate.runtime.one_sided.exchanges import Exchanges
+from hecate.runtime.one_sided.late_news import LateNews
+from hecate.runtime.one_sided.links import Rows
+from hecate.runtime.one_sided.replays import FixedTables, Recorded
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import PLACES, Windows, local_windows
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.topology import Topology
+from hecate.runtime.state import settle
 from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.settle import ExchangeFailed
 from hecate.runtime.state.step_mode import StepMode
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, replicating_layer, routed
+from tests.support import reference
 from tests.support.ranks import message_of, run_ranks
 from tests.support.threads import on_threads
 
@@ -64,8 +67,14 @@ def windows() -> list[Transport]:
 
 def layer_over(transport: Transport, world: World, placement: Placement, percent: int) -> Layer:
     layer = replicating_layer(world, placement, ONE_NODE)
-    layer.symmetric = Symmetric(world, transport, percent)
+    layer.carrier = OneSided(Exchanges(world, transport), percent)
     return layer
+
+
+def carrier_of(layer: Layer) -> OneSided:
+    """The one of :func:`layer_over`."""
+    assert isinstance(layer.carrier, OneSided)
+    return layer.carrier
 
 
 def even(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +110,7 @@ def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wi
         placed, _ = ops.place(rows, layer.id)
         gathered = ops.gather_counts(offsets, placed, layer.id)
         assert torch.equal(gathered, counts) and torch.equal(layer.counts, counts)
-        ends, *ticket = ops.route_fixed(gathered, placed, offsets, len(slot_offsets[rank]), 10, PLENTY, layer.id)
+        ends, *ticket = ops.route(gathered, placed, offsets, len(slot_offsets[rank]), 10, 1, layer.id)
         assert torch.equal(ends, slot_offsets[rank])
         out = ops.exchange(rows, *ticket, layer.id)
         came = len(arrived[rank])
@@ -118,7 +127,7 @@ def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wi
         assert torch.equal(
             ops.exchange_back(ops.exchange(ids, *ticket, layer.id), *ticket, 10, layer.id)[:9], ids[:9]
         )
-        layer.symmetric.settle()
+        layer.carrier.settle()
         layer.read_rows()
         leaving = sends[rank].sum() - sends[rank][:, rank].sum()
         arriving = sum(other[:, rank].sum() for other in sends) - sends[rank][:, rank].sum()
@@ -156,7 +165,7 @@ def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: 
                 came = ops.sparse_all_gather(shards, placed, held, layer.id)
                 found.append([*came, *ops.sparse_reduce_scatter(own, others, placed, owned, layer.id)])
             assert all(map(torch.equal, *found)), width
-        one_sided.symmetric.settle(whole=True)
+        one_sided.carrier.settle(whole=True)
         assert one_sided.expert_bytes_sent == plain.expert_bytes_sent
 
     on_threads(check)
@@ -176,8 +185,8 @@ def test_what_was_recorded_reads_other_placements(name: str) -> None:
         recorded = layer_over(transports[rank], world, placements[-1], PLENTY)
         tables = FixedTables.of(placements[-1], recorded)
         assert all(map(tables.has_room_for, placements))
-        fixed = Fixed({recorded.id: tables}, recorded.symmetric.signature(recorded.placer.model.signature))
-        recorded.symmetric.fixed = fixed
+        carrier = carrier_of(recorded)
+        carrier.recorded = Recorded({recorded.id: tables}, carrier.signature(recorded.placer.model.signature))
         handle, room = ops.place(rows, recorded.id)
         slots = owned + len(room)
         for placement in placements:
@@ -186,10 +195,9 @@ def test_what_was_recorded_reads_other_placements(name: str) -> None:
             found = []
             for layer in (expected, recorded):
                 placed, held = ops.place(rows, layer.id) if layer is expected else (handle, room)
-                ends, *ticket = ops.route_fixed(
-                    ops.gather_counts(offsets, placed, layer.id), placed, offsets, owned + len(held), 10, PLENTY,
-                    layer.id,
-                )  # fmt: skip
+                ends, *ticket = ops.route(
+                    ops.gather_counts(offsets, placed, layer.id), placed, offsets, owned + len(held), 10, 1, layer.id
+                )
                 out = ops.exchange(rows, *ticket, layer.id)
                 back = ops.exchange_back(out * 2, *ticket, 10, layer.id)
                 replicas = ops.sparse_all_gather(shards, placed, held, layer.id)
@@ -202,7 +210,7 @@ def test_what_was_recorded_reads_other_placements(name: str) -> None:
             assert all(map(torch.equal, *found))
             # Slots that nobody fills get no rows.
             assert (ends[owned + count :] == (ends[owned + count - 1] if owned + count else 0)).all()
-        recorded.symmetric.settle(whole=True)
+        recorded.carrier.settle(whole=True)
 
     on_threads(check)
 
@@ -222,7 +230,7 @@ def test_room_is_for_what_fits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 3, 8192, 8193, 99_991, 3 * 2048 * 768])
 def test_pieces_of_an_expert_fit(width: int, dtype: torch.dtype, segment: int) -> None:
-    piece = symmetric.piece_of(width, dtype, segment)
+    piece = exchanges.piece_of(width, dtype, segment)
     size, pieces = piece * dtype.itemsize, -(-width // piece)
     assert size <= min(segment, 2**14)
     assert pieces == 1 or size % 16 == 0, "each begins where kernels load vectors"
@@ -243,9 +251,9 @@ def test_counts_are_learned_from_when_the_host_settles() -> None:
             # Whether a forward trains is known while it runs.
             model.step.mode = None
             before = layer.placer.plan.steps_seen
-            layer.symmetric.settle()
+            layer.carrier.settle()
             assert layer.placer.plan.steps_seen == before + training
-            layer.symmetric.settle()
+            layer.carrier.settle()
             assert layer.placer.plan.steps_seen == 1
 
     on_threads(check)
@@ -258,13 +266,14 @@ def test_without_room_nothing_travels_and_all_ranks_say_so() -> None:
 
     def check(world: World) -> None:
         layer = layer_over(transports[world.rank], world, placement, 150)
+        carrier = carrier_of(layer)
         rows, offsets = even(world.rank)
         rows.requires_grad_()
         for _ in range(2):
             placed, _ = ops.place(rows, layer.id)
             gathered = ops.gather_counts(offsets, placed, layer.id)
             slots = 5 if world.rank == 0 else 0
-            ends, *ticket = ops.route_fixed(gathered, placed, offsets, slots, 10, 150, layer.id)
+            ends, *ticket = ops.route(gathered, placed, offsets, slots, 10, 1, layer.id)
             assert not len(ends) or int(ends.max()) <= 15
             assert ticket[0].tolist() == [[0, 0, 0], [0, 0, 0], [14, 0, 0]]
             out = ops.exchange(rows, *ticket, layer.id)
@@ -273,54 +282,55 @@ def test_without_room_nothing_travels_and_all_ranks_say_so() -> None:
             (grad,) = torch.autograd.grad(back.sum(), rows)
             assert grad.isnan().all()
             with pytest.raises(ExchangeFailed) as raised:
-                layer.symmetric.settle()
+                layer.carrier.settle()
             assert "rows of test, step" in str(raised.value) and "27 rows would come to rank 0" in str(raised.value)
             assert "1.5 times the 9 that it has itself" in str(raised.value)
             assert "Config(capacity=3) would have been enough" in str(raised.value)
             # It is said once.
-            layer.symmetric.settle()
+            layer.carrier.settle()
         # With room it goes on.
+        carrier.room_percent = 300
         placed, _ = ops.place(rows, layer.id)
         gathered = ops.gather_counts(offsets, placed, layer.id)
-        ends, *ticket = ops.route_fixed(gathered, placed, offsets, slots, 10, 300, layer.id)
+        ends, *ticket = ops.route(gathered, placed, offsets, slots, 10, 1, layer.id)
         there_and_back = ops.exchange_back(ops.exchange(rows, *ticket, layer.id), *ticket, 10, layer.id)
         assert torch.equal(there_and_back[:9], rows[:9])
-        layer.symmetric.settle()
+        layer.carrier.settle()
 
     on_threads(check)
 
 
 def test_a_rank_without_rows_is_told_that_no_capacity_is_enough() -> None:
-    message = symmetric._no_room("rows", [0, 3], [6, 0], 200)
+    message = one_sided._no_room("rows", [0, 3], [6, 0], 200)
     assert "3 rows would come to rank 1, which has room for 0" in message
     assert "no room, whatever the capacity" in message and "Config(capacity" not in message
 
 
 def test_where_kernels_wait_a_late_rank_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is told later, or when it asks for all of it."""
-    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
+    monkeypatch.setattr(exchanges, "_host_waits", lambda device: False)
     transport = Transport(local_windows(3, 128, CPU)[1], seconds=0.01)
     layer = layer_over(transport, World(rank=1, size=3, group=None, device=CPU), Placement.owned(ONE_EACH), 200)
     rows, order = torch.ones(6, 4), torch.arange(6)
     splits = torch.tensor([[2, 2, 2], [2, 2, 2], [0, 0, 0]])
     for out in (
-        symmetric.exchange(layer, rows, splits, order, order).run(),
-        symmetric.exchange_back(layer, rows, splits, order, order, 6).run(),
+        layer.carrier.dispatch(layer, rows, (splits, order, order)).run(),
+        layer.carrier.combine(layer, rows, (splits, order, order), 6).run(),
     ):
         assert out.isnan().all()
-    layer.symmetric.settle()
+    layer.carrier.settle()
     with pytest.raises(ExchangeFailed, match=r"waited in vain for ranks \[0, 2\]"):
-        layer.symmetric.settle(whole=True)
+        layer.carrier.settle(whole=True)
     told: list[list[int]] = []
-    layer.symmetric.tell_later(torch.arange(2), lambda numbers: told.append(numbers.tolist()))
+    carrier_of(layer).news.send(torch.arange(2), lambda numbers: told.append(numbers.tolist()))
     with pytest.raises(ExchangeFailed, match="waited in vain"):
-        layer.symmetric.settle()
+        layer.carrier.settle()
     assert not told
 
 
 def test_of_a_model_that_is_gone_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its garbage has been collected differs between ranks."""
-    monkeypatch.setattr(symmetric, "_living", weakref.WeakValueDictionary())
+    monkeypatch.setattr(settle, "_SETTLING", weakref.WeakValueDictionary())
     told: list[list[int]] = []
 
     def refuse(numbers: torch.Tensor) -> None:
@@ -329,23 +339,21 @@ def test_of_a_model_that_is_gone_nobody_is_told(monkeypatch: pytest.MonkeyPatch)
 
     class Model:
         def __init__(self) -> None:
-            self.me, self.symmetric = (
-                self,
-                Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0], seconds=1.0), 100),
-            )
-            self.symmetric.tell_later(torch.arange(2), refuse)
+            transport = Transport(local_windows(1, 128, CPU)[0], seconds=1.0)
+            self.me, self.carrier = self, OneSided(Exchanges(SINGLE, transport), 100)
+            self.carrier.news.send(torch.arange(2), refuse)
 
     gone, here, forgotten = Model(), Model(), Model()
-    forgotten.symmetric.forget()
+    forgotten.carrier.forget()
     gc.disable()
     try:
         del gone
         with pytest.raises(ExchangeFailed, match="no room"):
-            symmetric.settle_all()
+            settle.settle_all()
     finally:
         gc.enable()
     assert told == [[0, 1], [0, 1]]
-    here.symmetric.settle()
+    here.carrier.settle()
 
 
 def test_what_is_replayed_is_told_again_behind_its_event() -> None:
@@ -354,27 +362,26 @@ def test_what_is_replayed_is_told_again_behind_its_event() -> None:
             told.append("there")
 
     told: list[Any] = []
-    one = Symmetric(SINGLE, Transport(local_windows(1, 128, CPU)[0], seconds=1.0), 100)
-    numbers = torch.arange(2)
-    one.tell_later(numbers, lambda numbers: told.append(numbers.tolist()))
-    unread = one.take_unread()
-    one.settle()
+    news = LateNews(Transport(local_windows(1, 128, CPU)[0], seconds=1.0))
+    news.send(torch.arange(2), lambda numbers: told.append(numbers.tolist()))
+    messages = news.take()
+    news.read()
     assert not told
     for _ in range(2):
-        one.tell_again(unread, Event())
-        one.settle()
+        news.send_again(messages, Event())
+        news.read()
     assert told == ["there", [0, 1]] * 2
 
 
 def wait_for_one_that_failed() -> dict[str, Any]:
     """On one rank: the last one raises in front of an exchange, its program catches that, and it stays."""
     world = find_world(None, CPU)
-    exchanges = Symmetric.between(world, 100)
+    links = Exchanges.between(world)
     rows, one = torch.ones(2, 4), torch.ones(2, dtype=torch.int64)
 
     def exchange() -> None:
         with labelled("exchange of a test"):
-            exchanges.exchange(Rows(rows), one, Rows(rows.clone()), most=1, wire=rows.dtype, expects=one)
+            links.exchange(Rows(rows), one, Rows(rows.clone()), most=1, wire=rows.dtype, expects=one)
 
     def fail() -> None:
         with telling("in its forward"):
@@ -424,7 +431,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in MODULES:
         monkeypatch.setattr(module, "launch", take_notes)
         monkeypatch.setattr(module, "runs_on", lambda _: True)
-    monkeypatch.setattr(symmetric, "_host_waits", lambda device: False)
+    monkeypatch.setattr(exchanges, "_host_waits", lambda device: False)
     return found
 
 
@@ -434,7 +441,8 @@ def test_a_captured_step_launches_the_same_for_all_placements(launched: list[Lau
     placements = [Placement.with_replicas(owners, replicas) for replicas in REPLICAS.values()]
     layer = layer_over(windows()[1], World(rank=1, size=3, group=None, device=CPU), placements[1], PLENTY)
     tables = FixedTables.of(placements[1], layer)
-    layer.symmetric.fixed = Fixed({layer.id: tables}, torch.zeros(3, dtype=torch.int64, device=CPU))
+    carrier = carrier_of(layer)
+    carrier.recorded = Recorded({layer.id: tables}, torch.zeros(3, dtype=torch.int64, device=CPU))
     handle, room = ops.place(torch.zeros(1), layer.id)
     used, found = layer.placer.find(handle), []
     for placement in placements:
@@ -442,17 +450,15 @@ def test_a_captured_step_launches_the_same_for_all_placements(launched: list[Lau
         launched.clear()
         with FakeTensorMode(allow_non_fake_inputs=True):
             counts = torch.zeros(5, dtype=torch.int64, device=CPU)
-            job = symmetric.gather_counts(layer, counts)
-            ticket = symmetric.route(layer, job.finish(job.run()), used, 10, 200)
-            out = symmetric.exchange(
-                layer, torch.zeros(10, 4, device=CPU), ticket.splits, ticket.send_index, ticket.receive_index
-            ).run()
+            job = carrier.gather_counts(layer, counts)
+            _, *ticket = carrier.route(layer, job.finish(job.run()), used, counts, rows=10, chunks=1)
+            out = carrier.dispatch(layer, torch.zeros(10, 4, device=CPU), ticket).run()
             shards, replicas = (
                 [torch.zeros(n, *shape, device=CPU) for shape in ((5, 9), ())] for n in (2, len(room))
             )
-            came = one_sided_experts.sparse_all_gather(layer, shards, used).run()
-            home = one_sided_experts.sparse_reduce_scatter(layer, shards, replicas, used).run()
-        assert out.shape == (20, 4)
+            came = carrier.gather_replicas(layer, shards, used).run()
+            home = carrier.reduce_replicas(layer, shards, replicas, used).run()
+        assert out.shape == (30, 4)
         assert [part.shape for part in came] == [part.shape for part in replicas]
         assert [part.shape for part in home] == [part.shape for part in shards]
         found.append(list(launched))
@@ -468,22 +474,22 @@ def test_the_host_reads_nothing_where_kernels_run(launched: list[Launch]) -> Non
     placed, _ = ops.place(torch.zeros(1), layer.id)
     placed, (_, offsets) = layer.placer.find(placed), even(1)
     # Of numbers of the host, when the placement is new.
-    layer.symmetric.tables_of(placed, layer)
+    carrier = carrier_of(layer)
+    carrier.tables_of(placed, layer)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_offsets, rows = mode.from_tensor(offsets), torch.zeros(10, 4, device=CPU)
         counts = torch.diff(fake_offsets.long(), prepend=torch.zeros(1, dtype=torch.int64, device=CPU))
-        job = symmetric.gather_counts(layer, counts)
+        job = carrier.gather_counts(layer, counts)
         gathered = job.finish(job.run())
-        ticket = symmetric.route(layer, gathered, placed, 10, 200)
-        parts = (ticket.splits, ticket.send_index, ticket.receive_index)
-        out = symmetric.exchange(layer, rows, *parts).run()
-        back = symmetric.exchange_back(layer, out, *parts, 10).run()
+        _, *ticket = carrier.route(layer, gathered, placed, rows, rows=10, chunks=1)
+        out = carrier.dispatch(layer, rows, ticket).run()
+        back = carrier.combine(layer, out, ticket, 10).run()
         assert out.shape == (20, 4) and back.shape == (10, 4)
         sends, receives = (torch.tensor(n, device=CPU) for n in ([2, 0, 1], [1, 1, 0]))
-        experts = layer.symmetric.carry(torch.zeros(3, 40, device=CPU), sends, receives, room=2, most=2)
+        experts = carrier.exchanges.carry(torch.zeros(3, 40, device=CPU), sends, receives, room=2, most=2)
         assert experts.shape == (2, 40)
         with pytest.raises(Exception, match="_local_scalar_dense"):
-            layer.symmetric.settle()
+            layer.carrier.settle()
     names = [one.kernel for one in launched]
     # Counts in one chunk, room for 20 rows in three, there and back, and two experts of two pieces in four.
     assert names.count("_wait_words") == names.count("_post_words") == 1 + 2 * 3 + 4
@@ -508,7 +514,7 @@ class Passes(TorchDispatchMode):
 def test_many_rows_take_few_launches_and_no_pass_over_their_room(launched: list[Launch]) -> None:
     """65,536 rows of 4 KB among 8 ranks, with room for twice as many, in windows as large as on a GPU."""
     rows, room, size, width = 65_536, 131_072, 8, 2048
-    segment = symmetric.segment_on_gpu(size)
+    segment = exchanges.segment_on_gpu(size)
     # Memory that nobody touches, and the same for all ranks: nothing is written here.
     window = torch.from_numpy(np.zeros((PLACES, size, segment), dtype=np.uint8))
     board = torch.zeros(PLACES, size, dtype=torch.int64)
@@ -520,8 +526,8 @@ def test_many_rows_take_few_launches_and_no_pass_over_their_room(launched: list[
         send, receive = (torch.zeros(n, dtype=torch.int64, device=CPU) for n in (rows, room))
         there, back = (torch.zeros(n, width, dtype=torch.bfloat16, device=CPU) for n in (rows, room))
         for make in (
-            lambda: symmetric.exchange(layer, there, splits, send, receive),
-            lambda: symmetric.exchange_back(layer, back, splits, send, receive, rows),
+            lambda: layer.carrier.dispatch(layer, there, (splits, send, receive)),
+            lambda: layer.carrier.combine(layer, back, (splits, send, receive), rows),
         ):
             launched.clear()
             with Passes() as passes:

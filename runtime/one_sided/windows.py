@@ -2,8 +2,7 @@
 
 A window has two places, a place has a segment for each source, and a segment holds a chunk of rows. Beside them lies
 a board with a word for each place and source, in which sources say what they have put there. Each byte has one
-writer: segments and words of a rank are that rank's, in every window. ``hecate.runtime.ops.one_sided`` says when it
-may write.
+writer: segments and words of a rank are that rank's, in every window. ``transport`` says when it may write.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hecate.runtime.comm.collectives import joined, on_device, parts_of
-from hecate.runtime.ops.device_dispatch import DeviceTables
+from hecate.runtime.one_sided.device_dispatch import DeviceTables
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Parts
@@ -156,64 +156,6 @@ class LayerTables:
         return [
             value.numpy() for part in (self.rows, self.experts) for value in vars(part).values() if _is_tensor(value)
         ]
-
-
-@dataclass(eq=False)
-class FixedTables:
-    """A layer's tables at addresses that stay, for launches that are repeated with other placements.
-
-    Attributes:
-        room: of all placements that come.
-        tables: what is launched reads them; all are parts of ``numbers``.
-        numbers: int64 ``[n]``.
-        placement: what they say now.
-        first: what they said when the launches were recorded, and graphs carry.
-    """
-
-    room: Room
-    tables: LayerTables
-    numbers: torch.Tensor
-    placement: Placement
-    first: Placement
-
-    @classmethod
-    def of(cls, placement: Placement, layer: Layer, before: FixedTables | None = None) -> FixedTables:
-        """Tables that say ``placement``, with room for others.
-
-        Args:
-            before: tables that had no room. With the same owners, what these had room for has room.
-        """
-        # Where a policy makes no replicas, graphs have no slots for any.
-        room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
-        if before is not None and before.first.owners == placement.owners:
-            room = room.joined(before.room)
-        host = LayerTables.from_placement(placement, layer, room)
-        numbers = on_device(host.joined(), layer.world.device)
-        return cls(room, host.within(numbers), numbers, placement, placement)
-
-    def has_room_for(self, placement: Placement) -> bool:
-        """Whether they can say ``placement``; the same on all ranks."""
-        return placement.owners == self.first.owners and self.room.holds(Room.needed(placement))
-
-    def write(self, placement: Placement, layer: Layer) -> None:
-        """Say ``placement`` from now on, for what is launched behind this."""
-        if placement != self.placement:
-            host = LayerTables.from_placement(placement, layer, self.room)
-            self.numbers.copy_(on_device(host.joined(), layer.world.device), non_blocking=True)
-            self.placement = placement
-
-
-@dataclass(frozen=True, eq=False)
-class Fixed:
-    """All that changes between replays of what was recorded once.
-
-    Attributes:
-        layers: by their numbers.
-        signature: what travels with counts, int64 ``[3]``; see ``Symmetric.signature``.
-    """
-
-    layers: dict[int, FixedTables]
-    signature: torch.Tensor
 
 
 _HOST = torch.device("cpu")

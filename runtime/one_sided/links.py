@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hecate.runtime.comm.windows import ALIGNMENT
 from hecate.runtime.kernels.launch import jit, tl
 from hecate.runtime.kernels.operands import FLOATS, flat_rows
+from hecate.runtime.one_sided.windows import ALIGNMENT
 
 # A word is the number of a chunk and, in so many bits, the rows of its link. The number has 35: a year of a thousand
 # chunks a second.

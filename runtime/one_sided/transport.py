@@ -1,7 +1,7 @@
 """Exchanges as writes into other ranks' memory, of sizes that the host need not know.
 
-From each rank to each leads a link (``hecate.runtime.kernels.links``): a ring of a few places in the reader's window
-(``hecate.runtime.comm.windows``). An exchange moves the rows of each link in chunks of what a place holds. Of both
+From each rank to each leads a link (``links``): a ring of a few places in the reader's window
+(``windows``). An exchange moves the rows of each link in chunks of what a place holds. Of both
 links between two ranks chunk n goes at the same time. For it a rank does, one launch after the other on one stream:
 
 | step | what it does |
@@ -30,7 +30,7 @@ as in the interpreter. If a rank does not come at all, a wait ends after some ti
 written to it or read from it from then on, and :meth:`Transport.check` names it.
 
 Ranks reach each other's memory over NVLink, or are on one GPU. Not run on a GPU yet (docs/gpu.md). On CPUs they are
-processes of one machine. Operators use it with ``Config(transport="symmetric")`` (``hecate.runtime.ops.symmetric``).
+processes of one machine.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hecate.runtime.comm.windows import Windows
-from hecate.runtime.kernels.links import COUNT_BITS, Chunk, Rows, capacity_of, row_bytes
-from hecate.runtime.kernels.post_words import post_words
-from hecate.runtime.kernels.put_rows import put_rows
-from hecate.runtime.kernels.take_rows import take_rows
-from hecate.runtime.kernels.wait_words import Stop, has_come, wait_words
-
-
-class ExchangeFailed(RuntimeError):
-    """Ranks did not come in time or are in different exchanges, or there were more rows than there is room for."""
+from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, Rows, capacity_of, row_bytes
+from hecate.runtime.one_sided.post_words import post_words
+from hecate.runtime.one_sided.put_rows import put_rows
+from hecate.runtime.one_sided.take_rows import take_rows
+from hecate.runtime.one_sided.wait_words import Stop, has_come, wait_words
+from hecate.runtime.one_sided.windows import Windows
+from hecate.runtime.state.settle import ExchangeFailed
 
 
 class Transport:

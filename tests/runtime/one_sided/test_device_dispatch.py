@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hecate.runtime.kernels import balance_rows, expand_segments, split_rows, ticket_segments
-from hecate.runtime.ops.device_dispatch import DeviceTables, bounded_ticket, device_quotas, device_ticket
+from hecate.runtime.kernels import expand_segments
+from hecate.runtime.one_sided import balance_rows, split_rows, ticket_segments
+from hecate.runtime.one_sided.device_dispatch import DeviceTables, bounded_ticket, device_quotas, device_ticket
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
-from tests.runtime.ops.dispatch_cases import Dispatch, check_dispatch, check_quotas, random_dispatch
+from tests.runtime.one_sided.dispatch_cases import Dispatch, check_dispatch, check_quotas, random_dispatch
 
 CPU = torch.device("cpu")
 

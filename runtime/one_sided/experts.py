@@ -7,24 +7,20 @@ that tables have room for. Sums are made in the order of ``sparse_collectives``:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hecate.runtime.comm.queue import Job
 from hecate.runtime.kernels.pack_experts import pack_experts, widths_of
 from hecate.runtime.kernels.sum_replicas import sum_replicas
+from hecate.runtime.one_sided.device_tables import ExpertTables
+from hecate.runtime.one_sided.exchanges import Exchanges
 from hecate.runtime.ops.sparse_collectives import by_dtype, room_like, sum_dtype
-from hecate.runtime.ops.symmetric import Symmetric
-from hecate.runtime.placement.placement import Placement
-from hecate.runtime.state.layer import Layer
 
 
-def sparse_all_gather(record: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
-    """A rank's replicas: ``[E_r, ...] -> [K, ...]`` of each tensor."""
-    symmetric: Symmetric = record.symmetric
-    tables = symmetric.tables_of(placement, record).experts
+def gather(exchanges: Exchanges, tables: ExpertTables, shards: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Pack what leaves; what is returned sends it: a rank's replicas, ``[E_r, ...] -> [K, ...]`` of each tensor."""
     groups = by_dtype([shard.dtype for shard in shards])
     widths, shapes = widths_of(shards), [shard.shape[1:] for shard in shards]
     # Copies of what leaves: an optimizer may step before it has left.
@@ -35,22 +31,24 @@ def sparse_all_gather(record: Layer, shards: Sequence[Tensor], placement: Placem
         for group, leaving in zip(groups, packed, strict=True):
             came = leaving[:0]
             if tables.travels:
-                came = symmetric.carry(
+                came = exchanges.carry(
                     leaving, tables.sends, tables.receives, room=tables.replicas, most=tables.most
                 )  # fmt: skip
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
                 replicas[place].copy_(part.view(len(part), *shapes[place]))
         return replicas
 
-    return Job(record.world.queue, run, label=record.placer.label("sparse_all_gather"))
+    return run
 
 
-def sparse_reduce_scatter(
-    record: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
-) -> Job:
-    """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...], [K, ...] -> [E_r, ...]``."""
-    symmetric: Symmetric = record.symmetric
-    tables, world_size = symmetric.tables_of(placement, record).experts, record.world.size
+def reduce(
+    exchanges: Exchanges, tables: ExpertTables, own: Sequence[Tensor], replicas: Sequence[Tensor]
+) -> Callable[[], list[Tensor]]:
+    """Pack gradients; what is returned sends them: the mean over ranks of the slots', at the owners.
+
+    ``[E_r, ...], [K, ...] -> [E_r, ...]``.
+    """
+    world_size = exchanges.world.size
     groups, widths = by_dtype([grad.dtype for grad in own]), widths_of(own)
     packed = [
         torch.cat([replicas[place].reshape(len(replicas[place]), widths[place]) for place in group], dim=1)
@@ -63,7 +61,7 @@ def sparse_reduce_scatter(
         if not tables.travels:
             return means
         for group, leaving in zip(groups, packed, strict=True):
-            came = symmetric.carry(
+            came = exchanges.carry(
                 leaving, tables.receives, tables.sends, room=len(tables.order), most=tables.most
             )  # fmt: skip
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
@@ -72,4 +70,4 @@ def sparse_reduce_scatter(
             mean.index_copy_(0, tables.summed, (total / world_size).to(mean.dtype).view(len(total), *mean.shape[1:]))
         return means
 
-    return Job(record.world.queue, run, label=record.placer.label("sparse_reduce_scatter"))
+    return run

@@ -1,0 +1,36 @@
+"""What ``Config(transport=...)`` names: who carries a model's rows and experts. A transport is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hecate.config import Config
+from hecate.runtime.comm.world import World
+from hecate.runtime.one_sided.carrier import OneSided
+from hecate.runtime.ops.by_collectives import ByCollectives
+from hecate.runtime.placement.topology import Topology
+from hecate.runtime.state.layer import Carrier
+
+
+def _by_collectives(config: Config, topology: Topology, world: World) -> Carrier:
+    return ByCollectives()
+
+
+def _one_sided(config: Config, topology: Topology, world: World) -> Carrier:
+    return OneSided.between(world, topology, config.room_percent)
+
+
+CARRIERS: dict[str, Callable[[Config, Topology, World], Carrier]] = {
+    "collectives": _by_collectives,
+    "symmetric": _one_sided,
+}
+
+
+def choose_carrier(config: Config, topology: Topology, world: World) -> Carrier:
+    """The carrier of all layers of a model. A collective. Alone nothing travels.
+
+    Raises:
+        ValueError: the ranks cannot use it.
+        RuntimeError: they cannot share memory.
+    """
+    return (CARRIERS[config.transport] if world.size > 1 else _by_collectives)(config, topology, world)

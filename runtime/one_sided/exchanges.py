@@ -1,0 +1,147 @@
+"""Exchanges of rows between ranks as one-sided writes, all steps of them.
+
+**Ranks that do not come.** Where the host waits, it raises at once, with what is known of them. Where kernels wait,
+what comes out is NaN, and the host learns of it as of all else (``late_news``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm.supervise import begin, supervised_waits
+from hecate.runtime.comm.waiting import timeout_of
+from hecate.runtime.comm.world import World
+from hecate.runtime.kernels.clear_rows import clear_rows_behind
+from hecate.runtime.kernels.launch import runs_on
+from hecate.runtime.kernels.operands import flat_rows
+from hecate.runtime.one_sided.links import Rows
+from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.windows import shared_windows, symmetric_windows
+
+# Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, of all
+# links together: the more ranks there are, the fewer rows go to each. With this, 65,536 rows of 4 KB and room for
+# twice as many take 6 chunks among 8 ranks, as all of them may go over one link. Not tuned.
+_SEGMENT, _SEGMENTS = 2**20, 3 * 2**28
+# The part of a group's timeout after which a kernel gives up. Behind one that waits stand other collectives, whose
+# watchdog would end the process and could not say who was late.
+_PATIENCE = 0.9
+# Most bytes of the pieces that an expert travels in: it is megabytes, and kernels take rows of some thousand numbers.
+_PIECE = 2**14
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanges:
+    """What all layers of a model exchange rows and replicas through."""
+
+    world: World
+    transport: Transport
+
+    @classmethod
+    def between(cls, world: World) -> Exchanges:
+        """Over memory that the ranks of ``world`` share. A collective.
+
+        Raises:
+            RuntimeError: they cannot share it.
+        """
+        assert world.group is not None, "one rank has nobody to send rows to"
+        seconds = timeout_of(world.group) * (1.0 if _host_waits(world.device) else _PATIENCE)
+        if world.device.type == "cpu":
+            return cls(world, Transport(shared_windows(world, _SEGMENT), seconds=seconds))
+        transport = Transport(symmetric_windows(world, segment_on_gpu(world.size)), seconds=seconds)
+        # What it keeps was made on the stream of the compute, and exchanges run on another.
+        torch.cuda.synchronize(world.device)
+        return cls(world, transport)
+
+    def exchange(
+        self,
+        leaving: Rows,
+        sends: Tensor,
+        arriving: Rows,
+        *,
+        most: int,
+        wire: torch.dtype,
+        expects: Tensor,
+        excess: Tensor | None = None,
+    ) -> None:
+        """All :meth:`Transport.steps`. What comes fills the front of ``arriving``, and behind it are zeros.
+
+        If rows did not come it raises. Where the host does not wait, all is NaN then, and 0 in whole numbers.
+
+        Args:
+            excess: rows for which each rank has no room, int64 ``[W]``. If there are any, all is NaN as well.
+        """
+        group, rows = self.world.group, arriving.tensor
+        steps = partial(self.transport.steps, leaving, sends, arriving, most=most, wire=wire, expects=expects)
+        if group is not None:
+            # As one row of it: ranks need not have as many.
+            begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
+        if not _host_waits(self.world.device):
+            _walk(steps())
+        elif group is None:
+            _walk(steps())
+            self.transport.check()
+        else:
+            with supervised_waits(group) as stop:
+                _walk(steps(stop=stop))
+                self.transport.check()
+        faults = self.transport.faults
+        lost = (faults if excess is None else torch.cat([faults, excess.unsqueeze(0)])).any()
+        clear_rows_behind(flat_rows(rows), expects.sum(0, keepdim=True), lost)
+
+    def carry(self, experts: Tensor, sends: Tensor, receives: Tensor, *, room: int, most: int) -> Tensor:
+        """Experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view; zeros behind what comes.
+
+        Args:
+            experts: rank by rank, and perhaps others behind those that leave.
+            sends, receives: how many leave for each rank, and come from each, int64 ``[W]`` on the device.
+            most: experts that no link has more of.
+        """
+        width = experts.shape[1]
+        piece = piece_of(width, experts.dtype, self.transport.windows.segment)
+        pieces = -(-width // piece)
+        rest = pieces * piece - width
+        padded = (torch.nn.functional.pad(experts, (0, rest)) if rest else experts).contiguous()
+        leaving = Rows(padded.view(len(experts) * pieces, piece))
+        arriving = padded.new_empty((room * pieces, piece))
+        self.exchange(
+            leaving, sends * pieces, Rows(arriving), most=most * pieces, wire=experts.dtype, expects=receives * pieces
+        )
+        return arriving.view(room, pieces * piece)[:, :width]
+
+
+def segment_on_gpu(ranks: int) -> int:
+    """Bytes of a chunk of each of so many links."""
+    return max(_SEGMENT, _SEGMENTS // ranks)
+
+
+def piece_of(width: int, dtype: torch.dtype, segment: int) -> int:
+    """Numbers of ``dtype`` in the pieces that an expert of ``width`` travels in, of ``segment`` bytes at most.
+
+    >>> piece_of(3 * 2048 * 768, torch.bfloat16, 2**22), piece_of(10_007, torch.float32, 2**20)
+    (8192, 3336)
+
+    The most that make up a whole expert, if that is not few; else about as many in each, and the last is not full.
+    Pieces begin at multiples of 16 bytes, which is what kernels load at once.
+    """
+    most, step = max(1, min(_PIECE, segment) // dtype.itemsize), max(1, 16 // dtype.itemsize)
+    if width <= most:
+        return max(1, width)
+    even = -(-width // -(-width // most))
+    whole = (piece for piece in range(most - most % step, most // 4, -step) if width % piece == 0)
+    return next(whole, -(-even // step) * step)
+
+
+def _walk(steps: Iterator[object]) -> None:
+    """Do all of them."""
+    for _ in steps:
+        pass
+
+
+def _host_waits(device: torch.device) -> bool:
+    """Whether the host waits for other ranks in an exchange; else kernels do, and the host goes on."""
+    return device.type != "cuda" or not runs_on(device)

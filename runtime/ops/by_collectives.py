@@ -1,0 +1,161 @@
+"""Rows and experts travel by collectives of ``torch.distributed``, and the host knows how many.
+
+Counts of rows come to the host, which plans with them and gives every all-to-all its split sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Job
+from hecate.runtime.kernels.gather_rows import gather_rows
+from hecate.runtime.kernels.scatter_rows import scatter_rows
+from hecate.runtime.ops import sparse_collectives
+from hecate.runtime.ops.ticket import make_tickets
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.state.layer import Layer, Replays, Ticket
+from hecate.runtime.state.placer import Placer
+
+
+class ByCollectives:
+    """The :class:`~hecate.runtime.state.layer.Carrier` of ``Config(transport="collectives")``."""
+
+    room_percent = 0
+    counts_stay = False
+
+    def place(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        placement = layer.placer.take()
+        layer.replicas = placement.num_replicas
+        return as_tensors(placement, layer)
+
+    def gather_counts(self, layer: Layer, counts: Tensor) -> Job:
+        world, placer = layer.world, layer.placer
+        plans = placer.model.signature
+
+        def run() -> Tensor:
+            # Now, and not above: what has run before this is known when it runs.
+            device = world.counts_device
+            signature = collectives.on_device(np.array([plans, *collectives.proof(world)], dtype=np.int64), device)
+            return collectives.on_host(collectives.all_gather_even(torch.cat([counts.to(device), signature]), world))
+
+        def finish(gathered: Tensor) -> Tensor:
+            placer.model.check(gathered[:, -3:])
+            layer.counts = gathered[:, :-3].contiguous()
+            layer.bytes_sent = layer.node_bytes_sent = 0
+            placer.observe(layer.counts.numpy())
+            return layer.counts.clone()
+
+        return Job(world.queue, run, finish=finish, on_host=True, label=placer.label("gather_counts"))
+
+    def route(
+        self, layer: Layer, counts: Tensor, placement: Placement, like: Tensor, *, rows: int, chunks: int
+    ) -> list[Tensor]:
+        quotas = layer.placer.assign(placement, counts.numpy())
+        tickets = make_tickets(quotas, placement, layer.world.rank, like.device, chunks)
+        layer.rows = sum(int(ticket.splits[1].sum()) for ticket in tickets)
+        return [
+            part for ticket in tickets
+            for part in (ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index)
+        ]  # fmt: skip
+
+    def ticket_like(self, counts: Tensor, like: Tensor, *, rows: int) -> list[Tensor]:
+        ctx = torch.library.get_ctx()
+        return [
+            torch.empty((2, counts.shape[0]), dtype=torch.int64, device="cpu"),
+            like.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+            like.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        ]
+
+    def dispatch(self, layer: Layer, rows: Tensor, ticket: Ticket) -> Job:
+        splits, send_index, receive_index = ticket
+        send, receive = splits.tolist()
+        layer.count_rows_sent(rows, send)
+        leaving, order = gather_rows(rows, send_index, layer.wire_of(rows)), receive_index.clone()
+        arrived = rows.new_empty((order.shape[0], *rows.shape[1:]))
+
+        def run() -> Tensor:
+            return gather_rows(collectives.all_to_all(leaving, send, receive, layer.world), order, out=arrived)
+
+        planning = layer.planning(homeward=False)
+        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange"))
+
+    def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
+        splits, send_index, receive_index = ticket
+        receive, send = splits.tolist()
+        layer.count_rows_sent(rows, send)
+        by_source = scatter_rows(rows, receive_index, rows.shape[0], layer.wire_of(rows))
+        order, home = send_index.clone(), rows.new_empty((num_rows, *rows.shape[1:]))
+
+        def run() -> Tensor:
+            returned = collectives.all_to_all(by_source, send, receive, layer.world)
+            # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
+            return scatter_rows(returned, order, num_rows, out=home)
+
+        planning = layer.planning(homeward=True)
+        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange_back"))
+
+    def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
+        coming = sparse_collectives.new_replicas(shards, layer.placer.travels(placement))
+        return Job(
+            layer.world.queue,
+            lambda: sparse_collectives.gather(coming, layer.world),
+            label=layer.placer.label("sparse_all_gather"),
+        )
+
+    def reduce_replicas(
+        self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
+    ) -> Job:
+        travels = layer.placer.travels(placement)
+        gradients = sparse_collectives.new_gradients(own, replicas, travels, layer.world)
+        return Job(
+            layer.world.queue,
+            lambda: sparse_collectives.scatter(gradients, layer.world),
+            label=layer.placer.label("sparse_reduce_scatter"),
+        )
+
+    def settle(self, *, whole: bool = False) -> None:
+        """Nothing: the host knows what has travelled."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+    def replays(self, placer: Placer) -> Replays:
+        return _SameEachTime()
+
+
+class _SameEachTime:
+    """At one rank no placement changes, and nothing is told to the host."""
+
+    def prepare(self, placements: Mapping[Layer, Placement]) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+    def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
+        return True
+
+    def write(self, placements: Mapping[Layer, Placement]) -> None:
+        """Nothing."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        yield
+
+    def recorded(self) -> None:
+        """Nothing."""
+
+    def tell_again(self, forward_ends: object) -> None:
+        """Nothing."""
+
+
+def as_tensors(placement: Placement, layer: Layer) -> tuple[Tensor, Tensor]:
+    """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
+    replicas = placement.replicas_on(layer.world.rank)
+    return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas.copy())
