@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import sys
 
+from hecate.passes.attention.drop_causal_masks import drop_causal_masks
+from hecate.passes.attention.shard_context import shard_context
+from hecate.passes.attention.skip_blocks import skip_blocks
 from hecate.passes.base import Outcome, Pass, PassContext, Remark, Skip
 from hecate.passes.captured.accumulate_rows import accumulate_rows
 from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.bucket_gradients import bucket_gradients
-from hecate.passes.captured.drop_causal_masks import drop_causal_masks
 from hecate.passes.captured.drop_sentinels import drop_sentinels
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
-from hecate.passes.captured.shard_context import shard_context
 from hecate.passes.captured.share_gathers import share_gathers
-from hecate.passes.captured.skip_blocks import skip_blocks
 from hecate.passes.final.order_collectives import order_collectives
 from hecate.passes.final.schedule import schedule
 from hecate.passes.final.split_collectives import split_collectives

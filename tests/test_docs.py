@@ -87,7 +87,9 @@ def run_section(title: str) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("title", SECTIONS)
 def test_extending(title: str) -> None:
-    ranks = run_ranks("tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title)
+    ranks = run_ranks(
+        "tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title
+    )
     expected = {
         "Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A transport": "Counted",
         "A collective": "MOST_ROWS",

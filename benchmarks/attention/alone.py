@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.attention.timing import Call, measure, pattern_of, ratios, said
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.ops.s2_masks import visible
+from hecate.runtime.attention.s2_masks import visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

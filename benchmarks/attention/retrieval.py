@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hecate
-from hecate.runtime.ops.s2_masks import visible
+from hecate.runtime.attention.s2_masks import visible
 
 # Positions, needles, questions, keys, values, other symbols of the recall task.
 _LENGTH, _NEEDLES, _ASKED, _KEYS, _VALUES, _NOISE = 128, 12, 8, 24, 24, 16

@@ -31,8 +31,6 @@ KERNELS: dict[str, tuple[Callable[[Maker, torch.dtype], Case | Iterator[Case]], 
     "balance_rows": (dispatch.balance, (torch.int64,)),
     "ticket_segments": (dispatch.segments, (torch.int64,)),
     "device_dispatch": (dispatch.all_of_it, (torch.int64,)),
-    # No operator calls it, and what it is compared with is compiled.
-    "combine_rows": (rows.combine, DTYPES),
 }
 
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.case import EQUAL, SUMS, Case, Maker, bytes_of
+from benchmarks.gpu_check.case import EQUAL, Case, Maker, bytes_of
 from hecate.runtime.comm.collectives import on_device
-from hecate.runtime.kernels import clear_rows, combine_rows, expand_segments, gather_rows, scatter_rows
+from hecate.runtime.kernels import clear_rows, expand_segments, gather_rows, scatter_rows
 from hecate.runtime.one_sided import split_rows
 from hecate.runtime.ops.ticket import join_segments
 
@@ -51,31 +51,6 @@ def scatter(make: Maker, dtype: torch.dtype) -> Case:
         None,
         EQUAL,
         bytes=bytes_of(rows, index) + count * make.sizes.hidden * dtype.itemsize,
-    )
-
-
-def combine(make: Maker, dtype: torch.dtype) -> Case:
-    """Beside it what a compiled model does: its own lines, which Inductor makes one kernel of."""
-    tokens, choices = make.sizes.tokens, make.sizes.choices
-    rows, weights = (
-        make.numbers(make.rows, make.sizes.hidden, dtype=dtype),
-        make.numbers(tokens, choices, dtype=dtype),
-    )
-    order = make.order(make.rows)
-    positions, of_row = order.view(tokens, choices), torch.empty_like(weights).view(-1)
-    of_row[order] = weights.view(-1)
-
-    def as_written() -> Tensor:
-        return (rows * of_row.unsqueeze(-1))[order].view(tokens, choices, -1).sum(1)
-
-    return Case(
-        dtype,
-        lambda: combine_rows.combine_rows(rows, positions, weights),
-        lambda: combine_rows.combine_rows_reference(rows, positions, weights),
-        torch.compile(as_written) if make.device.type == "cuda" else as_written,
-        SUMS,
-        same=True,
-        bytes=bytes_of(rows, positions, weights) + tokens * make.sizes.hidden * dtype.itemsize,
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_check.case import SUMS, Case, Maker
+from hecate.runtime.attention import s2_attention, s2_blocks
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.ops import s2_attention, s2_blocks
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Attention:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         if self.q.is_cuda:
-            from hecate.runtime.kernels.s2_forward import forward
+            from hecate.runtime.attention.s2_forward import forward
 
             return forward(self.q, self.k, self.v, self.pattern, self.scale)
         return s2_blocks.forward(self.q, self.k, self.v, self.pattern, self.scale)
@@ -43,7 +43,7 @@ class _Attention:
     def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = (self.grad, self.q, self.k, self.v, out, lse, self.pattern, self.scale)
         if self.q.is_cuda:
-            from hecate.runtime.kernels.s2_backward import backward
+            from hecate.runtime.attention.s2_backward import backward
 
             return backward(*given)
         return s2_blocks.backward(*given)

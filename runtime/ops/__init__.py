@@ -9,16 +9,12 @@ imported, and lists them at its top:
 | ``exchange`` | who has how many rows, where they go, and the rows themselves, there and back |
 | ``exchange_nodes`` | the same for rows that cross to each node once, and are passed on inside it |
 | ``grouped_mm`` | what computes on slots |
-| ``s2_attention`` | attention whose heads share the context among them |
-| ``s2_masks`` | its pattern as masks, and the check of masks at run time |
-| ``s2_cache`` | keys and values that it will need again, and one new token's attention to them |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``by_collectives`` | how rows and replicas travel where ``torch.distributed`` carries them, without operators |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
 | ``replica_tables`` | where replicas come from and gradients go, on the device |
-| ``s2_blocks`` | S2-Attention on CPUs, without operators |
 
 R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile (R' is a
 fixed multiple of R where the layer's carrier bounds the room for rows). So is E_r, the length of a shard, at more

@@ -219,7 +219,7 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     text = (tmp_path / "gpu_check.txt").read_text()
     assert "transformers     FAILED too few steps" in text and "training         FAILED slow" in text
     assert (tmp_path / "gpu_check.png").stat().st_size > 1000
-    assert "before tuning 0 of 20 cases equal their references" in text
+    assert "before tuning 0 of 19 cases equal their references" in text
     # A budget of a minute is no less than imports take for what comes first, and nothing begins when it is spent.
     seen.clear()
     command.check_all(clock[0] + command.TO_END + 18, PRETENDED, tests=False)

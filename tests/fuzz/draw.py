@@ -11,7 +11,7 @@ from torch import nn
 
 import hecate
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
-from hecate.passes.captured.shard_context import shard_context
+from hecate.passes.attention.shard_context import shard_context
 from tests.hecate_compile.wrap.test_stack_experts import DictMoE, ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, build

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hecate
 from hecate.checkpoints.run_state import function_options
 from hecate.graph import traces
-from hecate.runtime.ops.s2_masks import visible
+from hecate.runtime.attention.s2_masks import visible
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
 from tests.support.models import batch, build

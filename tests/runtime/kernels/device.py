@@ -35,8 +35,8 @@ def index_of(*values: int) -> torch.Tensor:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All that launch kernels, but those of S2-Attention, which are no one's to import where Triton is missing."""
+    """All that launch kernels, but those of attention, which are no one's to import where Triton is missing."""
     rooms = (kernels, one_sided)
     names = [f"{room.__name__}.{one.name}" for room in rooms for one in pkgutil.iter_modules(room.__path__)]
-    wanted = [name for name in names if not name.rpartition(".")[2].startswith(("s2_", "launch"))]
+    wanted = [name for name in names if not name.rpartition(".")[2].startswith("launch")]
     return [module for name in wanted if hasattr(module := importlib.import_module(name), "launch")]

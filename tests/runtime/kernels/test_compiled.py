@@ -15,9 +15,10 @@ import torch
 
 from benchmarks.gpu_check.case import Sizes
 from benchmarks.gpu_check.cases import KERNELS, cases_of
+from hecate.runtime.attention import s2_attention
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels import launch
-from hecate.runtime.ops import s2_attention, ticket
+from hecate.runtime.ops import ticket
 from hecate.runtime.ops.ticket import join_on_device
 from tests.runtime.kernels.device import kernel_modules
 from tests.support.extent import ALL
@@ -30,7 +31,7 @@ CAPABILITIES = (80, 90, 100) if ALL else (90,)
 MODULES = [module for module in kernel_modules() if hasattr(module, "tuned")]
 PRODUCTS = ("grouped_mm", "weight_grads")
 # What is fastest depends on how many rows there are.
-BY_ROWS = (*PRODUCTS, "gather_rows", "scatter_rows", "combine_rows", "put_rows", "take_rows")
+BY_ROWS = (*PRODUCTS, "gather_rows", "scatter_rows", "put_rows", "take_rows")
 # Blocks and widths of attention, and bytes for which a program's threads may have no registers.
 BLOCKS = [
     (64, 64, torch.float32, 32), (64, 64, torch.bfloat16, 0), (128, 128, torch.bfloat16, 64),
@@ -206,7 +207,7 @@ def test_attention_compiles_and_fits(
 def compiled_attention(
     block: int, width: int, dtype: torch.dtype, driver: object, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    from hecate.runtime.kernels import s2_backward, s2_forward
+    from hecate.runtime.attention import s2_backward, s2_forward
 
     found: dict[str, Any] = {}
 

@@ -14,7 +14,6 @@ import torch
 
 from hecate.runtime.kernels import launch
 from hecate.runtime.kernels.clear_rows import clear_empty_slots, clear_rows_behind
-from hecate.runtime.kernels.combine_rows import combine_rows
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.grouped_mm import (
@@ -56,18 +55,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "two devices": (lambda: gather_rows(ROWS, META), ValueError, "the index is on meta, the rows are on cpu"),
     "rows without places": (lambda: scatter_rows(ROWS, INDEX, 5), ValueError, "3 rows, but an index of 2"),
     "too few places": (lambda: scatter_rows(ROWS[:2], INDEX, 1), ValueError, "2 rows for 1 places"),
-    "positions of int32": (
-        lambda: combine_rows(ROWS, SHORT.view(1, 2), torch.ones(1, 2)), TypeError, "positions of int64",
-    ),
-    "whole rows": (
-        lambda: combine_rows(ROWS.long(), INDEX.view(1, 2), torch.ones(1, 2)), TypeError, "are not both floats",
-    ),
-    "other weights": (
-        lambda: combine_rows(ROWS, INDEX.view(1, 2), torch.ones(2, 2)), ValueError, r"\[1, 2\], \[2, 2\]",
-    ),
-    "weights elsewhere": (
-        lambda: combine_rows(ROWS, INDEX.view(1, 2), torch.ones(1, 2, device="meta")), ValueError, "cpu, cpu, meta",
-    ),
     "no tensors": (lambda: pack_experts([], INDEX), ValueError, "got none"),
     "two dtypes": (lambda: pack_experts([ROWS, ROWS.half()], INDEX), TypeError, "float32 and torch.float16"),
     "numbers of experts": (lambda: pack_experts([ROWS, ROWS[:2]], INDEX), ValueError, r"\[3\] and \[2\] experts"),
@@ -157,8 +144,6 @@ def test_other_dtypes_take_the_reference() -> None:
     rows = torch.arange(6).view(3, 2)
     assert gather_rows(rows, torch.tensor([2, 0])).tolist() == [[4, 5], [0, 1]]
     assert scatter_rows(rows[:1].bool(), torch.tensor([2]), 3).tolist() == [[False, False]] * 2 + [[False, True]]
-    wide = torch.ones(1, 2, dtype=torch.float64)
-    assert combine_rows(wide, torch.tensor([[0, -1]]), torch.ones(1, 2)).dtype == torch.float64
     assert pack_experts([rows], torch.tensor([1])).tolist() == [[2, 3]]
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.ops.test_s2_attention import CASES, Case, cases, errors, expected, inputs, inputs_of
+from tests.runtime.attention.test_s2_attention import CASES, Case, cases, errors, expected, inputs, inputs_of
 from tests.support.extent import ALL
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
@@ -30,8 +30,8 @@ BARS = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 def through_kernels(case: Case, device: str, dtype: torch.dtype) -> float:
     """The worst error of the output and the gradients."""
-    from hecate.runtime.kernels.s2_backward import backward
-    from hecate.runtime.kernels.s2_forward import forward
+    from hecate.runtime.attention.s2_backward import backward
+    from hecate.runtime.attention.s2_forward import forward
 
     qkv, grad, p = inputs_of(case, dtype)
     q, k, v = (x.to(device) for x in qkv)

@@ -21,7 +21,7 @@ from hecate.runtime.placement.policy import LayerView, Policy
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
-from tests.runtime.ops import test_s2_attention
+from tests.runtime.attention import test_s2_attention
 from tests.support import reference
 from tests.support.layers import add_layer
 from tests.support.threads import on_threads

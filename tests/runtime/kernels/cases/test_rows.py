@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hecate.runtime.kernels.combine_rows import combine_rows, combine_rows_reference
 from hecate.runtime.kernels.gather_rows import gather_rows, gather_rows_reference
 from hecate.runtime.kernels.scatter_rows import scatter_rows, scatter_rows_reference
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
@@ -59,8 +58,6 @@ def test_no_rows(launches: list[str]) -> None:
     assert gather_rows(whole_numbers(0, 4), none).shape == (0, 4)
     assert gather_rows(whole_numbers(3, 0), index_of(1, 1)).shape == (2, 0)
     assert not scatter_rows(whole_numbers(0, 4), none, 3).any()
-    sums = combine_rows(whole_numbers(0, 4), index_of(-1, -1).view(1, 2), torch.ones(1, 2, device=DEVICE))
-    assert sums.shape == (1, 4) and not sums.any()
     assert not launches
 
 
@@ -76,34 +73,3 @@ def test_gather_rows(index: list[int], width: int) -> None:
 def test_scatter_rows(places: list[int], count: int, width: int) -> None:
     rows, index = whole_numbers(count, width, seed=width), index_of(*places[:count])
     assert torch.equal(scatter_rows(rows, index, 20), scatter_rows_reference(rows, index, 20, rows.dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_combine_rows(dtype: torch.dtype, weight_dtype: torch.dtype, launches: list[str]) -> None:
-    rows = whole_numbers(11, 24, dtype=dtype)
-    positions = torch.randint(-1, 11, (7, 3), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    weights = torch.tensor([0.5, 1.0, 2.0], device=DEVICE, dtype=weight_dtype).expand(7, 3)
-    out = combine_rows(rows, positions, weights)
-    assert out.dtype == dtype and torch.equal(out, combine_rows_reference(rows, positions, weights))
-    assert launches == ["combine_rows"]
-
-
-def test_a_choice_without_a_row_may_have_any_weight() -> None:
-    rows, positions = whole_numbers(2, 20), index_of(1, -1, -1, -1).view(2, 2)
-    weights = torch.tensor([[1.0, torch.inf], [torch.nan, torch.nan]], device=DEVICE)
-    expected = torch.stack([rows[1], torch.zeros_like(rows[1])])
-    assert torch.equal(combine_rows(rows, positions, weights), expected)
-    assert torch.equal(combine_rows_reference(rows, positions, weights), expected)
-
-
-@FEW
-@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 300), st.integers(0, 2**16))
-def test_combine_rows_adds_in_order(tokens: int, choices: int, width: int, seed: int) -> None:
-    """Random numbers, so the order shows. A GPU may round a product and a sum once instead of twice."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(5, width, generator=generator).to(DEVICE)
-    positions = torch.randint(-1, 5, (tokens, choices), generator=generator).to(DEVICE)
-    weights = torch.rand(tokens, choices, generator=generator).to(DEVICE)
-    found, expected = (f(rows, positions, weights) for f in (combine_rows, combine_rows_reference))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from hecate.passes.attention.attention_calls import attends, change_operands, name_of_layer, operands_of_attention
+from hecate.passes.attention.causal_masks import CausalMasks
+from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.captured.attention_calls import attends, change_operands, name_of_layer, operands_of_attention
-from hecate.passes.captured.causal_masks import CausalMasks
-from hecate.passes.captured.scope import Scope
 from hecate.passes.fx import line_of
 
 # On a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer alone.

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused, Remark
-from hecate.passes.captured.attention_calls import (
+from hecate.passes.attention.attention_calls import (
     ATTENTION_OF,
     attends,
     change_operands,
@@ -33,9 +32,10 @@ from hecate.passes.captured.attention_calls import (
     operands_of_attention,
     unrepeated,
 )
-from hecate.passes.captured.causal_masks import CausalMasks, UnknownMask
-from hecate.passes.captured.open_sizes import same_size
-from hecate.passes.captured.scope import Scope
+from hecate.passes.attention.causal_masks import CausalMasks, UnknownMask
+from hecate.passes.attention.open_sizes import same_size
+from hecate.passes.attention.scope import Scope
+from hecate.passes.base import Outcome, PassContext, Refused, Remark
 from hecate.passes.captured.torch_values import size_hint, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hecate.graph.lowering import NotRun, capturing
 from hecate.passes import PASSES
+from hecate.passes.attention import mask_cone
+from hecate.passes.attention.drop_causal_masks import _rewrite, drop_causal_masks
+from hecate.passes.attention.mask_cone import MaskCone
+from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.captured import mask_cone
-from hecate.passes.captured.drop_causal_masks import _rewrite, drop_causal_masks
-from hecate.passes.captured.mask_cone import MaskCone
-from hecate.passes.captured.scope import Scope
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import verify
 from hecate.passes.runner import run_passes

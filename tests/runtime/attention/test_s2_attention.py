@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from hecate.runtime.attention import s2_attention, s2_blocks
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.ops import s2_attention, s2_blocks
-from hecate.runtime.ops.s2_masks import visible
+from hecate.runtime.attention.s2_masks import visible
 from tests.support import reference
 
 ops = torch.ops.hecate

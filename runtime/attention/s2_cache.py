@@ -23,8 +23,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.attention.s2_masks import stored_visible
 from hecate.runtime.ops.registration import define
-from hecate.runtime.ops.s2_masks import stored_visible
 
 
 def _refuse_several(old: Tensor | None, new: Tensor) -> None:

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hecate.passes import PassContext, Remark, Skip
-from hecate.passes.captured.drop_causal_masks import drop_causal_masks
-from hecate.passes.captured.shard_context import shard_context
-from hecate.passes.captured.skip_blocks import skip_blocks
+from hecate.passes.attention.drop_causal_masks import drop_causal_masks
+from hecate.passes.attention.shard_context import shard_context
+from hecate.passes.attention.skip_blocks import skip_blocks
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import verify
 from hecate.passes.runner import run_passes

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from hecate.runtime.attention import s2_blocks
 from hecate.runtime.attention.pattern import Pattern
+from hecate.runtime.attention.s2_masks import visible
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.operands import FLOATS
-from hecate.runtime.ops import s2_blocks
 from hecate.runtime.ops.registration import define, differentiate
-from hecate.runtime.ops.s2_masks import visible
 
 # Longer rows do not fit into what a GPU's multiprocessor keeps.
 _WIDEST = 256
@@ -69,7 +69,7 @@ def _attention(
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         found, lse = s2_blocks.forward(q, k, v, pattern, scale)
     elif _fits_kernel(q, v):
-        from hecate.runtime.kernels.s2_forward import forward
+        from hecate.runtime.attention.s2_forward import forward
 
         found, lse = forward(q, k, v, pattern, scale)
     else:
@@ -102,7 +102,7 @@ def _backward(
     if q.device.type == "cpu" and q.dtype in s2_blocks.DTYPES:
         return s2_blocks.backward(grad, q, k, v, out, lse, pattern, scale)
     if _fits_kernel(q, v):
-        from hecate.runtime.kernels.s2_backward import backward
+        from hecate.runtime.attention.s2_backward import backward
 
         return backward(grad, q, k, v, out, lse, pattern, scale)
     return _dense_backward(grad, q, k, v, out, lse, pattern, scale)

@@ -22,10 +22,10 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hecate.passes.attention.linear_operators import Watch
+from hecate.passes.attention.open_sizes import MOST, as_number, coefficients, is_size, sizes_of, solve, symbols_in
+from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
-from hecate.passes.captured.linear_operators import Watch
-from hecate.passes.captured.open_sizes import MOST, as_number, coefficients, is_size, sizes_of, solve, symbols_in
-from hecate.passes.captured.scope import Scope
 from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import calls, describe, operands
 

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hecate.runtime.attention.pattern import Pattern
-from hecate.runtime.kernels.launch import launch
-from hecate.runtime.kernels.s2_forward import (
+from hecate.runtime.attention.s2_forward import (
     PRECISION,
     numbers_of,
     options_of,
@@ -25,6 +24,7 @@ from hecate.runtime.kernels.s2_forward import (
     tile_of,
     width_of,
 )
+from hecate.runtime.kernels.launch import launch
 
 
 @triton.jit
