@@ -145,6 +145,7 @@ import hecate.graph.backend as backend
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.comm.world import World
+from hecate.runtime.one_sided.exchanges import Exchanges
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.fake_ranks import fake_ranks
@@ -156,8 +157,8 @@ def without_peers() -> None:
     World.__post_init__ = lambda self: object.__setattr__(self, "queue", CollectiveQueue(self.device))
     api.agree = backend.agree = collectives.broadcast = lambda *given, **options: None
     backend.fewest_tokens = lambda tokens, *given: tokens
-    shared = SimpleNamespace(fixed=None, settle=lambda whole=False: None, forget=lambda: None)
-    api.Symmetric.between = classmethod(lambda cls, world, percent: shared)
+    transport = SimpleNamespace(faults=torch.zeros(2, ranks, dtype=torch.int64, device="cpu"))
+    Exchanges.between = classmethod(lambda cls, world: SimpleNamespace(world=world, transport=transport))
 
 
 def on_device(model: torch.nn.Module) -> None:
