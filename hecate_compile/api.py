@@ -43,6 +43,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
 from hecate.training.captured_step import CapturedStep, CudaGraphs, Recorder
 from hecate.training.clip_grad_norm import watch_clipping
+from hecate.training.drift import DriftCheck
 from hecate.training.forward import CompiledForward
 from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
@@ -172,11 +173,14 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     additions = Additions(
         model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch
     )
+    drift = DriftCheck(
+        lambda: additions.records, world, every=config.compare_every, in_forwards=config.policy != "replicate"
+    )
     forward = CompiledForward(
         traces, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
-        additions=additions, outside_gradients=outside_gradients,
+        additions=additions, outside_gradients=outside_gradients, drift=drift,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
         carrier=carrier,

@@ -72,6 +72,8 @@ class Config:
             as much more traffic of experts and their gradients. The planner counts it.
         prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
             twice the largest of a layer. 0 hides nothing.
+        compare_every: training forwards after which ranks compare the parameters that each has whole, also after the
+            first, 10 and 50, and at ``hecate.save``; 0 for never. Ranks that have come apart raise an error.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements
@@ -106,6 +108,7 @@ class Config:
     capacity: float = 2.0
     rematerialize: bool = False
     prefetch_bytes: int | None = None
+    compare_every: int = 200
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
@@ -131,7 +134,14 @@ class Config:
             )
         if hasattr(self.policy, "own"):
             raise TypeError(f"hecate.Config: {type(self.policy).__name__}.own is now called choose_owners; rename it")
-        least_of = {"replicas": 0, "window": 1, "reshard_every": 0, "chunks": 1, "prefetch_bytes": 0}
+        least_of = {
+            "replicas": 0,
+            "window": 1,
+            "reshard_every": 0,
+            "chunks": 1,
+            "prefetch_bytes": 0,
+            "compare_every": 0,
+        }
         for name, least in least_of.items():
             value = getattr(self, name)
             if (name, value) in (("prefetch_bytes", None), ("chunks", "auto"), ("replicas", "auto")):

@@ -28,6 +28,7 @@ from hecate.checkpoints.plain_data import check_plain, write_plain
 from hecate.checkpoints.plain_pickle import METADATA
 from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
 from hecate.checkpoints.state_dicts import as_optimizers, get_model_state_dict, optimizer_name, optimizer_tensors
+from hecate.compiled_model import compiled_model_of, is_compiled
 
 # One thread, so that steps are published in the order in which they were saved.
 _background: ThreadPoolExecutor | None = None
@@ -84,9 +85,7 @@ def save(
         TypeError: ``extra`` has something that is not plain data; names where.
     """
     _check(step, keep, extra)
-    wait_for_saves()
-    ranks = ranks_of(model, "hecate.save")
-    ranks.agree(directory=directory, step=step)
+    ranks = _meet(directory, model, step, "hecate.save")
     snapshot = ranks.together(lambda: _take(model, as_optimizers(optimizer), step, extra))
     return _write(Path(directory), snapshot, ranks, step, keep)
 
@@ -108,15 +107,23 @@ def async_save(
     """
     global _background
     _check(step, keep, extra)
-    wait_for_saves()
-    ranks = ranks_of(model, "hecate.async_save")
-    ranks.agree(directory=directory, step=step)
+    ranks = _meet(directory, model, step, "hecate.async_save")
     snapshot = ranks.together(lambda: _copied(_take(model, as_optimizers(optimizer), step, extra)))
     if _background is None:
         _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hecate-save")
     future = _background.submit(_write, Path(directory), snapshot, ranks, step, keep)
     _under_way.append(future)
     return future
+
+
+def _meet(directory: str | os.PathLike[str], model: nn.Module | None, step: int, function: str) -> Ranks:
+    """All ranks come to save the same, and hear whether they have come apart."""
+    wait_for_saves()
+    ranks = ranks_of(model, function)
+    ranks.agree(directory=directory, step=step)
+    if model is not None and is_compiled(model):
+        compiled_model_of(model, function).forward.drift.before_save()
+    return ranks
 
 
 def wait_for_saves() -> None:

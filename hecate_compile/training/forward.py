@@ -25,6 +25,7 @@ from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.additions import Additions
+from hecate.training.drift import DriftCheck
 from hecate.training.move_owners import OwnerMover
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.find_experts import ExpertsModule
@@ -46,12 +47,13 @@ class CompiledForward:
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
+        drift: compares now and then what all ranks have whole.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
         carrier: what its layers exchange rows with.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        hidden_time, outside_gradients, carrier: as given.
+        hidden_time, outside_gradients, drift, carrier: as given.
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
@@ -73,6 +75,7 @@ class CompiledForward:
         additions: Additions,
         outside_gradients: OutsideGradients,
         carrier: Carrier,
+        drift: DriftCheck,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
     ) -> None:
@@ -80,7 +83,7 @@ class CompiledForward:
         # Weak: the model holds this.
         self._model, self._world = weakref.ref(model), world
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
-        self._additions, self.outside_gradients = additions, outside_gradients
+        self._additions, self.outside_gradients, self.drift = additions, outside_gradients, drift
         self._check_compiled, self._one_graph = check_compiled, one_graph
         self.carrier = carrier
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
@@ -127,6 +130,7 @@ class CompiledForward:
             self.before()
         # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
         self._additions.before_forward()
+        self.drift.before_forward(mode)
         self._owner_mover.before_forward(mode)
         if self.hidden_time is not None:
             self.hidden_time.before_forward(mode)

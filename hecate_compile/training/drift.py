@@ -1,0 +1,150 @@
+"""Parameters that every rank has whole must stay equal; ranks compare them now and then.
+
+Their gradients are averaged and optimizers treat all ranks alike, so they stay equal to the last bit, unless the
+user's code computes with what only its rank knows: a norm over the gradients of its own experts, for instance.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import DisagreementError, gather_texts
+from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import ReplicatedParameter
+from hecate.runtime.state.step_mode import StepMode
+
+# Training forwards after which ranks compare for the first times: what is wrong by design shows soon.
+_EARLY = (1, 10, 50)
+# Of how many parameters it is said how far they are off.
+_SHOWN = 3
+# By so many units of the largest element's last place ranks of different hardware may differ.
+_ROUNDINGS = 32
+
+
+_CAUSES = (
+    "Their gradients are averaged, so something updates them in another way on each rank. Likely are: a norm over "
+    "gradients taken by hand, which is that of this rank's experts (torch.nn.utils.get_total_norm and "
+    "clip_grad_norm_ take that of the whole model); an optimizer of your own that takes norms or estimates of all "
+    "its parameters, or random numbers; code that changes weights on some ranks only."
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What differs between ranks.
+
+    Attributes:
+        text: what differs and by how much.
+        rounding: by no more than other hardware on some ranks would make it.
+    """
+
+    text: str
+    rounding: bool
+
+
+class DriftCheck:
+    """Compares what all ranks of one model have whole.
+
+    Args:
+        records: gives the records of these parameters.
+        every: training forwards between two comparisons; 0 for none at all.
+        in_forwards: all ranks make the same forwards. Otherwise they compare when they save.
+    """
+
+    def __init__(
+        self, records: Callable[[], Sequence[ReplicatedParameter]], world: World, *, every: int, in_forwards: bool
+    ) -> None:
+        self._records, self._world, self._every, self._in_forwards = records, world, every, in_forwards
+        self._forwards = 0
+        self._warned = False
+
+    def before_forward(self, mode: StepMode) -> None:
+        """Compare if it is time; a collective then.
+
+        Raises:
+            DisagreementError: on all ranks, if parameters differ by more than rounding.
+        """
+        if self._world.group is None or not self._every or not self._in_forwards or not mode.training:
+            return
+        done, self._forwards = self._forwards, self._forwards + 1
+        if not done or (done not in _EARLY and done % self._every):
+            return
+        drift = self._compare()
+        if drift is None:
+            return
+        if not drift.rounding:
+            raise DisagreementError(
+                f"hecate: after {done} training forwards {drift.text}\n{_CAUSES} To go on as it is: "
+                "hecate.Config(compare_every=0)."
+            )
+        self._warn(
+            f"hecate: after {done} training forwards {drift.text}\nSo little comes of ranks with other hardware"
+        )
+
+    def before_save(self) -> None:
+        """Say what differs: a checkpoint has one rank's values. A collective."""
+        if self._world.group is not None and self._every and (drift := self._compare()) is not None:
+            self._warn(f"hecate.save: {drift.text}\nOne rank's values are saved. {_CAUSES}", again=not drift.rounding)
+
+    def _warn(self, text: str, *, again: bool = False) -> None:
+        if self._world.rank == 0 and (again or not self._warned):
+            warnings.warn(text, stacklevel=2)
+        self._warned = True
+
+    def _compare(self) -> Drift | None:
+        """What differs, the same on all ranks; None if nothing does. A collective."""
+        world = self._world
+        found = {record.name: record.parameter.detach() for record in self._records() if record.exists}
+        parameters = {name: p for name, p in found.items() if not is_traceable_wrapper_subclass(p)}
+        bits = [_bits(p) for p in parameters.values()]
+        digests = torch.stack(bits) if bits else torch.zeros(0, dtype=torch.int64, device=world.device)
+        # Odd factors, so that no bit is lost, and equal differences do not cancel out.
+        factors = 2 * torch.arange(len(bits), device=digests.device) + 1
+        # What is said here must not meet what graphs have on its way.
+        world.queue.drain()
+        with doing("the comparison of parameters"):
+            mixed = (digests * factors).sum().view(1).to(world.control_device)
+            if len({*collectives.all_gather_even(mixed, world).flatten().tolist()}) == 1:
+                return None
+            told = gather_texts(json.dumps([[*parameters], digests.tolist()]).encode(), world)
+            names, values = zip(*map(json.loads, told), strict=True)
+            if any(other != names[0] for other in names):
+                return Drift("ranks have different parameters: some were added or removed on some ranks only", False)
+            differing = [
+                name for name, found in zip(names[0], zip(*values, strict=True), strict=True) if len({*found}) > 1
+            ]
+            return self._measured({name: parameters[name] for name in differing}, len(parameters))
+
+    def _measured(self, differing: dict[str, torch.Tensor], total: int) -> Drift:
+        """How far parameters are off rank 0's, the worst first."""
+        offs = []
+        for name, parameter in differing.items():
+            first = parameter.clone(memory_format=torch.contiguous_format)
+            collectives.broadcast(first, self._world)
+            off = (parameter.float() - first.float()).abs().max()
+            every = collectives.all_gather_even(off.view(1).to(self._world.control_device), self._world).flatten()
+            eps = torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
+            # NaN on one rank only is no rounding.
+            rounding = float(every.max()) <= _ROUNDINGS * eps * float(first.abs().max())
+            offs.append((rounding, -float(every.max()), name, int(every.argmax())))
+        offs.sort()
+        lines = [f"  {name} of rank {rank} is off rank 0's by {-off:.1e}" for _, off, name, rank in offs[:_SHOWN]]
+        what = f"ranks have other values of {len(offs)} of the {total} parameters that each has whole:"
+        return Drift("\n".join([what, *lines]), all(rounding for rounding, *_ in offs))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes with any bit of ``tensor``: the sum of its bytes, eight at a time."""
+    raw = tensor.reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = len(raw) // 8 * 8
+    return raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)

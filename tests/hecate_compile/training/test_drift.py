@@ -1,0 +1,158 @@
+"""Ranks whose own code lets whole parameters come apart are told so, soon and by name."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hecate
+from hecate.compiled_model import compiled_model_of
+from hecate.wrap.shard import shard_of
+from tests.support.models import PlainLanguageModel, batch
+from tests.support.parity import clear_gradients, rank_and_size, run_step
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.training.test_drift"
+
+
+def _scale_by_hand(model: nn.Module, step: int) -> None:
+    norm = sum(p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+    for p in model.parameters():
+        p.grad *= 0.1 / norm
+
+
+def _scale_by_foreach(model: nn.Module, step: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(gradients, 0.1 / torch.stack(torch._foreach_norm(gradients)).norm())
+
+
+def _scale_by_torch(model: nn.Module, step: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(gradients, 0.1 / torch.nn.utils.get_total_norm(gradients))
+
+
+def _noise(model: nn.Module, step: int) -> None:
+    for p in model.parameters():
+        p.grad += 0.01 * torch.randn_like(p)
+
+
+def _by_one_unit(model: nn.Module, step: int) -> None:
+    """As other hardware would."""
+    if rank_and_size()[0] == 1:
+        weight = model.get_parameter("norms.0.weight")
+        with torch.no_grad():
+            weight[0] = torch.nextafter(weight[0], torch.tensor(2.0))
+
+
+def _late(model: nn.Module, step: int) -> None:
+    """Nothing but in one of the last steps, on one rank alone."""
+    if rank_and_size()[0] == 1 and step == 28:
+        with torch.no_grad():
+            model.get_parameter("norms.0.weight")[0] += 0.5
+
+
+CLIPPED = {"by hand": _scale_by_hand, "foreach": _scale_by_foreach, "noise": _noise, "late": _late}
+
+
+def _train(change: Any, folder: str = "", **options: Any) -> list[Any]:
+    """Steps until something is raised, at most 31; messages of it and of a save."""
+    torch.manual_seed(0)
+    model = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    options = {"policy": "static", "compare_every": 30} | options
+    hecate.compile(model, hecate.Config(backend="aot_eager", **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank_and_size()[0])
+    step, raised = 0, "no error"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while step < 31 and raised == "no error":
+            clear_gradients(model)
+            raised = message_of(partial(run_step, model, batch(step % 4)))
+            if raised == "no error":
+                change(model, step)
+                optimizer.step()
+                step += 1
+        if folder:
+            hecate.save(Path(folder), model, step=1)
+    said = "\n".join(str(w.message) for w in caught if "hecate" in str(w.message))
+    return [step, raised, said]
+
+
+def train_all(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _train(change) for name, change in CLIPPED.items()}
+    found["torch's norm"] = _train(_scale_by_torch, folder + "/torch")
+    found["sharded"] = _train(_scale_by_torch, dense="shard")
+    found["one unit"] = _train(_by_one_unit)
+    found["never"] = _train(_scale_by_hand, folder + "/never", compare_every=0)
+    found["saved"] = _train(_late, folder + "/saved", compare_every=1000)
+    found["replicate"] = _train(_late, folder + "/replicate", policy="replicate")
+    return found
+
+
+def costs() -> dict[str, float]:
+    """Milliseconds of one comparison, of 64 parameters with 64 MB."""
+    torch.manual_seed(0)
+    model = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    model.more = nn.ParameterList(nn.Parameter(torch.zeros(2**18)) for _ in range(64))
+    hecate.compile(model, hecate.Config(backend="aot_eager", policy="static"))
+    check = compiled_model_of(model, "test").forward.drift
+    assert sum(shard_of(p) is None for p in model.parameters()) > 64
+    check._compare()
+    began = time.perf_counter()
+    assert all(check._compare() is None for _ in range(5))
+    return {"ms": (time.perf_counter() - began) / 5 * 1e3}
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(f"{_HERE}:train_all", 2, folder=folder)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "step"), [("by hand", 10), ("foreach", 10), ("noise", 1), ("late", 30)])
+def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(name: str, step: int) -> None:
+    first, second = (result[name] for result in results())
+    assert first[0] == second[0] == step
+    assert first[1] == second[1]
+    assert f"DisagreementError: hecate: after {step} training forwards ranks have other values of" in first[1]
+    assert "of rank 1 is off rank 0's by" in first[1]
+    assert "a norm over gradients taken by hand" in first[1] and "get_total_norm" in first[1]
+    if name == "late":
+        assert "1 of the " in first[1] and "norms.0.weight of rank 1 is off rank 0's by 5.0e-01" in first[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["torch's norm", "sharded", "never"])
+def test_what_is_right_is_not_told(name: str) -> None:
+    for result in results():
+        assert result[name] == [31, "no error", ""]
+
+
+@pytest.mark.distributed
+def test_a_difference_of_rounding_is_told_once_and_ends_nothing() -> None:
+    first, second = (result["one unit"] for result in results())
+    assert first[:2] == second[:2] == [31, "no error"]
+    assert first[2].count("So little comes of ranks with other hardware") == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["saved", "replicate"])
+def test_a_save_says_that_ranks_have_come_apart(name: str) -> None:
+    first, second = (result[name] for result in results())
+    assert first[:2] == [31, "no error"] and second == [31, "no error", ""]
+    assert "hecate.save: ranks have other values of" in first[2] and "One rank's values are saved" in first[2]
+
+
+@pytest.mark.distributed
+def test_comparing_is_cheap() -> None:
+    assert max(result["ms"] for result in run_ranks(f"{_HERE}:costs", 2)) < 500
