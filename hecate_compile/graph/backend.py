@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
-from hecate.passes.base import PassRecord
+from hecate.passes.base import PassRecord, Skip
 from hecate.passes.captured.expert_loops import is_one_expert
 from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.dumps.folder import DumpFolder, own_folder
@@ -36,6 +36,7 @@ from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
+from hecate.wrap.graph_breaks import break_near
 from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 from hecate.wrap.untraced_loops import chosen_by_data
 
@@ -193,6 +194,7 @@ class Backend:
         )
         self._refuse_dense(records)
         keep_plans(gm, self.config.rematerialize)
+        records = [replace(record, skipped=tuple(map(_with_break, record.skipped))) for record in records]
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         record = GraphRecord(
             nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots,
@@ -269,6 +271,13 @@ class Backend:
                         f"on every rank instead (right, but slow): {skip.reason}",
                         stacklevel=2,
                     )
+
+
+def _with_break(skip: Skip) -> Skip:
+    """Names the graph break in the same function, if there is one: half a loop is not understood."""
+    file, _, number = skip.line.rpartition(":")
+    broken = break_near(file, int(number)) if skip.fallback and number.isdigit() else ""
+    return replace(skip, reason=f"{skip.reason} (torch.compile broke the graph at {broken})") if broken else skip
 
 
 def _tokens(gm: GraphModule) -> int:

@@ -44,10 +44,9 @@ class WithoutNumbersIfNeeded:
         try:
             return self._torchdynamo_orig_backend(*given)
         except Exception as error:
-            reason: Exception = getattr(error, "inner_exception", error)
-            if not isinstance(reason, GuardOnDataDependentSymNode) or not torch._dynamo.config.capture_scalar_outputs:
-                raise
-            if self._is_of_experts(reason):
+            reason = _number_in_the_way(error)
+            captured = torch._dynamo.config.capture_scalar_outputs
+            if not captured or reason is None or self._is_of_experts(reason):
                 raise
         with torch._dynamo.config.patch(_LEFT):
             return self._torchdynamo_orig_backend(*given)
@@ -57,6 +56,14 @@ class WithoutNumbersIfNeeded:
         lines = [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
         code = list(_code_of_experts(model)) if model is not None else []
         return any(file == where and line in around for file, line in lines for where, around in code)
+
+
+def _number_in_the_way(error: BaseException) -> GuardOnDataDependentSymNode | None:
+    """What a compiler was stopped by, from wherever it or Dynamo put it."""
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, GuardOnDataDependentSymNode):
+        here = getattr(here, "inner_exception", None) or here.__cause__
+    return here
 
 
 def _code_of_experts(model: nn.Module) -> Iterator[tuple[str, range]]:

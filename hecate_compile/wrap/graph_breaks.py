@@ -5,12 +5,14 @@ Torch tells where it breaks a graph in its log alone, and there once for each li
 
 from __future__ import annotations
 
+import ast
 import linecache
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from types import CodeType, FrameType
+from collections.abc import Container, Iterator
+from functools import lru_cache
+from types import FrameType
 
 _STACK = re.compile(r'File "(.+?)", line (\d+), in ')
 _LOGS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.convert_frame.__graph_breaks")
@@ -34,10 +36,9 @@ class _Breaks(logging.Handler):
         for file, line in stack:
             self.causes[file][line] = next(filter(_is_of_user, reversed(stack)), stack[-1])
 
-    def within(self, code: CodeType) -> Place | None:
+    def within(self, file: str, lines: Container[int | None]) -> Place | None:
         """The last one heard in a function."""
-        lines = {line for _, _, line in code.co_lines()}
-        found = [cause for line, cause in self.causes[code.co_filename].items() if line in lines]
+        found = [cause for line, cause in self.causes[file].items() if line in lines]
         return found[-1] if found else None
 
 
@@ -70,11 +71,30 @@ def python_around(frame: FrameType | None) -> str:
     for found in user_frames(frame):
         if not text:
             text.append(f"  {_shown(found.f_code.co_filename, found.f_lineno)}")
-        cause = _breaks.within(found.f_code)
+        code = found.f_code
+        cause = _breaks.within(code.co_filename, {line for _, _, line in code.co_lines()})
         if cause is not None:
             text.append(f"Dynamo broke the graph here:\n  {_shown(*cause)}")
             break
     return "\n".join(text)
+
+
+def break_near(file: str, line: int) -> str:
+    """The graph break in the function that has a line; "" if none was heard."""
+    functions = [node for node in nodes_of(file) if isinstance(node, ast.FunctionDef)]
+    around = [range(node.lineno, (node.end_lineno or line) + 1) for node in functions]
+    innermost = min((lines for lines in around if line in lines), key=len, default=range(0))
+    cause = _breaks.within(file, innermost)
+    return _shown(*cause) if cause is not None else ""
+
+
+@lru_cache(maxsize=64)
+def nodes_of(file: str) -> tuple[ast.AST, ...]:
+    """The syntax tree of a file, flat; nothing of what has no source."""
+    try:
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return ()
 
 
 def _shown(file: str, line: int) -> str:

@@ -8,9 +8,7 @@ ranks are apart as soon as one has no token for an expert that another one calls
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterator
-from functools import lru_cache
 from types import FrameType
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.expert_shards import is_expert_shard
-from hecate.wrap.graph_breaks import python_around, user_frames
+from hecate.wrap.graph_breaks import nodes_of, python_around, user_frames
 from hecate.wrap.shard import shard_of
 
 _Loop = ast.For | ast.While | ast.ListComp | ast.GeneratorExp
@@ -68,7 +66,8 @@ def _lists_of(module: nn.Module) -> Iterator[nn.Module]:
 def _in_loop_with_condition(frame: FrameType) -> bool:
     """Whether the line that runs is in a loop whose turns, or what they do, data decide."""
     line = frame.f_lineno
-    for loop in _loops(frame.f_code.co_filename):
+    loops = (node for node in nodes_of(frame.f_code.co_filename) if isinstance(node, _Loop))
+    for loop in loops:
         if not loop.lineno <= line <= (loop.end_lineno or line) or loop.lineno < frame.f_code.co_firstlineno:
             continue
         if any(_by_data(test, frame) for test in _conditions(loop, line)):
@@ -97,12 +96,3 @@ def _by_data(test: ast.expr, frame: FrameType) -> bool:
     """Whether a condition reads what can come from data: values of the function that are no modules, no options."""
     names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & frame.f_locals.keys()
     return not all(isinstance(frame.f_locals[name], (nn.Module, str, float, type(None))) for name in names)
-
-
-@lru_cache(maxsize=64)
-def _loops(file: str) -> tuple[_Loop, ...]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, _Loop))

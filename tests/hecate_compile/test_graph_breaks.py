@@ -99,8 +99,8 @@ def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
 
 
 def uneven_owners() -> float:
-    model, reference = _pair(AfterBreak)
-    return max(_step(model, reference, batch(step)) for step in range(2))
+    pairs = [_pair(AfterBreak), _pair(EveryExpert)]
+    return max(_step(*pair, batch(step)) for pair in pairs for step in range(2))
 
 
 @pytest.mark.distributed
@@ -215,6 +215,25 @@ def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> Non
             assert f"{__file__}:" in message and line in message and 'Config(policy="replicate")' in message
             assert "Dynamo broke the graph here" in message
         assert max(found.values()) < 1e-5, found
+
+
+class BreakInside(PlainMoE):
+    """Picks the parameters of one expert for each token, behind a graph break."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        torch._dynamo.graph_break()
+        inner = torch.einsum("th,thf->tf", tokens, self.w_in[chosen]).relu()
+        out = torch.einsum("tf,tfh->th", inner, self.w_out[chosen]) + self.b_out[chosen]
+        return (out * weight[:, None]).view_as(hidden)
+
+
+def test_what_gathers_because_of_a_graph_break_names_it() -> None:
+    model, reference = _pair(BreakInside)
+    with pytest.warns(UserWarning, match=rf"graph at {__file__}:\d+: torch\._dynamo\.graph_break\(\)\)"):
+        assert _step(model, reference, batch(0)) < 1e-5
+    assert "torch.compile broke the graph at" in str(hecate.explain(model))
 
 
 class Tower(nn.Module):
