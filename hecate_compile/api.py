@@ -50,6 +50,7 @@ from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.attention_config import AttentionConfig
+from hecate.wrap.changes import Changes
 from hecate.wrap.choose_carrier import choose_carrier
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
@@ -161,7 +162,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known),
     )  # fmt: skip
     # What runs outside of graphs has full attention, and nobody would notice.
-    traces = Traces(model, backend, fullgraph=config.attention is not None)
+    changes = Changes()
+    traces = Traces(model, backend, changes, fullgraph=config.attention is not None)
 
     # Step 5: what happens around a step.
     owner_mover = OwnerMover(experts, layers, placer, world)
@@ -171,7 +173,13 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     for record in replicated:
         outside_gradients.watch(record)
     additions = Additions(
-        model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch
+        model,
+        replicated,
+        sync=sync,
+        step=step,
+        param_dtype=param_dtype,
+        added=outside_gradients.watch,
+        changes=changes,
     )
     drift = DriftCheck(
         lambda: additions.records, world, every=config.compare_every, in_forwards=config.policy != "replicate"

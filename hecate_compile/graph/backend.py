@@ -74,6 +74,7 @@ class Backend:
         key_heads: heads of keys in the model's config, if it has any.
         sparse_layers: how many layers must become sparse; None for as many as in the first graph.
         graphs: what has been compiled so far.
+        compared: how many graphs all ranks have compared so far, so this is the same on all.
         step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
 
@@ -86,8 +87,10 @@ class Backend:
     key_heads: int | None = None
     sparse_layers: int | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
+    compared: int = 0
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
+    _number: int = 0
     _dumps: DumpFolder | None = field(init=False, default=None)
     _dumping: bool = field(init=False)
 
@@ -168,10 +171,15 @@ class Backend:
             return (*self.config.disable_passes, "group_expert_loops", "exchange_rows")
         return tuple(self.config.disable_passes)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether graphs communicate. Where nothing is communicated inside of them, ranks may run different ones."""
+        return self.config.policy != "replicate"
+
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        number = len(self.graphs)
-        mode = self.step.mode
-        comparing = self.config.policy != "replicate" and mode is not None and mode.first
+        number, mode = self._number, self.step.mode
+        self._number += 1
+        comparing = self.communicates and mode is not None and mode.first
         if number == 0 and comparing and self.world.size > 1:
             self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
             if self.config.rates is None and self._tokens:
@@ -204,6 +212,7 @@ class Backend:
         # Where nothing is communicated inside a graph, ranks may run different ones.
         comparing = comparing and mode is not None and communicates(gm, training=mode.training)
         if comparing:
+            self.compared += 1
             agree(
                 fingerprint(gm),
                 f"graph {number}",

@@ -1,4 +1,4 @@
-"""What Dynamo keeps of one compiled model: how many graphs there may be, and their end.
+"""What Dynamo keeps of one compiled model: how many graphs there may be, when there are new ones, and their end.
 
 Dynamo keeps graphs with the code that they were traced from. All models of a class would share one count, with those
 that are long gone, and would be told apart by guards alone.
@@ -21,12 +21,22 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 
 from hecate.graph.backend import Backend
 from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
+from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.waiting import meet
+from hecate.wrap.changes import Changes
+from hecate.wrap.module_hooks import ModuleHooks
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
 # so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.
 LIMIT = 64
 # Torch 2.11 has one count for all models.
 _OWN_COUNT = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+_HOOKS_TOGETHER = (
+    "Hooks are traced into the model, whose graphs communicate: put them on and take them off on all ranks, between "
+    "the same forwards, not under `if rank == 0`. What they have seen may be used on one rank alone."
+)
 
 
 @dataclass(eq=False)
@@ -42,9 +52,10 @@ class _Trace:
 
 
 class Traces:
-    """Calls a model through torch.compile.
+    """Calls a model through torch.compile, and has it traced anew where Dynamo would not notice that it must be.
 
     Args:
+        changes: told of what is registered in the model.
         fullgraph: raise where tracing breaks.
 
     Attributes:
@@ -55,25 +66,63 @@ class Traces:
     # How many counts there are that torch adds up.
     _made = 0
 
-    def __init__(self, model: nn.Module, backend: Backend, *, fullgraph: bool) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, changes: Changes, *, fullgraph: bool) -> None:
         # Weak: the model holds this.
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
+        self._communicates = backend.communicates and backend.world.group is not None
+        self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
         self.refused: str | None = None
-        self._now = self._trace()
+        self._here = self._hooks.now(model)
+        # By the hooks that are in them.
+        self._traces = {self._here: self._trace()}
+
+    def before_forward(self) -> None:
+        """Turn to graphs with the hooks that there are now. A collective if they are others, which ranks check."""
+        model = self._model()
+        assert model is not None, "it is the model that is called"
+        hooks = self._hooks.now(model)
+        if hooks == self._here:
+            return
+        if self._communicates:
+            group = self._backend.world.group
+            assert group is not None
+            changed = self._hooks.describe(hooks - self._here) or ["a hook that was taken off"]
+            meet(f"the model is to be traced anew ({changed[0]})", group, advice=_HOOKS_TOGETHER)
+            agree(self._hooks.describe(hooks), "the hooks on modules", _HOOKS_TOGETHER, self._backend.world)
+        # What has been taken off does not come back, but what was put on since may go.
+        self._traces = {known: trace for known, trace in self._traces.items() if known <= hooks}
+        if hooks not in self._traces:
+            self._traces[hooks] = self._trace()
+        self._here = hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _limit.met = None
+        if self._again:
+            # Nobody is to be shown graphs that do not run.
+            self._backend.graphs.clear()
+            self._again = False
+        _limit.met, before = None, self._backend.compared
         try:
-            return self._now.call(*args, **kwargs)
+            return self._traces[self._here].call(*args, **kwargs)
         finally:
             self.refused = _limit.met or self.refused
+            self._compared = self._backend.compared - before
 
     def is_first(self, *, training: bool) -> bool:
         """Whether this grad mode is new, so that all ranks compile, and compare what they have."""
-        return training not in self._now.modes
+        return training not in self._traces[self._here].modes
 
     def after_forward(self, *, training: bool) -> None:
-        self._now.modes.add(training)
+        """Trace once more what broke in the first forward with gradients, and may not have to break again.
+
+        A lock or a warning that happens once splits the first graph, and no later one. A rank that comes back to the
+        first graphs would then average gradients in other portions than one whose batch has a new shape.
+        """
+        if training and not self._settled:
+            self._settled = True
+            if self._communicates and self._compared > 1:
+                self._traces, self._again = {self._here: self._trace()}, True
+                return
+        self._traces[self._here].modes.add(training)
 
     def limits(self) -> dict[str, int]:
         """Dynamo's options while the model runs. A larger limit that the user has set stands."""
@@ -108,7 +157,8 @@ def _forget(entry: Callable[..., Any]) -> None:
         for graph in _debug_get_cache_entry_list(code) if code is not None else ():
             manager = graph.guard_manager
             if graph.backend is entry and manager.extra_state is not None:
-                manager.extra_state.invalidate(graph, DeletedGuardManagerWrapper("the compiled model is gone"))
+                gone = DeletedGuardManagerWrapper("its model is gone, or was traced anew")
+                manager.extra_state.invalidate(graph, gone)
 
 
 class _Limit(logging.Filter):

@@ -6,13 +6,12 @@ import sys
 
 from torch import nn
 
-_RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
-
 
 def prepare(model: nn.Module) -> None:
-    """Install the output recorders of transformers models now, where their config asks for recorded outputs.
+    """Install the output recorders of transformers models now, whether their config asks for recorded outputs or not.
 
-    They are installed under a lock in the first forward otherwise, and a lock is a graph break.
+    Otherwise they are installed in the first forward that asks, under a lock, which is a graph break. They do nothing
+    unless somebody collects.
     """
     if "transformers" not in sys.modules:
         return
@@ -23,5 +22,5 @@ def prepare(model: nn.Module) -> None:
     except ImportError:  # an older release, without recorders
         return
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(getattr(module.config, key, False) for key in _RECORDED):
+        if isinstance(module, PreTrainedModel) and getattr(module, "_can_record_outputs", None):
             maybe_install_capturing_hooks(module)

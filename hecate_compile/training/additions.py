@@ -24,6 +24,7 @@ class Additions:
     Args:
         replicated: the records that the model has.
         added: called with every record that is new or whose parameter is.
+        changes: told of what is registered in the model.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class Additions:
         step: CurrentStep,
         param_dtype: torch.dtype | None,
         added: Callable[[ReplicatedParameter], None],
+        changes: Changes,
     ) -> None:
         # Weak: the model holds this.
         self._model = weakref.ref(model)
         self._sync, self._step, self._param_dtype, self._added = sync, step, param_dtype, added
         self._records = list(replicated)
-        self._changes = Changes()
+        self._changes, self._seen = changes, -1
         # By identity: tensors compare element by element.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._remember(model)
@@ -53,7 +55,7 @@ class Additions:
     def before_forward(self) -> None:
         """Take in what is new; a collective then, which ranks that added nothing do not come to."""
         model = self._model()
-        if not self._changes.pending or model is None:
+        if self._changes.number == self._seen or model is None:
             return
         new = {
             name: parameter
@@ -63,7 +65,7 @@ class Additions:
         if not new:
             self._remember(model)
             return
-        # Still pending if ranks disagree: this forward raises, and so does the next.
+        # Still to be seen if ranks disagree: this forward raises, and so does the next.
         world = self._sync.world
         agree(
             [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],
@@ -83,7 +85,7 @@ class Additions:
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
-        self._changes.pending = False
+        self._seen = self._changes.number
         self._changes.follow(model)
         for parameter in model.parameters():
             if shard_of(parameter) is None:

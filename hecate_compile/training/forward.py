@@ -98,6 +98,8 @@ class CompiledForward:
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
+        if not self.recording:
+            self._traces.before_forward()
         mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
             self.begin(mode)

@@ -20,10 +20,10 @@ class Changes:
     """Shared by all modules of one compiled model.
 
     Attributes:
-        pending: a parameter or a module was registered since somebody last looked.
+        number: how many parameters and modules have been registered. Whoever looks remembers it.
     """
 
-    pending: bool = False
+    number: int = 0
 
     def follow(self, model: nn.Module) -> None:
         """Hear of everything that is registered in ``model`` from now on. The first call starts it for all models."""
@@ -38,7 +38,7 @@ def note_change(module: nn.Module) -> None:
     """Something was registered in ``module``."""
     changes = module.__dict__.get(_KEY)
     if changes is not None:
-        changes.pending = True
+        changes.number += 1
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:

@@ -100,11 +100,15 @@ def watched(group: dist.ProcessGroup, what: str = "") -> Iterator[Wait]:
         _waits.pop(thread, None)
 
 
-def meet(what: str, group: dist.ProcessGroup) -> None:
+_TOGETHER = "It communicates: call it on all ranks together, not under `if rank == 0`, and write the result on one."
+
+
+def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> None:
     """Wait until all ranks of ``group`` are here, with nothing of theirs on its way.
 
     Args:
         what: what they are about to do together, as the user calls it.
+        advice: what to do where they are not here.
 
     Raises:
         RuntimeError: a rank waits in something else, which it began after all that this rank has taken part in; or
@@ -129,13 +133,13 @@ def meet(what: str, group: dist.ProcessGroup) -> None:
                 # As if this rank had not come: it may do so later, with all others.
                 store.delete_key(keys[own])
                 _met[name] -= 1
-                raise RuntimeError(_alone(what, own, problem))
+                raise RuntimeError(f"hecate: {what} on rank {own}, but {problem}. {advice}")
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
     for rank in ranks:
         other = store.get(keys[rank]).decode()
         if other != what:
-            raise RuntimeError(_alone(what, own, f"rank {rank} calls {other}"))
+            raise RuntimeError(f"hecate: {what} on rank {own}, but rank {rank} calls {other}. {advice}")
     # Everybody has left the meeting before this one.
     store.delete_key(f"hecate/meeting/{name}/{_met[name] - 1}/{own}")
 
@@ -147,13 +151,6 @@ def _elsewhere(ranks: list[int], group: dist.ProcessGroup) -> str | None:
         if told is not None and told["number"] > history_of(group).number:
             return f"rank {rank} waits in {told['what']}"
     return None
-
-
-def _alone(what: str, own: int, other: str) -> str:
-    return (
-        f"hecate: {what} on rank {own}, but {other}. It communicates: call it on all ranks together, not under "
-        "`if rank == 0`, and write the result on one."
-    )
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -1,0 +1,177 @@
+"""Where Dynamo would keep its graphs: of a model with other hooks, or of a first forward that broke for once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hecate
+from hecate.compiled_model import compiled_model_of
+from tests.support.models import PlainLanguageModel, batch, build
+from tests.support.parity import clear_gradients, compare, rank_and_size, step_and_compare
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.test_traced_anew"
+EAGER = hecate.Config(backend="aot_eager")
+
+
+def _small(kind: type[PlainLanguageModel] = PlainLanguageModel) -> PlainLanguageModel:
+    torch.manual_seed(0)
+    return kind(hidden=16, layers=2, experts=4)
+
+
+def _graphs(model: nn.Module) -> int:
+    return len(compiled_model_of(model, "explain").backend.graphs)
+
+
+class Seen:
+    """What hooks leave on one model: how often they were called, and the last result."""
+
+    def __init__(self) -> None:
+        self.calls, self.last = torch.zeros(()), {"out": torch.zeros(())}
+
+    def record(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.calls.add_(1)
+        self.last["out"] = out.detach()
+
+
+Put = Callable[[PlainLanguageModel, Seen], Any]
+
+
+def _double(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * 2
+
+
+PUTS: dict[str, Put] = {
+    "record": lambda model, seen: model.blocks[0].router.register_forward_hook(seen.record),
+    "change": lambda model, seen: model.norms[1].register_forward_hook(_double),
+    "before": lambda model, seen: model.blocks[1].router.register_forward_pre_hook(lambda module, args: args[0] * 2),
+    "backward": lambda model, seen: model.norms[0].register_full_backward_hook(
+        lambda module, into, out: (into[0] * 2,)
+    ),
+    "root": lambda model, seen: model.register_forward_pre_hook(lambda module, args: args),
+}
+
+
+def hooks() -> dict[str, Any]:
+    """Put on after two steps, taken off again after some more; a training step, and one without gradients."""
+    found = {}
+    for name, put in PUTS.items():
+        model, reference = hecate.compile(_small(), EAGER), _small()
+        errors = [step_and_compare(model, reference, batch(step)) for step in range(2)]
+        seen, expected = Seen(), Seen()
+        handles = [put(model, seen), put(reference, expected)]
+        graphs = [_graphs(model)]
+        for length in (16, 17, 18, 19, 16):
+            errors.append(step_and_compare(model, reference, batch(3, length=length)))
+            graphs.append(_graphs(model))
+        with torch.no_grad():
+            model(batch(0)), reference(batch(0))
+        called = int(seen.calls), int(expected.calls)
+        for handle in handles:
+            handle.remove()
+        before = _graphs(model)
+        errors.append(step_and_compare(model, reference, batch(7)))
+        found[name] = {
+            "error": max(max(one.loss, one.gradient) for one in errors), "graphs": graphs, "called": called,
+            "back": _graphs(model) - before,
+        }  # fmt: skip
+    return found
+
+
+def hook_on_one_rank() -> list[str]:
+    """As programs have it that watch on rank 0 alone."""
+    model = hecate.compile(_small(), EAGER)
+    ids = batch(0)
+    model(ids, ids)["loss"].backward()
+    if rank_and_size()[0] == 0:
+        model.blocks[0].router.register_forward_hook(_double)
+    return [message_of(lambda: model(ids, ids))]
+
+
+_lock = threading.Lock()
+
+
+class Backbone(nn.Module):
+    """Sets something up in its first forward, under a lock, which torch does not trace."""
+
+    def __init__(self, model: PlainLanguageModel) -> None:
+        super().__init__()
+        self.norms, self.blocks, self.ready = model.norms, model.blocks, False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            with _lock:
+                self.ready = True
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            hidden = hidden + block(norm(hidden))
+        return hidden
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        model = _small()
+        self.embedding, self.backbone, self.head = model.embedding, Backbone(model), nn.Linear(16, 96)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.backbone(self.embedding(input_ids)))
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def first_forwards_that_break() -> dict[str, Any]:
+    """In the second step one rank has a batch of another length, the other one that it had before."""
+    found = {}
+    for name in ("lazy", "recorders"):
+        models: list[Any] = [Lazy() if name == "lazy" else build("qwen3_moe", layers=1) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        model, reference = hecate.compile(models[0], EAGER), models[1]
+        if name == "recorders":
+            # As trainers do with a model that they are given.
+            for one in models:
+                one.config.output_router_logits = True
+        rank, size = rank_and_size()
+        errors, graphs = [], []
+        for step, longer in enumerate((0, 8, 0, 8)):
+            clear_gradients(model, reference)
+            batches = [batch(size * step + number, rows=4, length=16 + longer * number) for number in range(size)]
+            loss = model(input_ids=batches[rank], labels=batches[rank])["loss"]
+            loss.backward()
+            theirs = torch.stack([reference(input_ids=ids, labels=ids)["loss"] for ids in batches]).mean()
+            theirs.backward()
+            difference = compare(model, loss.detach(), reference, theirs.detach())
+            errors.append(max(difference.loss, difference.gradient))
+            graphs.append(_graphs(model))
+        found[name] = {"error": max(errors), "graphs": graphs}
+    return found
+
+
+@pytest.mark.distributed
+def test_hooks_are_called_from_the_forward_behind_which_they_are_put_on() -> None:
+    for found in run_ranks(f"{_HERE}:hooks", 2):
+        for name, result in found.items():
+            assert result["error"] < 1e-5, (name, result)
+            assert result["called"] == ([6, 6] if name == "record" else [0, 0]), (name, result)
+            assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 4, (name, result)
+            assert result["back"] == 0, "graphs of before are used again"
+
+
+@pytest.mark.distributed
+def test_a_hook_on_one_rank_is_refused_on_all() -> None:
+    for found in run_ranks(f"{_HERE}:hook_on_one_rank", 2):
+        assert all("on blocks.0.router: _double) on rank 0" in text for text in found), found
+        assert all("put them on and take them off on all ranks" in text for text in found)
+
+
+@pytest.mark.distributed
+def test_ranks_do_not_part_behind_a_first_forward_that_broke() -> None:
+    for found in run_ranks(f"{_HERE}:first_forwards_that_break", 2):
+        assert found["lazy"]["error"] < 1e-5 and found["lazy"]["graphs"][0] > found["lazy"]["graphs"][1] == 1
+        assert found["recorders"]["error"] < 1e-5 and found["recorders"]["graphs"][0] == 1
