@@ -7,6 +7,7 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
@@ -33,11 +34,31 @@ def check_usable(model: nn.Module, config: Config) -> None:
             f"hecate.compile: the model is wrapped in {type(model).__name__}; pass the model inside, "
             "Hecate averages gradients itself"
         )
+    _check_whole(model)
     names = [function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)]
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")
     dump_options(config)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse what others have split over ranks already: parts are no whole parameters, and hooks break graphs."""
+    for name, module in model.named_modules():
+        # By name: to import fully_shard takes a while, and only who has used it has such classes.
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise RuntimeError(
+                f"hecate.compile: {name or type(model).__name__} went through fully_shard (FSDP2). Leave that out; "
+                'hecate.Config(dense="shard") splits what is outside of the experts over ranks, rows as fully_shard '
+                "does"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise RuntimeError(
+                f"hecate.compile: {name} is a DTensor, {tensor.placements} on {tensor.device_mesh}. Load the model "
+                'whole, without a plan for tensor parallelism (tp_plan); hecate.Config(dense="shard") splits what is '
+                "outside of the experts over ranks"
+            )
 
 
 def check_attention(model: nn.Module, config: Config) -> AttentionConfig:

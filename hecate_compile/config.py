@@ -47,7 +47,8 @@ class Config:
         replicas: most replicas that a rank holds beside its own experts, per layer. ``"auto"``: for each layer as few
             as are predicted to make a step almost as fast as all that ``replica_memory`` allows.
         replica_memory: most memory of all replicas with ``replicas="auto"``, in parts of what parameters, gradients
-            and two moments of a rank's own experts take: 0.25 for as many replicas as own experts.
+            and two moments of a rank's own experts take, on average: 0.25 for as many replicas as own experts, and
+            for one where there are more ranks than experts.
         window: most steps whose mean is the load that ``"hecate"`` expects; with ``objective="time"`` fewer while
             routing moves by more than chance.
         reshard_every: optimizer steps after which ``"hecate"`` may change who owns what; 0 for never.

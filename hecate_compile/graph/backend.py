@@ -242,9 +242,8 @@ class Backend:
     def _context(self) -> PassContext:
         size, topology, config = self.world.size, self.placer.topology, self.config
         experts = max((layer.num_experts for layer in self.layers), default=1)
-        owned = -(-experts // size)
         room_percent = max((layer.carrier.room_percent for layer in self.layers), default=0)
-        slots = most_replicas(config.replicas, config.replica_memory, owned=owned, experts=experts)
+        slots = most_replicas(config.replicas, config.replica_memory, experts, size)
         return PassContext(
             world_size=size,
             replicates=self.placer.policy.replicates,
@@ -258,7 +257,7 @@ class Backend:
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,
-            owned=owned,
+            owned=-(-experts // size),
             slots=slots if self.placer.policy.replicates else 0,
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),

@@ -80,8 +80,8 @@ class Hecate(Policy):
             ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
         replicas: m, most replicas on a rank; ``"auto"``: for each layer as few as are predicted to make a step almost
             as fast as all that ``replica_memory`` allows.
-        replica_memory: most memory of a layer's replicas with ``"auto"``, in parts of its own experts' states on the
-            rank with fewest: parameters, gradients and two moments.
+        replica_memory: most memory of a layer's replicas with ``"auto"``, in parts of the states (parameters,
+            gradients, two moments) of as many experts as a rank owns on average, and of one where ranks are more.
         window: steps that the predicted load is the mean of; with ``"time"`` at most so many, fewer while it moves.
         reshard_every: optimizer steps between re-shardings; 0 for never. ``"time"`` lets pairs of experts change
             places, ``"paper"`` is Algorithm 2.
@@ -102,8 +102,7 @@ class Hecate(Policy):
 
     def most_replicas(self, owners: Owners) -> int:
         """Replicas that a rank may hold of a layer with these owners."""
-        owned, experts = min(owners.counts), owners.num_experts
-        return most_replicas(self.replicas, self.replica_memory, owned=owned, experts=experts)
+        return most_replicas(self.replicas, self.replica_memory, owners.num_experts, owners.world_size)
 
     def _slots(self, layer: LayerView) -> int:
         """Replicas that a rank may hold of a layer until it is searched again."""
@@ -224,9 +223,16 @@ class Hecate(Policy):
         self._chosen = {layer: _Chosen.from_dict(chosen) for layer, chosen in state.items()}
 
 
-def most_replicas(replicas: Replicas, memory: float, *, owned: int, experts: int) -> int:
-    """Replicas of a layer that a rank may hold; ``memory`` is in parts of the states of ``owned`` experts."""
-    return min(int(memory * _STATES * owned), experts - owned) if replicas == "auto" else replicas
+def most_replicas(replicas: Replicas, memory: float, experts: int, ranks: int) -> int:
+    """Replicas of a layer that a rank may hold, whoever owns what.
+
+    Args:
+        memory: in parts of the states of as many experts as a rank owns on average. Of one where that is less: ranks
+            that own none are those that others' experts should go to.
+    """
+    if replicas != "auto":
+        return replicas
+    return min(int(memory * _STATES * max(1, experts / ranks)), experts - experts // ranks)
 
 
 def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:

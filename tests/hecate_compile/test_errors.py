@@ -379,15 +379,27 @@ def test_planted_graph_difference_is_named_on_all_ranks(evaluate_first: bool) ->
         assert "HECATE_DUMP" in message
 
 
-def wrapped_in_ddp() -> str:
-    torch.distributed.init_process_group("gloo")
-    return message_of(lambda: hecate.compile(nn.parallel.DistributedDataParallel(build("plain")), EAGER))
+def wrapped_before() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    fsdp, inner, split = build("plain"), build("plain"), build("plain")
+    fully_shard(fsdp, mesh=mesh)
+    fully_shard(inner.norms[1], mesh=mesh)
+    split.head.weight = nn.Parameter(distribute_tensor(split.head.weight.detach(), mesh, [Shard(0)]))
+    wrapped = [nn.parallel.DistributedDataParallel(build("plain")), fsdp, inner, split]
+    return [message_of(lambda model=model: hecate.compile(model, EAGER)) for model in wrapped]
 
 
 @pytest.mark.distributed
-def test_compile_of_a_wrapped_model() -> None:
-    for message in run_ranks(f"{_HERE}:wrapped_in_ddp", 2):
-        assert "wrapped in DistributedDataParallel; pass the model inside" in message
+def test_compile_of_what_others_have_split_or_wrapped() -> None:
+    for ddp, fsdp, inner, split in run_ranks(f"{_HERE}:wrapped_before", 2):
+        assert "wrapped in DistributedDataParallel; pass the model inside" in ddp
+        assert "PlainLanguageModel went through fully_shard (FSDP2)" in fsdp and 'Config(dense="shard")' in fsdp
+        assert "hecate.compile: norms.1 went through fully_shard" in inner
+        assert "hecate.compile: head.weight is a DTensor, (Shard(dim=0),)" in split and "tp_plan" in split
 
 
 def two_dimensional_mesh() -> list[str]:

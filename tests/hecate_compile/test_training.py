@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.placement.planner import Rates
 from hecate.wrap.shard import shard_of
 from tests.support.models import batch, build
@@ -83,6 +84,9 @@ def test_fifty_steps_with_extreme_routing() -> None:
 
 
 def more_ranks_than_experts() -> dict[str, Any]:
+    """With replicas, by default."""
+    import hecate
+
     reference = build("qwen3_moe", layers=1, num_experts=3)
     model = _compiled(build("qwen3_moe", layers=1, num_experts=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -93,7 +97,11 @@ def more_ranks_than_experts() -> dict[str, Any]:
         worst = max(worst, step_and_compare(model, reference, ids).gradient)
         optimizer.step()
         reference_optimizer.step()
-    return {"worst": worst, "state": len(optimizer.state), "parameters": len(list(model.parameters()))}
+    (layer,), (graph,) = hecate.stats(model).layers, compiled_model_of(model, "test").backend.graphs
+    return {
+        "worst": worst, "state": len(optimizer.state), "parameters": len(list(model.parameters())),
+        "replicas": layer.replicas, "slots": graph.slots,
+    }  # fmt: skip
 
 
 @pytest.mark.distributed
@@ -102,6 +110,7 @@ def test_more_ranks_than_experts() -> None:
         # Adam divides by the root of tiny second moments, which magnifies rounding from the second step on.
         assert result["worst"] < 1e-3
         assert result["state"] == result["parameters"]
+        assert result["replicas"] > 0 and result["slots"] == 1
 
 
 def accumulate_and_clip() -> dict[str, Any]:
