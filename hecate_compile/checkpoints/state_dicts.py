@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 
 from hecate.checkpoints.logical_tensor import LogicalTensor, Piece
 from hecate.compiled_model import compiled_model_of, is_compiled
-from hecate.training.optimizer_state import bring_along, note_owners, options_of, stepping_does_not_count
+from hecate.training.optimizer_state import (
+    bring_along,
+    note_owners,
+    options_of,
+    state_that_cannot_be_saved,
+    stepping_does_not_count,
+)
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
@@ -157,6 +163,9 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensor
         ValueError: it has a parameter that the model has not, or state that cannot be split.
     """
     bring_along(optimizer)
+    problem = state_that_cannot_be_saved(optimizer)
+    if problem is not None:
+        raise ValueError(problem)
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -20,7 +20,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
-from hecate.training.optimizer_state import state_that_cannot_move
+from hecate.training.optimizer_state import state_that_cannot_move, tensors_elsewhere
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
 
@@ -41,7 +41,7 @@ class OwnerMover:
             self._experts[layer.id].append(e)
         self.moves: list[int] = []
         self._steps = 0
-        self._impossible = False
+        self._impossible = self._moved = False
 
     def state_dict(self) -> dict[str, Any]:
         """When it moves again, for checkpoints."""
@@ -89,6 +89,9 @@ class OwnerMover:
         self._agree_on(changes)
         if not changes or not self._can_move(changes):
             return False
+        if not self._moved:
+            self._moved = True
+            self._warn_of_copies([layer for layer, _ in changes])
         for layer, owners in changes:
             self._move(layer, owners)
         self.moves.append(sum(_changed(layer.owners, owners) for layer, owners in changes))
@@ -131,6 +134,22 @@ class OwnerMover:
                 )
             return False
         return True
+
+    def _warn_of_copies(self, layers: Sequence[Layer]) -> None:
+        """Say once what may be averages of weights, which nobody moves."""
+        if self.world.rank:
+            return
+        shapes = {p.shape: name for layer in layers for name, p in self._parameters(layer).items() if p.numel()}
+        copies = tensors_elsewhere(set(shapes))
+        if copies:
+            warnings.warn(
+                f"hecate: experts change owners for the first time, and {len(copies)} tensors that are no parameter, "
+                f"gradient or optimizer state are like this rank's experts, as of {shapes[copies[0].shape]}. If they "
+                "are averages (EMA) or other copies of weights, they stay behind and are of other experts than the "
+                "parameters from now on. Keep averages in optimizer.state[parameter], where they follow their "
+                "experts, or set hecate.Config(reshard_every=0).",
+                stacklevel=2,
+            )
 
     def _parameters(self, layer: Layer) -> dict[str, nn.Parameter]:
         """The shards of a layer by their names, each once."""

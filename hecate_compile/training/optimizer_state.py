@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
@@ -27,7 +30,7 @@ from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_trial import refuse_unfit
 from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import shard_of, worlds_of_gradients
 
 # The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
 _NOTE = "hecate_state"
@@ -36,6 +39,7 @@ _DCP = "torch.distributed.checkpoint.state_dict"
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
@@ -59,6 +63,53 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if not _can_move(value, parameter, _noted_owners(group, shard.layer))
     ]
+
+
+def tensors_elsewhere(shapes: Collection[torch.Size]) -> list[torch.Tensor]:
+    """Living tensors of numbers in one of ``shapes`` that are no parameter, gradient or state of an optimizer."""
+    # By type: isinstance would ask every proxy object in the process about its class.
+    living = gc.get_objects()
+    optimizers = [thing for thing in living if issubclass(type(thing), Optimizer)]
+    known = worlds_of_gradients().keys() | {
+        id(value)
+        for optimizer in optimizers
+        for state in getattr(optimizer, "state", {}).values()
+        for value in tree_leaves(state)
+    }
+    return [
+        thing
+        for thing in living
+        if type(thing) in (torch.Tensor, nn.Parameter)
+        and thing.is_floating_point()
+        and thing.shape in shapes
+        and shard_of(thing) is None
+        and id(thing) not in known
+    ]
+
+
+def state_that_cannot_be_saved(optimizer: Optimizer) -> str | None:
+    """Why a checkpoint cannot have the state of ``optimizer``, and what to do; None if it can."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shard = shard_of(parameter)
+            split = shard is not None and shard.world.group is not None
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    wrong = type(value) not in (torch.Tensor, nn.Parameter, DTensor)
+                    wrong = wrong or (split and value.ndim > 0 and value.shape != parameter.shape)
+                else:
+                    wrong = split and not isinstance(value, (int, float, str, type(None)))
+                if wrong:
+                    name = shard.name if shard is not None else f"a parameter of the shape {list(parameter.shape)}"
+                    what = f"a {type(value).__name__}" + (f" {list(value.shape)}" if torch.is_tensor(value) else "")
+                    return (
+                        f"{type(optimizer).__name__}'s {key!r} of {name} is {what}, which hecate.save cannot write "
+                        "for any number of ranks; training is right. Save hecate.save(directory, model, step=step) "
+                        "without the optimizer, and on every rank optimizer.state_dict() in a file of its own, which "
+                        "the same rank of as many loads, with hecate.Config(reshard_every=0); or take an optimizer "
+                        "whose state is plain tensors like the parameters, such as AdamW."
+                    )
+    return None
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +198,13 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _stepped.add(optimizer)
         if _NOTE not in group:
             group[_NOTE] = _as_text(world, layers)
+    world = world_of(optimizer)
+    if world is not None and optimizer not in _asked:
+        _asked.add(optimizer)
+        # Hours may lie between this and the first save.
+        problem = state_that_cannot_be_saved(optimizer)
+        if problem is not None and world.rank == 0:
+            warnings.warn(f"hecate: {problem}", stacklevel=3)
 
 
 def _show_whole(optimizer: Optimizer) -> None:

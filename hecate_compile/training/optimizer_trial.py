@@ -269,7 +269,7 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         stand_in = memo.get(id(key))
         if stand_in is None:
             twin_state[key] = copy.deepcopy(value, memo)
-        else:
+        elif all(not torch.is_tensor(part) or not part.ndim or part.shape == key.shape for part in value.values()):
             twin_state[stand_in] = {name: _resized(part, key, stand_in, memo) for name, part in value.items()}
     return twin
 
