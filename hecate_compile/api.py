@@ -41,6 +41,7 @@ from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
+from hecate.training.buffers import Buffers
 from hecate.training.captured_step import CapturedStep, CudaGraphs, Recorder
 from hecate.training.clip_grad_norm import watch_clipping
 from hecate.training.drift import DriftCheck
@@ -172,15 +173,11 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     outside_gradients = OutsideGradients(sync)
     for record in replicated:
         outside_gradients.watch(record)
+    buffers = Buffers(model, sync, enabled=config.broadcast_buffers)
     additions = Additions(
-        model,
-        replicated,
-        sync=sync,
-        step=step,
-        param_dtype=param_dtype,
-        added=outside_gradients.watch,
-        changes=changes,
-    )
+        model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch,
+        changed=buffers.find, changes=changes,
+    )  # fmt: skip
     drift = DriftCheck(
         lambda: additions.records, world, every=config.compare_every, in_forwards=config.policy != "replicate"
     )
@@ -191,7 +188,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         additions=additions, outside_gradients=outside_gradients, drift=drift,
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
-        carrier=carrier,
+        buffers=buffers, carrier=carrier,
     )  # fmt: skip
     model._compiled_call_impl = forward
     CompiledModel(

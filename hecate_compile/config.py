@@ -34,6 +34,8 @@ class Config:
             the rows (dimension 0) of every parameter with at least two. Forward and backward gather each layer's
             in one all-gather, and the backward leaves each rank the mean gradient of its rows. A forward must
             not change such a parameter in place, and outside the forward ``model.some.weight`` is the shard.
+        broadcast_buffers: in front of the first forward behind each step every rank takes rank 0's buffers, as with
+            ``DistributedDataParallel``. Off, they are each rank's own, and ``hecate.save`` writes rank 0's.
         backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
@@ -94,6 +96,7 @@ class Config:
     """
 
     dense: Dense = "replicate"
+    broadcast_buffers: bool = True
     backend: Backend = "inductor"
     disable_passes: Sequence[str] = ()
     policy: PolicyName | Policy = "hecate"
@@ -169,7 +172,7 @@ class Config:
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
             )
-        for name in ("calibrate", "rematerialize"):
+        for name in ("broadcast_buffers", "calibrate", "rematerialize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")
         for name, kind in (("topology", Topology), ("rates", Rates), ("attention", S2Attention)):

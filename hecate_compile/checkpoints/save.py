@@ -27,7 +27,13 @@ from hecate.checkpoints.manifest import FileRecord, record_files
 from hecate.checkpoints.plain_data import check_plain, write_plain
 from hecate.checkpoints.plain_pickle import METADATA
 from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
-from hecate.checkpoints.state_dicts import as_optimizers, get_model_state_dict, optimizer_name, optimizer_tensors
+from hecate.checkpoints.state_dicts import (
+    as_optimizers,
+    get_model_state_dict,
+    optimizer_name,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from hecate.compiled_model import compiled_model_of, is_compiled
 
 # One thread, so that steps are published in the order in which they were saved.
@@ -86,7 +92,7 @@ def save(
     """
     _check(step, keep, extra)
     ranks = _meet(directory, model, step, "hecate.save")
-    snapshot = ranks.together(lambda: _take(model, as_optimizers(optimizer), step, extra))
+    snapshot = ranks.together(lambda: _take(model, as_optimizers(optimizer), step, extra, first=ranks.first))
     return _write(Path(directory), snapshot, ranks, step, keep)
 
 
@@ -108,7 +114,11 @@ def async_save(
     global _background
     _check(step, keep, extra)
     ranks = _meet(directory, model, step, "hecate.async_save")
-    snapshot = ranks.together(lambda: _copied(_take(model, as_optimizers(optimizer), step, extra)))
+
+    def taken() -> Snapshot:
+        return _take(model, as_optimizers(optimizer), step, extra, first=ranks.first)
+
+    snapshot = ranks.together(lambda: _copied(taken()))
     if _background is None:
         _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hecate-save")
     future = _background.submit(_write, Path(directory), snapshot, ranks, step, keep)
@@ -149,12 +159,15 @@ def _check(step: int, keep: int | None, extra: Any) -> None:
     check_plain(extra, "extra")
 
 
-def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra: Any) -> Snapshot:
+def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra: Any, *, first: bool) -> Snapshot:
     tensors: dict[str, Any] = {}
     run: dict[str, Any] = {"step": step, "torch": torch.__version__, "optimizers": []}
     device = torch.device("cpu")
     if model is not None:
         tensors["model"] = get_model_state_dict(model)
+        for name in () if first else persistent_buffers(model):
+            # Of what several ranks have anyone's is written, and these may differ until the next forward.
+            tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)
         run["extra_state"] = extra_states(model)
         run["placement"], run["options"] = placement_state(model), function_options(model)

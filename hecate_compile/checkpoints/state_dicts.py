@@ -132,11 +132,18 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for site in sites_of(model):
         state.update(site.split(site.parameter))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                state[f"{prefix}.{key}".lstrip(".")] = buffer.detach()
+    state.update(persistent_buffers(model))
     return state
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are in state dicts, by the names that they have there."""
+    return {
+        f"{prefix}.{key}".lstrip("."): buffer.detach()
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 It would copy rank 0's experts over everybody else's and average gradients of different experts, and there is nothing
 left for it to do. So wrapping a compiled model gives the model itself, with the ``no_sync`` that wrapped ones have.
+``broadcast_buffers=False`` is taken over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hecate.compiled_model import is_compiled
+from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.integrations import transformers_trainer
 from hecate.runtime.ops.gradients import GradientSync
 
@@ -29,6 +30,8 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
         inner = [name for name, part in module.named_modules() if is_compiled(part)]
         if inner == [""]:
             transformers_trainer.adopt()
+            if False in (kwargs.get("broadcast_buffers"), kwargs.get("forward_sync_buffers")):
+                compiled_model_of(module, "compile").forward.buffers.enabled = False
             return module
         if inner:
             raise RuntimeError(

@@ -25,6 +25,7 @@ class Additions:
         replicated: the records that the model has.
         added: called with every record that is new or whose parameter is.
         changes: told of what is registered in the model.
+        changed: called when parameters or modules were registered.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Additions:
         param_dtype: torch.dtype | None,
         added: Callable[[ReplicatedParameter], None],
         changes: Changes,
+        changed: Callable[[], None],
     ) -> None:
         # Weak: the model holds this.
         self._model = weakref.ref(model)
-        self._sync, self._step, self._param_dtype, self._added = sync, step, param_dtype, added
+        self._sync, self._step, self._param_dtype = sync, step, param_dtype
+        self._added, self._changed = added, changed
         self._records = list(replicated)
         self._changes, self._seen = changes, -1
         # By identity: tensors compare element by element.
@@ -63,6 +66,7 @@ class Additions:
             if shard_of(parameter) is None and parameter not in self._known
         }
         if not new:
+            self._changed()
             self._remember(model)
             return
         # Still to be seen if ranks disagree: this forward raises, and so does the next.
@@ -82,6 +86,7 @@ class Additions:
         self._records += added
         for record in (*replaced, *added):
             self._added(record)
+        self._changed()
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:

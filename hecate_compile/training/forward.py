@@ -25,6 +25,7 @@ from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.additions import Additions
+from hecate.training.buffers import Buffers
 from hecate.training.drift import DriftCheck
 from hecate.training.move_owners import OwnerMover
 from hecate.training.outside_gradients import OutsideGradients
@@ -49,11 +50,12 @@ class CompiledForward:
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         drift: compares now and then what all ranks have whole.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
+        buffers: makes those of all ranks rank 0's.
         carrier: what its layers exchange rows with.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        hidden_time, outside_gradients, drift, carrier: as given.
+        hidden_time, outside_gradients, drift, buffers, carrier: as given.
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
@@ -74,6 +76,7 @@ class CompiledForward:
         precision: Any,
         additions: Additions,
         outside_gradients: OutsideGradients,
+        buffers: Buffers,
         carrier: Carrier,
         drift: DriftCheck,
         check_compiled: Callable[[], None] | None = None,
@@ -85,7 +88,7 @@ class CompiledForward:
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self.outside_gradients, self.drift = additions, outside_gradients, drift
         self._check_compiled, self._one_graph = check_compiled, one_graph
-        self.carrier = carrier
+        self.buffers, self.carrier = buffers, carrier
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
@@ -124,15 +127,20 @@ class CompiledForward:
 
     def begin(self, mode: StepMode) -> None:
         """What comes between two forwards."""
+        if mode.training or self._records:
+            # Without shards a rank can evaluate alone when the others are gone.
+            self._world.check()
         self._check_device()
         # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
         # whole, and then what this forward is for.
         self.carrier.settle()
         if self.before is not None:
             self.before()
-        # Step 2: between two steps, parameters may have been added, experts may change owners and rates become known.
+        # Step 2: between two steps, parameters may have been added and buffers become other than rank 0's, experts
+        # may change owners, and rates become known.
         self._additions.before_forward()
         self.drift.before_forward(mode)
+        self.buffers.before_forward(mode)
         self._owner_mover.before_forward(mode)
         if self.hidden_time is not None:
             self.hidden_time.before_forward(mode)

@@ -27,6 +27,7 @@ class World:
     ``group`` is None for a single process, and then nothing ever communicates.
 
     Attributes:
+        chosen: the user gave its ranks, by a mesh; else they are all that there are.
         group: Hecate's own, of the same ranks as the user's. Collectives of the queue's thread and those of the
             model's own code would otherwise meet in one group, in another order on every rank.
         queue: where the collectives of graphs run.
@@ -36,6 +37,7 @@ class World:
     size: int
     group: dist.ProcessGroup | None
     device: torch.device
+    chosen: bool = False
     queue: CollectiveQueue = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +45,31 @@ class World:
         if self.group is not None and self.device.type == "cuda" and not self.through_host:
             lane = StreamLane(self.device, wait=partial(wait_for_device, group=self.group))
         object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane))
+
+    @property
+    def connected(self) -> bool:
+        """Whether there are others, and ``torch.distributed`` has not ended since."""
+        return self.group is not None and self.group in dist.distributed_c10d._world.pg_map
+
+    def check(self) -> None:
+        """Say so if ``torch.distributed`` was started, or ended, since ``hecate.compile``.
+
+        Raises:
+            RuntimeError: ranks would train models of their own, or talk to nobody.
+        """
+        if self.group is not None:
+            if not self.connected:
+                raise RuntimeError(
+                    f"hecate: the process group of {self.size} ranks in which the model was compiled was destroyed "
+                    "since. Save before destroy_process_group; after another init_process_group build the model "
+                    "anew, compile it, and load"
+                )
+        elif not self.chosen and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "hecate: the model was compiled before init_process_group; call it first. It was compiled for one "
+                f"rank, there are {dist.get_world_size()} now, and each would train a model of its own. Build the "
+                "optimizer after hecate.compile, too. If one rank is what you want, give hecate.compile a mesh of one"
+            )
 
     @property
     def through_host(self) -> bool:
@@ -92,7 +119,9 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
         torch.accelerator.set_device_index(device)
     if mesh is None and not started:
         start_process_group(name_of(device), backend_for)
-    return _world_of(mesh.get_group() if mesh is not None else dist.group.WORLD, device)
+    if mesh is not None:
+        return _world_of(mesh.get_group(), device, chosen=True)
+    return _world_of(dist.group.WORLD, device, chosen=False)
 
 
 def local_device() -> torch.device:
@@ -145,7 +174,7 @@ def backend_for(names: Sequence[str]) -> str | None:
     return "gloo"
 
 
-def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
+def _world_of(group: dist.ProcessGroup | None, device: torch.device, *, chosen: bool) -> World:
     size = dist.get_world_size(group)
     if size > 1 and device.type == "cpu" and "cpu" not in _backends(group):
         raise ValueError(
@@ -154,7 +183,7 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device) -> World:
             'init_process_group("gloo"): without a backend it takes NCCL alone where there is a GPU.'
         )
     own = _own_group(group, device) if group is not None and size > 1 else None
-    return World(rank=dist.get_rank(group), size=size, group=own, device=device)
+    return World(rank=dist.get_rank(group), size=size, group=own, device=device, chosen=chosen)
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from contextlib import nullcontext
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 import hecate
-from hecate.checks import check_transport
 from hecate.runtime.comm.world import World
+from hecate.runtime.one_sided import carrier
 from hecate.runtime.placement.topology import Topology
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
@@ -184,10 +185,8 @@ def test_a_transport_of_rows_wants_gpus_of_nvidia(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     world = World(rank=0, size=2, group=None, device=torch.device(device))
-    for transport in ("symmetric", "collectives"):
-        expected = pytest.raises(ValueError, match=message) if message and transport == "symmetric" else nullcontext()
-        with expected:
-            check_transport(hecate.Config(transport=transport), Topology((0, 0)), world)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        carrier._check_ranks(Topology((0, 0)), world)
 
 
 def test_functions_want_the_compiled_model() -> None:
@@ -431,3 +430,39 @@ def test_a_model_that_was_moved_after_compile() -> None:
     for rank, message in enumerate(run_ranks(f"{_HERE}:moved_after_compile", 2)):
         assert f"on rank {rank} the model was on cpu in hecate.compile and is on meta now" in message
         assert "Move it before hecate.compile" in message and "Trainer" in message
+
+
+def other_groups_than_in_compile() -> list[str]:
+    """A group that begins after compile, and one that ends and begins anew."""
+    given = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    early, single = hecate.compile(build("plain"), EAGER), hecate.compile(build("plain"), EAGER)
+    early(batch(0), batch(0))["loss"].backward()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    single(batch(0), batch(0))["loss"].backward()
+    torch.distributed.destroy_process_group()
+    os.environ.update(given)
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.DeviceMesh("cpu", [int(given["RANK"])])
+    alone, together = hecate.compile(build("plain"), EAGER, mesh=mesh), hecate.compile(build("plain"), EAGER)
+    whole = hecate.compile(build("plain"), hecate.Config(backend="aot_eager", policy="replicate"))
+    for model in (alone, together, whole):
+        model(batch(0), batch(0))["loss"].backward()
+    found = [message_of(lambda model=model: model(batch(0), batch(0))) for model in (early, single, alone)]
+    torch.distributed.destroy_process_group()
+    ended = message_of(lambda: together(batch(0), batch(0)))
+    with torch.no_grad():
+        found += [ended, message_of(lambda: whole(batch(0), batch(0)))]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    found.append(message_of(lambda: together(batch(0), batch(0))))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_group_that_begins_or_ends_after_compile() -> None:
+    for early, single, alone, ended, whole, anew in run_ranks(f"{_HERE}:other_groups_than_in_compile", 2):
+        for message in (early, single):
+            assert "compiled before init_process_group; call it first" in message and "there are 2 now" in message
+        assert alone == whole == "no error"
+        assert ended == anew and "the process group of 2 ranks in which the model was compiled was destroyed" in anew

@@ -1,0 +1,97 @@
+"""Buffers as ``DistributedDataParallel`` has them: in front of a forward every rank takes rank 0's.
+
+What a rank adds to them in its forward, or the user on one rank alone, is a rank's own until then: running
+statistics, biases of routers that balance load.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.queue import Job, run
+from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.state.step_mode import StepMode
+
+
+class Buffers:
+    """Those of one model, sent in one broadcast.
+
+    A buffer that is not in state dicts is followed as long as it is the same tensor. Ranks replace such ones by
+    others, even of other shapes, where they depend on the batch: tables of rotary embeddings that grow.
+
+    Args:
+        sync: with synchronization off nothing is sent.
+
+    Attributes:
+        enabled: off, every rank keeps its own; the same on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, sync: GradientSync, *, enabled: bool) -> None:
+        # Weak: the model holds this.
+        self._model, self._sync, self.enabled = weakref.ref(model), sync, enabled
+        # As DistributedDataParallel has it, a broadcast is due in the first forward behind one whose backward
+        # averages gradients, whatever that first one is for. So between two steps a rank sends or receives once,
+        # and ranks may evaluate other numbers of batches.
+        self._due = True
+        # The module's buffers, which do not hold the module; the key; and the tensor, of what is in no state dict.
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self.find()
+
+    def find(self) -> None:
+        """Look for buffers that came, and for modules that went; the same on all ranks."""
+        model = self._model()
+        modules = [] if model is None else list(model.modules())
+        here = {id(module._buffers) for module in modules}
+        self._kept = [kept for kept in self._kept if id(kept[0]) in here]
+        known = {(id(buffers), key) for buffers, key, _ in self._kept}
+        seen = {id(buffer) for buffer in self._now()}
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                if buffer is None or not buffer.numel() or id(buffer) in seen or (id(module._buffers), key) in known:
+                    continue
+                seen.add(id(buffer))
+                passing = key in module._non_persistent_buffers_set
+                self._kept.append((module._buffers, key, buffer if passing else None))
+
+    def before_forward(self, mode: StepMode) -> None:
+        """Take rank 0's, if that is due. A collective then."""
+        due, self._due = self._due, mode.training and self._sync.enabled
+        if due and self.enabled and self._kept and self._sync.world.connected:
+            self._send()
+
+    def _send(self) -> None:
+        world = self._sync.world
+        # Widest first, so that each begins where its dtype may.
+        buffers = sorted((buffer.detach() for buffer in self._now()), key=lambda buffer: -buffer.element_size())
+        if not buffers:
+            return
+        with torch.no_grad():
+            # As bytes: one broadcast for all dtypes.
+            flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+
+            def send() -> Tensor:
+                collectives.broadcast(flat, world)
+                return flat
+
+            received = run(Job(world.queue, send, label="broadcast of buffers"))
+            if world.rank == 0:
+                return
+            parts = received.split([buffer.numel() * buffer.element_size() for buffer in buffers])
+            # What an earlier forward has saved for its backward is the same buffer, and may be another's value, but
+            # DistributedDataParallel lets that pass, and several forwards in front of one backward are common.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                torch._foreach_copy_(
+                    buffers,
+                    [part.view(b.dtype).view(b.shape) for b, part in zip(buffers, parts, strict=True)],
+                )
+
+    def _now(self) -> Iterator[Tensor]:
+        for buffers, key, followed in self._kept:
+            buffer = buffers.get(key) if followed is None else followed
+            if buffer is not None:
+                yield buffer
