@@ -23,7 +23,13 @@ from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.graph.traces import Traces
-from hecate.integrations import accelerate_state, model_averaging, transformers_models, transformers_trainer
+from hecate.integrations import (
+    accelerate_state,
+    model_averaging,
+    transformers_generate,
+    transformers_models,
+    transformers_trainer,
+)
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.reports.explanation import Explanation
 from hecate.reports.kept_parameters import kept_parameters
@@ -156,6 +162,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         watch_scalers()
         leave_unwrapped()
         model_averaging.refuse_shards()
+        transformers_generate.adopt()
     transformers_trainer.adopt()
     accelerate_state.adopt()
     backend = Backend(

@@ -305,7 +305,9 @@ class _Loading:
         """What does not fit, before anything is changed."""
         if model is None:
             return []
-        out = _compare(self._saved("model."), get_model_state_dict(model), strict=strict, cast=cast)
+        left_out = set(self.run.get("left_out", ()))
+        state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in left_out}
+        out = _compare(self._saved("model."), state, strict=strict, cast=cast)
         if strict:
             own, kept = set(modules_with_extra_state(model)), set(self.run["extra_state"])
             out += [f"the extra state of {name!r} is not in the checkpoint" for name in sorted(own - kept)]

@@ -26,9 +26,11 @@ from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.manifest import FileRecord, record_files
 from hecate.checkpoints.plain_data import check_plain, write_plain
 from hecate.checkpoints.plain_pickle import METADATA
+from hecate.checkpoints.plain_view import has_adapters
 from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
 from hecate.checkpoints.state_dicts import (
     as_optimizers,
+    frozen_names,
     get_model_state_dict,
     optimizer_name,
     optimizer_tensors,
@@ -168,6 +170,11 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
         for name in () if first else persistent_buffers(model):
             # Of what several ranks have anyone's is written, and these may differ until the next forward.
             tensors["model"].pop(name, None)
+        if has_adapters(model):
+            # The base is where it came from, and many times as large.
+            run["left_out"] = sorted(frozen_names(model))
+            for name in run["left_out"]:
+                tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)
         run["extra_state"] = extra_states(model)
         run["placement"], run["options"] = placement_state(model), function_options(model)

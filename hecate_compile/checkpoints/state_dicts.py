@@ -146,6 +146,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """Parameters that do not train, under all their names in the plain model's state dict."""
+    return {name for site in sites_of(model) if not site.parameter.requires_grad for name in site.names}
+
+
 @dataclass
 class OptimizerTensors:
     """An optimizer's state as tensors and plain data.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.integrations import transformers_trainer
 from hecate.runtime.ops.gradients import GradientSync
+from hecate.wrap.swapped_class import swap_class
 
 
 def leave_unwrapped() -> None:
@@ -32,6 +33,7 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
             transformers_trainer.adopt()
             if False in (kwargs.get("broadcast_buffers"), kwargs.get("forward_sync_buffers")):
                 compiled_model_of(module, "compile").forward.buffers.enabled = False
+            _say_where_module_is(module)
             return module
         if inner:
             raise RuntimeError(
@@ -41,6 +43,26 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
                 "Trainer(strategy=SingleDeviceStrategy(...)) in every rank."
             )
     return object.__new__(cls)
+
+
+def _say_where_module_is(model: nn.Module) -> None:
+    """A model that has no ``module`` says why, to whoever unwraps it.
+
+    It cannot be its own: loops that unwrap as long as there is one would never end.
+    """
+    if hasattr(model, "module"):
+        return
+    cls: Any = type(model)
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(
+                f"hecate: this {cls.__name__} is compiled, and DistributedDataParallel leaves such a model as it is. "
+                "There is nothing to unwrap: use the model itself, or getattr(model, 'module', model)"
+            )
+        return cls.__getattr__(self, name)
+
+    swap_class(model, {"__getattr__": __getattr__})
 
 
 def no_sync(sync: GradientSync) -> Callable[[], AbstractContextManager[None]]:

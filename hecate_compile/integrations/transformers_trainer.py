@@ -3,13 +3,18 @@
 The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
 The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
 are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights and
-optimizer state for any number of ranks. Nothing here imports transformers unless the user has.
+optimizer state for any number of ranks. Where several ranks share the optimizer's state, ``optimizer.pt`` has a note
+in its place: a trainer that knows nothing of Hecate would take one rank's part for the whole, and fused optimizers
+read beyond its end. What such a trainer wrote is whole, and every rank takes its part. Nothing here imports
+transformers unless the user has.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +22,18 @@ from torch import nn
 
 from hecate.checkpoints.load import load as load_checkpoint
 from hecate.checkpoints.load_pretrained import load_pretrained
+from hecate.checkpoints.plain_view import has_adapters
 from hecate.checkpoints.save import save as save_checkpoint
+from hecate.checkpoints.whole_optimizer import take_whole_state
 from hecate.compiled_model import is_compiled
 from hecate.wrap.swapped_class import class_before
 
 _adopted: set[type] = set()
+# What optimizer.pt says where several ranks share an optimizer's state.
+NOTE = (
+    "The optimizer's state is in the folder hecate beside this file, in parts for any number of ranks. Go on from it "
+    "with a model that hecate.compile was given, also in one process; or leave the optimizer's state out."
+)
 
 
 def adopt() -> None:
@@ -51,6 +63,7 @@ def adopt() -> None:
         if is_compiled(model) and _own_folder(resume_from_checkpoint).is_dir():
             load_checkpoint(_own_folder(resume_from_checkpoint), model)
         elif not _load_pretrained(model, resume_from_checkpoint):
+            # Adapters are loaded by PEFT, on all ranks.
             load(self, resume_from_checkpoint, model)
 
     def load_best_model(self: Any) -> None:
@@ -58,23 +71,26 @@ def adopt() -> None:
             load_best(self)
 
     def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        save_optimizer(self, output_dir)
-        if is_compiled(self.model):
-            save_checkpoint(_own_folder(output_dir), self.model, self.optimizer, step=self.state.global_step)
+        if not is_compiled(self.model):
+            save_optimizer(self, output_dir)
+            return
+        with _in_place_of_its_optimizer(self, _Note() if self.args.world_size > 1 else self.optimizer):
+            save_optimizer(self, output_dir)
+        save_checkpoint(_own_folder(output_dir), self.model, self.optimizer, step=self.state.global_step)
 
     def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        load_optimizer(self, checkpoint)
         if checkpoint is None or not is_compiled(self.model):
+            load_optimizer(self, checkpoint)
             return
+        # The scheduler comes from beside optimizer.pt.
+        read = _Note()
+        with _in_place_of_its_optimizer(self, read):
+            load_optimizer(self, checkpoint)
         if _own_folder(checkpoint).is_dir():
             load_checkpoint(_own_folder(checkpoint), self.model, self.optimizer)
-        elif self.args.world_size > 1 and os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
+        elif read.state is not None:
             # Else it was saved without optimizer state, which the trainer allows.
-            raise FileNotFoundError(
-                f"hecate: {_own_folder(checkpoint)} is not there, and optimizer.pt has one rank's experts alone. "
-                "All ranks must see the folder; what other versions saved can be loaded as weights, by "
-                "from_pretrained."
-            )
+            take_whole_state(self.model, self.optimizer, read.state, os.path.join(checkpoint, "optimizer.pt"))
 
     trainer.save_model = save_model
     trainer._load_from_checkpoint = load_from_checkpoint
@@ -83,10 +99,40 @@ def adopt() -> None:
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
 
 
+class _Note:
+    """What stands for an optimizer while a trainer writes or reads ``optimizer.pt``.
+
+    Attributes:
+        state: what the file has; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A state that no optimizer takes for its own: it has no groups of parameters."""
+        return {"state": {}, "param_groups": [], "hecate": NOTE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@contextmanager
+def _in_place_of_its_optimizer(trainer: Any, optimizer: Any) -> Iterator[None]:
+    before = trainer.optimizer
+    trainer.optimizer = optimizer
+    try:
+        yield
+    finally:
+        trainer.optimizer = before
+
+
 def _load_pretrained(model: nn.Module, folder: str) -> bool:
-    """Load what ``save_pretrained`` wrote, if ``model`` is one that has it and is compiled."""
+    """Load what ``save_pretrained`` wrote, if ``model`` is one that has it and is compiled, and has no adapters."""
     kind: Any = class_before(model)
     if not is_compiled(model) or not hasattr(kind, "from_pretrained") or not hasattr(model, "config"):
+        return False
+    if has_adapters(model):
         return False
     load_pretrained(model, folder)
     return True

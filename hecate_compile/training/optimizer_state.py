@@ -117,6 +117,11 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", _NOTE)}
 
 
+def noted(group: dict[str, Any]) -> bool:
+    """Whether a parameter group is one rank's part, and says so."""
+    return _NOTE in group
+
+
 def note_owners(optimizer: Optimizer) -> None:
     """The state of ``optimizer`` is laid out for the owners of now."""
     for group in optimizer.param_groups:

@@ -1,0 +1,159 @@
+"""What programs without Hecate leave and find: checkpoints of trainers, wrapped models, generation by rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hecate
+from hecate.integrations.transformers_trainer import NOTE
+from tests.hecate_compile.integrations.test_trainer import config, difference, trainer_of
+from tests.support.models import batch, build
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.integrations.test_other_programs"
+pytestmark = pytest.mark.distributed
+
+
+def small(seed: int = 0) -> nn.Module:
+    return build("qwen3_moe", layers=1, seed=seed)
+
+
+def compiled(seed: int = 0) -> nn.Module:
+    return hecate.compile(small(seed), config())
+
+
+def there_and_back(folder: str) -> dict[str, Any]:
+    """On one rank: a checkpoint of DDP goes on under Hecate, and one of Hecate is not taken for a whole one."""
+    plain = trainer_of(small(), f"{folder}/plain")
+    plain.train()
+    expected = plain.model.state_dict()
+    found: dict[str, Any] = {}
+    model = compiled(seed=1)
+    again = trainer_of(model, f"{folder}/plain")
+    again.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-2")
+    found["resumed"] = difference(model.state_dict(), expected)
+
+    mine = trainer_of(compiled(), f"{folder}/ours")
+    mine.train()
+    found["ours"] = difference(mine.model.state_dict(), expected)
+    state = torch.load(f"{folder}/ours/checkpoint-2/optimizer.pt", weights_only=True)
+    found["note"] = state["hecate"]
+    back = trainer_of(small(seed=2), f"{folder}/ours")
+    found["back"] = message_of(lambda: back.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2"))
+    # A rank that does not see the folder, and other groups of parameters.
+    lonely = Path(folder, "lonely")
+    if dist.get_rank() == 0:
+        lonely.mkdir()
+        for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json", "model.safetensors"):
+            (lonely / name).write_bytes(Path(folder, "ours/checkpoint-2", name).read_bytes())
+    dist.barrier()
+    resumed = trainer_of(compiled(), f"{folder}/lonely-run")
+    found["lonely"] = message_of(lambda: resumed.train(resume_from_checkpoint=str(lonely)))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (lonely / "optimizer.pt").write_bytes(Path(folder, "plain/checkpoint-2/optimizer.pt").read_bytes())
+    dist.barrier()
+    other = trainer_of(compiled(), f"{folder}/lonely-run", weight_decay=0.0, optim="sgd")
+    found["kind"] = message_of(lambda: other.train(resume_from_checkpoint=str(lonely)))
+    return found
+
+
+def test_checkpoints_of_other_trainers(tmp_path: Path) -> None:
+    for found in run_ranks(f"{_HERE}:there_and_back", 2, folder=str(tmp_path)):
+        assert found["resumed"] < 1e-5 and found["ours"] < 1e-5
+        assert found["note"] == NOTE
+        assert found["back"].startswith("ValueError: loaded state dict has a different number of parameter groups")
+        assert "is in the folder hecate beside it, and that is not there" in found["lonely"]
+
+
+def adapted(folder: str) -> dict[str, Any]:
+    """On one rank: adapters on attention, the best of three checkpoints, one of them resumed by weights alone."""
+    from peft import LoraConfig, get_peft_model
+
+    def make(seed: int = 1) -> nn.Module:
+        model = small()
+        torch.manual_seed(seed)
+        return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2,
+        "metric_for_best_model": "eval_loss", "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    plain = trainer_of(make(), f"{folder}/plain", **best)
+    plain.train()
+    ours = trainer_of(hecate.compile(make(), config()), f"{folder}/ours", **best)
+    ours.train()
+    found["best"] = difference(ours.model.state_dict(), plain.model.state_dict())
+    found["moved"] = difference(plain.model.state_dict(), make().state_dict())
+    for name in ("plain", "ours"):
+        found[f"bytes {name}"] = sum(
+            path.stat().st_size for path in Path(folder, name, "checkpoint-2").rglob("*") if path.is_file()
+        )
+    # Exactly as it was, optimizer and all.
+    resumed = trainer_of(hecate.compile(make(), config()), f"{folder}/ours", **best)
+    resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
+    found["resumed"] = difference(resumed.model.state_dict(), plain.model.state_dict())
+    # Weights alone.
+    alone = []
+    for name, model in (("plain", make()), ("ours", hecate.compile(make(), config()))):
+        options = best | {"save_only_model": True, "load_best_model_at_end": False}
+        trainer_of(model, f"{folder}/only-{name}", **options).train()
+        fresh = make(seed=3)
+        again = trainer_of(
+            fresh if name == "plain" else hecate.compile(fresh, config()), f"{folder}/only-{name}", **options
+        )
+        again.train(resume_from_checkpoint=f"{folder}/only-{name}/checkpoint-2")
+        alone.append(again.model.state_dict())
+    found["weights alone"] = difference(*alone)
+    return found
+
+
+def test_adapters_in_a_trainer(tmp_path: Path) -> None:
+    for found in run_ranks(f"{_HERE}:adapted", 2, folder=str(tmp_path)):
+        assert found["moved"] > 1e-4
+        assert found["best"] < 1e-5 and found["resumed"] < 1e-5 and found["weights alone"] < 1e-5
+        assert found["bytes ours"] < 2 * found["bytes plain"], found
+
+
+def generate() -> dict[str, Any]:
+    """On one rank: texts that end at other tokens on each rank, and then what else a program does."""
+    dist.init_process_group("gloo")
+    rank, reference = dist.get_rank(), small()
+    model = compiled()
+    prompt = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(rank))
+    whole = reference.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    # Rank 1 ends with its third token.
+    end = int(whole[0, 8]) if rank == 1 else None
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    found: dict[str, Any] = {"equal": [], "lengths": []}
+    for more in ({}, {"num_beams": 2}):
+        text, expected = (one.generate(prompt, **options, **more) for one in (model, reference))
+        found["equal"].append(torch.equal(text, expected))
+        found["lengths"].append(text.shape[1])
+        # The program's own collective, behind it.
+        dist.all_reduce(torch.ones(1))
+    ids = batch(0)
+    mine = ids.chunk(2)[rank]
+    loss = model(input_ids=mine, labels=mine).loss.detach().clone()
+    dist.all_reduce(loss)
+    found["loss"] = abs(float(loss) / 2 - float(reference(input_ids=ids, labels=ids).loss))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    found["module"] = message_of(lambda: wrapped.module)
+    found["has"] = hasattr(wrapped, "module")
+    wrapped(input_ids=mine, labels=mine).loss.backward()
+    return found
+
+
+def test_texts_may_end_at_different_tokens() -> None:
+    ranks = run_ranks(f"{_HERE}:generate", 2, timeout=120)
+    for found in ranks:
+        assert found["equal"] == [True, True] and found["loss"] < 1e-5
+        assert "leaves such a model as it is" in found["module"] and not found["has"]
+    assert ranks[0]["lengths"] != ranks[1]["lengths"]
