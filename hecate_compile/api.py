@@ -57,6 +57,7 @@ from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.wrap.attention_config import AttentionConfig
+from hecate.wrap.carry_over import check_carried, describe_hooks
 from hecate.wrap.changes import Changes
 from hecate.wrap.choose_carrier import choose_carrier
 from hecate.wrap.expert_shards import is_expert_shard, size_up
@@ -122,13 +123,17 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
     world = find_world(mesh, _device_of(model, mesh))
+    shard_dense = config.dense == "shard" and world.size > 1
     agree(
-        describe_model(model, config),
+        [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],
         "the model or its options",
         "Build the same model with the same hecate.Config on every rank.",
         world,
     )
+    check_carried(model, experts, dense=shard_dense)
     warn_float16(model, world)
+    # Loops over experts take every turn, or this refuses them.
+    loops = make_loops_traceable(model, experts, ranks=world.size)
     experts = adopt_adapters(model, experts)
 
     # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
@@ -139,11 +144,9 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     placer = Placer(config.make_policy(), topology, world, step)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
     sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
-    shard_dense = config.dense == "shard" and world.size > 1
     layers = shard_model(model, experts, world, placer, sync, carrier, shard_dense=shard_dense)
 
-    # Step 3: loops over experts take every turn, and reading a parameter becomes a gather or an averaged identity.
-    loops = make_loops_traceable(model, experts)
+    # Step 3: reading a parameter becomes a gather or an averaged identity.
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
@@ -156,8 +159,9 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
 
     # Step 4: torch.compile with our passes.
     transformers_models.prepare(model)
-    if world.size > 1:
+    if world.size > 1 or any(e.vectors for e in experts):
         watch_optimizers()
+    if world.size > 1:
         watch_clipping()
         watch_scalers()
         leave_unwrapped()

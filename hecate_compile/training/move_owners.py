@@ -21,6 +21,7 @@ from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.optimizer_state import state_that_cannot_move, tensors_elsewhere
+from hecate.wrap.carry_over import hooks_of, set_hooks
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
 
@@ -175,10 +176,10 @@ def _changed(old: Owners, new: Owners) -> int:
 def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Give a parameter object other values, whose first dimension may have another length."""
     fresh = values.requires_grad_(parameter.requires_grad)
-    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    hooks, after = hooks_of(parameter)
     parameter.grad = None
     # Not ``parameter.data = values``: a loss of the last step that is still alive keeps the parameter's gradient
     # accumulator alive, which would go on expecting the old length. The swap leaves that with the old tensor.
     torch._C._swap_tensor_impl(parameter, fresh)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+    set_hooks(parameter, hooks, after)
     parameter.grad = gradient

@@ -27,6 +27,7 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
+from hecate.training.decayed_vectors import warn_of_decayed_vectors
 from hecate.training.optimizer_trial import refuse_unfit
 from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
@@ -38,6 +39,7 @@ _NOTE = "hecate_state"
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
@@ -179,6 +181,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     # What a refused step left in gradients is NaN, in those of dense parameters too.
     settle_all()
+    if optimizer not in _seen:
+        warn_of_decayed_vectors(optimizer)
+        _seen.add(optimizer)
     world = world_of(optimizer)
     if world is None:
         return

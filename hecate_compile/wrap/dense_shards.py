@@ -12,7 +12,8 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.ops.dense import DenseShard, add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
+from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 
 def is_dense_shard(shard: Shard | None) -> TypeGuard[DenseShard]:

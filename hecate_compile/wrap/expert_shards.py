@@ -15,7 +15,8 @@ from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Carrier, Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
+from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class ExpertShard:
 
     Attributes:
         layer: the layer's record; its owners say which experts the rows are.
+        stacked: it is made of the parameters of modules in a list, and has a dimension more than these.
     """
 
     name: str
     layer: Layer
     full_shape: torch.Size
+    stacked: bool = False
     part: str = "experts"
     length_varies: bool = True
 
@@ -86,7 +89,7 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
     assert full is not None
     if shard_of(full) is not None:
         return
-    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape)
+    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape, bool(experts.members))
     with torch.no_grad():
         if full.is_meta:
             shape = (len(shard.experts), *full.shape[1:])

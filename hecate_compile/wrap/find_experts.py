@@ -47,6 +47,7 @@ class ExpertsModule:
         members: the experts themselves, if they are modules of a list; ``parameters`` are then made of theirs
             (``stack_experts``).
         names: name of each parameter in a member, and the key of what is made of it.
+        vectors: keys of those that are vectors in a member.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ExpertsModule:
     sign: str
     members: tuple[nn.Module, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
+    vectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
     names = {key: key.replace(".", "_") for key, _, _ in shapes[0]}
     return ExpertsModule(
         name=name, module=module, parameters=tuple(names.values()), num_experts=len(members), sign=sign,
-        members=members, names=names,
+        members=members, names=names, vectors=tuple(names[key] for key, shape, _ in shapes[0] if len(shape) == 1),
     )  # fmt: skip
 
 

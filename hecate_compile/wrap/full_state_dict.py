@@ -10,7 +10,8 @@ from torch import nn
 
 from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import World
-from hecate.wrap.shard import ParameterSites, Shard, as_parameter, shard_of
+from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 Site = tuple[nn.Module, str]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hecate.runtime.comm.world import World
-from hecate.wrap.shard import ParameterSites
+from hecate.wrap.parameter_sites import ParameterSites
 
 
 def has_meta(model: nn.Module) -> bool:

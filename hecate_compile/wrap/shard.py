@@ -69,25 +69,3 @@ def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> n
         # A size that the graph must not know.
         torch._dynamo.decorators.mark_unbacked(parameter, 0)
     return parameter
-
-
-class ParameterSites:
-    """Where the parameters of a model hang: ``(module, key)``, several for a tied one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # By id, so that a parameter's memory is free as soon as it is replaced.
-        self._of: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._of.setdefault(id(parameter), []).append((module, key))
-
-    def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
-        """All sites of a parameter, the first one first."""
-        return self._of[id(parameter)]
-
-    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Hang ``new`` wherever ``old`` is."""
-        self._of[id(new)] = self._of.pop(id(old))
-        for module, key in self.of(new):
-            module._parameters[key] = new

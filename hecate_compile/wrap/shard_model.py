@@ -18,7 +18,8 @@ from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
 from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
-from hecate.wrap.shard import ParameterSites, shard_of
+from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import save_by_old_names, stack_experts
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.wrap.carry_over import carry_over_stacked
 from hecate.wrap.find_experts import ExpertsModule
 
 _MEMBER = "_hecate_member"
@@ -49,14 +50,33 @@ def stack_experts(found: Sequence[ExpertsModule]) -> None:
             parts = [member.get_parameter(name) for member in experts.members]
             with torch.no_grad():
                 full = torch.stack([part.detach() for part in parts])
-            experts.module._parameters[key] = nn.Parameter(full, requires_grad=parts[0].requires_grad)
+            stacked = nn.Parameter(full, requires_grad=parts[0].requires_grad)
+            carry_over_stacked(parts, stacked)
+            experts.module._parameters[key] = stacked
             for index, member in enumerate(experts.members):
                 path, _, own = name.rpartition(".")
                 part = member.get_submodule(path)
                 part._parameters[own] = None
                 record = part.__dict__.setdefault(_MEMBER, Member(experts.module, index, {}))
                 record.keys[own] = key
+        for index, member in enumerate(experts.members):
+            _refuse_freezing(experts, index, member)
         _load_by_old_names(experts)
+
+
+def _refuse_freezing(experts: ExpertsModule, index: int, member: nn.Module) -> None:
+    """An expert has no parameters of its own any more, so freezing it, or thawing it, would do nothing."""
+
+    def requires_grad_(requires_grad: bool = True) -> nn.Module:
+        raise RuntimeError(
+            f"hecate: expert {index} of {experts.name} cannot be frozen or trained on its own: hecate.compile has "
+            f"made one parameter of all experts for each of {', '.join(experts.names)}. Call requires_grad_ on "
+            f"{experts.name}, or clear the gradients of some experts after the backward."
+        )
+
+    for part in member.modules():
+        if part.__dict__.get(_MEMBER) is not None or part is member:
+            part.__dict__["requires_grad_"] = requires_grad_
 
 
 def save_by_old_names(found: Sequence[ExpertsModule]) -> None:

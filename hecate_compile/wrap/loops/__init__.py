@@ -11,8 +11,8 @@ Model code likes to leave out experts that no token has chosen. How many turns a
 The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue`` goes. Only loops in these few
 spellings are changed, and only where a turn without rows changes nothing: all that a turn leaves behind is written to
 rows that it has found by its expert (``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``), and
-these are none. Everything else stays as it is. A mask is taken to have no negative entries, and an expert that is
-called with no rows to do nothing.
+these are none. Everything else stays as it is, and a loop over a list whose experts would do something with no rows
+is refused on several ranks. A mask is taken to have no negative entries.
 
 | file | concern |
 |---|---|
@@ -21,6 +21,7 @@ called with no rows to do nothing.
 | ``spellings`` | what such loops look like |
 | ``expert_number`` | the loop's variable: a tensor before, a number after |
 | ``empty_turns`` | the proof that a turn without rows changes nothing |
+| ``callees`` | whether a module in a list does anything without rows |
 | ``counts`` | ``bincount`` of a known length |
 | ``functions`` | a function from a changed syntax tree |
 | ``syntax`` | questions about syntax trees |

@@ -7,6 +7,13 @@ import ast
 from hecate.wrap.loops.spellings import guard_of, searched_by
 from hecate.wrap.loops.syntax import LeftAlone, given_to, is_comment, is_load, is_method, names_assigned, text_of
 
+# Methods that change what they are called on, and those that no rows have no value of.
+CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
+REDUCES = {
+    "mean", "max", "min", "amax", "amin", "aminmax", "var", "std", "median", "argmax", "argmin", "quantile", "mode",
+    "norm", "kthvalue", "item", "tolist",
+}  # fmt: skip
+
 
 class Rows:
     """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False.
@@ -181,16 +188,9 @@ class Effects:
             if not is_method(node):
                 continue
             name, given = node.func.attr, given_to(node)
-            if (name.endswith("_") and not name.endswith("__")) or name in _CHANGES:
+            if (name.endswith("_") and not name.endswith("__")) or name in CHANGES:
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
-            if name in _REDUCES and not {"-1", "dim=-1"} & set(given[:2]):
+            if name in REDUCES and not {"-1", "dim=-1"} & set(given[:2]):
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
             if name in ("reshape", "view") and "-1" in given[1:]:
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
-
-
-_CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
-_REDUCES = {
-    "mean", "max", "min", "amax", "amin", "aminmax", "var", "std", "median", "argmax", "argmin", "quantile", "mode",
-    "norm", "kthvalue", "item", "tolist",
-}  # fmt: skip

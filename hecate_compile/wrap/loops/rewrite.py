@@ -7,11 +7,13 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
 
 from torch import nn
 
 from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.loops.callees import minds_no_rows
 from hecate.wrap.loops.counts import Counts
 from hecate.wrap.loops.functions import compiled, has_private_names, wrapped_again
 from hecate.wrap.loops.turns import Loops
@@ -20,14 +22,37 @@ from hecate.wrap.swapped_class import swap_class
 log = logging.getLogger("hecate")
 
 
-def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class _Rewritten:
+    """A changed function.
+
+    Attributes:
+        lines: where it was changed.
+        loop: the first line of a loop that left experts out, if there is one.
+    """
+
+    function: FunctionType
+    lines: list[int]
+    loop: int | None
+
+
+def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> tuple[str, ...]:
     """Change such code in the methods of experts modules and of those that they are in.
+
+    Args:
+        ranks: where there are several, what is left as it is cannot be traced later.
 
     Returns:
         Where they are, as ``file:line``.
+
+    Raises:
+        ValueError: a loop of several ranks leaves out experts without rows, and has to.
     """
-    near = {name for experts in found for name in (experts.name, experts.name.rpartition(".")[0])}
-    done: dict[tuple[FunctionType, bool], tuple[FunctionType, list[int]] | None] = {}
+    near: dict[str, list[ExpertsModule]] = {}
+    for experts in found:
+        for name in dict.fromkeys((experts.name, experts.name.rpartition(".")[0])):
+            near.setdefault(name, []).append(experts)
+    done: dict[tuple[FunctionType, bool], _Rewritten | None] = {}
     places: dict[str, None] = {}
     for name, module in list(model.named_modules()):
         if name not in near:
@@ -44,12 +69,32 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> tu
                     done[function, listed] = None
             rewritten = done[function, listed]
             if rewritten is not None:
-                changed[key], lines = rewritten
                 file = inspect.unwrap(function).__code__.co_filename
-                places |= dict.fromkeys(f"{file}:{line}" for line in lines)
+                if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}", ranks):
+                    continue
+                changed[key] = rewritten.function
+                places |= dict.fromkeys(f"{file}:{line}" for line in rewritten.lines)
         if changed:
             swap_class(module, changed)
     return tuple(places)
+
+
+def _mind(near: Sequence[ExpertsModule], loop: str, ranks: int) -> bool:
+    """Whether a loop stays as it is, because its experts would do something in a turn without rows."""
+    for experts in near:
+        does = minds_no_rows(experts)
+        if does is None:
+            continue
+        if ranks > 1:
+            raise ValueError(
+                f"hecate.compile: the loop at {loop} leaves out experts that have no rows. In a graph all are "
+                f"called, and an expert of {experts.name} does something with no rows, too: {does}. Take that out of "
+                "the experts; or call all of them in the loop, right for no rows (a sum over rows divided "
+                'by their number, at least 1; amax(dim=-1)); or use hecate.Config(policy="replicate").'
+            )
+        log.debug("loop at %s left alone: with no rows an expert of %s does %s", loop, experts.name, does)
+        return True
+    return False
 
 
 def _methods(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
@@ -63,7 +108,7 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
             seen.add(key)
 
 
-def _rewritten(function: FunctionType, listed: bool) -> tuple[FunctionType, list[int]] | None:
+def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
     """The function with its loops changed, and their lines; None if there are none.
 
     Args:
@@ -72,8 +117,8 @@ def _rewritten(function: FunctionType, listed: bool) -> tuple[FunctionType, list
     inner = vars(function).get("__wrapped__")
     if isinstance(inner, FunctionType):
         found = _rewritten(inner, listed)
-        again = None if found is None else wrapped_again(function, inner, found[0])
-        return None if found is None or again is None else (again, found[1])
+        again = None if found is None else wrapped_again(function, inner, found.function)
+        return None if found is None or again is None else replace(found, function=again)
     try:
         source, start = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(source)))
@@ -84,7 +129,9 @@ def _rewritten(function: FunctionType, listed: bool) -> tuple[FunctionType, list
         return None
     ast.increment_lineno(tree, start - 1)
     loops = Loops(definition, listed)
-    definition = Counts(loops.lines).visit(loops.visit(definition))
+    definition = loops.visit(definition)
+    loop = min(loops.lines, default=None)
+    definition = Counts(loops.lines).visit(definition)
     if not loops.lines or has_private_names(definition):
         return None
-    return compiled(definition, function), loops.lines
+    return _Rewritten(compiled(definition, function), loops.lines, loop)

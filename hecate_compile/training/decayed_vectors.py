@@ -1,0 +1,40 @@
+"""Biases and norms of listed experts, which have two dimensions since they are stacked, and rules that go by that."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
+from hecate.wrap.shard import shard_of
+
+
+def warn_of_decayed_vectors(optimizer: Optimizer) -> None:
+    """Say so if weight decay is for some parameters alone, and stacked vectors are among these."""
+    decayed: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        decay = group.get("weight_decay")
+        if isinstance(decay, (int, float)):
+            (decayed if decay else kept).extend(group["params"])
+    # A group without decay that has no vectors is not one for vectors.
+    if not any(p.ndim < 2 or _stacked_vectors(p) for p in kept):
+        return
+    shards = [shard for p in decayed if (shard := _stacked_vectors(p)) is not None]
+    if not shards or shards[0].world.rank != 0:
+        return
+    names = ", ".join(shard.name for shard in shards[:3]) + (f" and {len(shards) - 3} more" if shards[3:] else "")
+    warnings.warn(
+        f"hecate: {type(optimizer).__name__} decays {names}, and not all parameters. These are biases or norms of "
+        f"experts in a list, which hecate.compile has stacked: {list(shards[0].full_shape)} has a line for each "
+        "expert, and a rule such as `p.dim() >= 2` takes it for a matrix. If they are not to decay, put them by name "
+        "into the group without weight decay.",
+        stacklevel=5,
+    )
+
+
+def _stacked_vectors(parameter: torch.Tensor) -> ExpertShard | None:
+    shard = shard_of(parameter)
+    return shard if is_expert_shard(shard) and shard.stacked and len(shard.full_shape) == 2 else None

@@ -1,0 +1,308 @@
+"""Hooks, attributes and frozen experts: what hangs on a parameter before compile is there after it, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+from torch.nn.utils import parametrizations, prune
+
+import hecate
+from hecate.wrap.find_experts import find_experts
+from hecate.wrap.loops.callees import minds_no_rows
+from hecate.wrap.shard import shard_of
+from tests.hecate_compile.wrap.test_stack_experts import Expert, ListMoE
+from tests.support.adversaries import Anything
+from tests.support.models import PlainLanguageModel, PlainMoE, batch
+from tests.support.parity import error_of, run_step, state_error
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.wrap.test_carry_over"
+_EAGER = hecate.Config(backend="aot_eager")
+
+
+class GuardedMoE(ListMoE):
+    """Leaves out experts without rows."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.view(-1, hidden.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        out = torch.zeros_like(tokens)
+        for number in range(len(self.experts)):
+            rows, choice = torch.where(chosen == number)
+            if rows.numel() == 0:
+                continue
+            out.index_add_(0, rows, self.experts[number](tokens[rows]) * weights[rows, choice, None])
+        return out.view_as(hidden)
+
+
+class CountingExpert(Expert):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__(hidden, intermediate)
+        self.register_buffer("used", torch.zeros(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.used += 1
+        return super().forward(rows)
+
+
+class AveragingExpert(Expert):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__(hidden, intermediate)
+        self.register_buffer("seen", torch.zeros(intermediate))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.note(silu(self.w1(rows)) * self.w3(rows)))
+
+    def note(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(0.1 * h.mean(0))
+        return h
+
+
+class ScalingExpert(Expert):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = self.w1.weight / self.w1.weight.abs().amax()
+        scale = rows.abs().amax().clamp_(min=1e-3)
+        return self.w2(silu(rows / scale @ weight.t()).mul_(scale))
+
+
+class HarmlessExpert(Expert):
+    """Changes and reduces what is there without rows, or its own."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        norm = self.w1.weight.norm(dim=1).mean()
+        h = self.w1(rows).clamp_(max=9.0)
+        h = h.mul_(h.pow(2).mean(-1, keepdim=True)) / norm
+        h.relu_()
+        return self.w2(h).add_(self.w2.bias.max())
+
+
+class Counting(GuardedMoE):
+    def gather(self, experts: list[Expert]) -> nn.Module:
+        return nn.ModuleList(self.kind(e.w1.in_features, e.w1.out_features) for e in experts)
+
+    kind: Any = CountingExpert
+
+
+class Averaging(Counting):
+    kind = AveragingExpert
+
+
+class Scaling(Counting):
+    kind = ScalingExpert
+
+
+class Harmless(Counting):
+    kind = HarmlessExpert
+
+
+def small(kind: Any = PlainMoE) -> PlainLanguageModel:
+    torch.manual_seed(0)
+    return PlainLanguageModel(kind, hidden=16, layers=1, experts=4)
+
+
+def hang(model: nn.Module, dense: str) -> tuple[list[float], list[Any]]:
+    """Hooks on what compile replaces: a mask, norms, in place, one that is taken off again; and attributes."""
+    seen: list[float] = []
+    handles = []
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if dense == "replicate" and not ("experts." in name or ".w_" in name or ".b_" in name):
+            continue
+        mask = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(number)).round()
+        parameter.register_hook(lambda g, mask=mask: g * mask)
+        parameter.register_hook(lambda g: g / (0.1 + g.norm()))
+        parameter.register_hook(lambda g: seen.append(float(g.norm())))
+        parameter.register_hook(halve)
+        handles.append(parameter.register_hook(lambda g: g * 100))
+        parameter.lr_scale, parameter._no_weight_decay = 0.5, parameter.ndim  # type: ignore[attr-defined]
+    return seen, handles
+
+
+def halve(gradient: torch.Tensor) -> None:
+    gradient.mul_(0.5)
+
+
+def train() -> dict[str, Any]:
+    """On one rank."""
+    found: dict[str, Any] = {}
+    for kind, dense in ((PlainMoE, "replicate"), (ListMoE, "replicate"), (ListMoE, "shard")):
+        models = small(kind), small(kind)
+        model, reference = models
+        (seen, handles), (expected_seen, others) = (hang(m, dense) for m in models)
+        config = hecate.Config(backend="aot_eager", dense=dense, policy=Anything(reshard_every=2))  # type: ignore[arg-type]
+        hecate.compile(model, config)
+        for handle in (*handles, *others):
+            handle.remove()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        loss = 0.0
+        for step in range(5):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            mean = run_step(model, batch(step))
+            torch.distributed.all_reduce(mean)
+            expected = reference(batch(step), batch(step))["loss"]
+            expected.backward()
+            loss = max(loss, error_of(mean / 2, expected.detach()))
+            for optimizer in optimizers:
+                optimizer.step()
+        shards = [p for p in model.parameters() if shard_of(p) is not None]
+        pairs = zip(sorted(seen), sorted(expected_seen), strict=True)
+        found[f"{kind.__name__} {dense}"] = {
+            "loss": loss, "weights": state_error(model.state_dict(), reference.state_dict()),
+            "seen": max(abs(a - b) for a, b in pairs), "calls": len(seen),
+            "attributes": all(vars(p).get("lr_scale") == 0.5 and "_no_weight_decay" in vars(p) for p in shards),
+        }  # fmt: skip
+    return found
+
+
+def refused() -> dict[str, str]:
+    """Messages and warnings on one rank, of what needs two."""
+    found = {}
+    for kind in (Counting, Averaging, Scaling):
+        found[kind.__name__] = message_of(lambda kind=kind: hecate.compile(small(kind), _EAGER))
+    model = small(GuardedMoE)
+    parametrizations.weight_norm(model.blocks[0].experts[1].w1)
+    for expert in model.blocks[0].experts:
+        if expert is not model.blocks[0].experts[1]:
+            parametrizations.weight_norm(expert.w1)
+    found["parametrized"] = message_of(lambda: hecate.compile(model, _EAGER))
+    model = small(ListMoE)
+    if torch.distributed.get_rank() == 0:
+        model.blocks[0].experts[1].w1.weight.register_hook(torch.abs)
+    found["one rank"] = message_of(lambda: hecate.compile(model, _EAGER))
+    model = small(ListMoE)
+    hecate.compile(model, _EAGER)
+    run_step(model, batch(0))
+    named = list(model.parameters())
+    by_dimension = [
+        {"params": [p for p in named if p.dim() >= 2], "weight_decay": 0.5},
+        {"params": [p for p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    by_name = [
+        {"params": [p for n, p in model.named_parameters() if "bias" not in n and p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for n, p in model.named_parameters() if "bias" in n or p.dim() == 1], "weight_decay": 0.0},
+    ]
+    for name, groups in (("dimension", by_dimension), ("name", by_name), ("all", named)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.step()
+        found[name] = " ".join(str(one.message) for one in said if "decays" in str(one.message))
+    return found
+
+
+@cache
+def trained() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:train", 2)
+
+
+@cache
+def told() -> list[dict[str, str]]:
+    return run_ranks(f"{_HERE}:refused", 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["PlainMoE replicate", "ListMoE replicate", "ListMoE shard"])
+def test_hooks_and_attributes_stay(kind: str) -> None:
+    for result in (rank[kind] for rank in trained()):
+        assert result["loss"] < 1e-5 and result["weights"] < 1e-5
+        assert result["seen"] < 1e-4 and result["calls"]
+        assert result["attributes"]
+
+
+@pytest.mark.distributed
+def test_experts_that_mind_to_have_no_rows() -> None:
+    for rank in told():
+        assert (
+            "`self.used += 1` in" in rank["Counting"] and "leaves out experts that have no rows" in rank["Counting"]
+        )
+        assert "`self.seen.mul_(0.9)` in" in rank["Averaging"] and 'policy="replicate"' in rank["Averaging"]
+        assert "rows.abs().amax()" in rank["Scaling"] and "no rows, too" in rank["Scaling"]
+
+
+@pytest.mark.distributed
+def test_parametrized_experts_are_refused() -> None:
+    for rank in told():
+        assert "blocks.0.experts.0.w1.weight is parametrized by _WeightNorm" in rank["parametrized"]
+
+
+@pytest.mark.distributed
+def test_hooks_of_one_rank_are_refused_on_all() -> None:
+    for rank in told():
+        assert "blocks.0.experts.1.w1.weight: 1 gradient hooks" in rank["one rank"]
+
+
+@pytest.mark.distributed
+def test_stacked_vectors_that_decay_by_their_dimensions_are_named() -> None:
+    first, other = told()
+    assert "AdamW decays blocks.0.experts.w2_bias, and not all" in first["dimension"]
+    assert first["dimension"].count("decays") == 1
+    assert first["name"] == first["all"] == other["dimension"] == ""
+
+
+def refusal(model: nn.Module) -> str:
+    return message_of(lambda: hecate.compile(model, _EAGER))
+
+
+def test_lists_of_frozen_and_trained_experts_are_refused() -> None:
+    for frozen in ([0], [2, 3], [0, 1, 2]):
+        model = small(ListMoE)
+        for number in frozen:
+            model.blocks[0].experts[number].requires_grad_(False)
+        message = refusal(model)
+        assert f"blocks.0.experts.{frozen[0]}.w1.weight" in message and "Freeze all of them or none" in message
+    model = small(ListMoE)
+    for expert in model.blocks[0].experts:
+        expert.w2.bias.requires_grad_(False)
+    assert refusal(model) == "no error"
+    assert not dict(model.named_parameters())["blocks.0.experts.w2_bias"].requires_grad
+    message = message_of(lambda: model.blocks[0].experts[1].requires_grad_(False))
+    assert "expert 1 of blocks.0.experts cannot be frozen" in message
+    message = message_of(lambda: model.blocks[0].experts[1].w1.requires_grad_(False))
+    assert "expert 1 of blocks.0.experts cannot be frozen" in message
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert "vectors of listed experts" in str(hecate.explain(model)) and "w2_bias" in str(hecate.explain(model))
+
+
+def test_what_is_bound_to_the_whole_parameter_is_refused() -> None:
+    model = small()
+    model.blocks[0].w_in.register_post_accumulate_grad_hook(hang)
+    assert "blocks.0.w_in has the hook hang from register_post_accumulate_grad_hook" in refusal(model)
+    model = small()
+    model.blocks[0].w_in.mask = torch.ones_like(model.blocks[0].w_in)
+    assert "blocks.0.w_in has the attribute 'mask'" in refusal(model)
+    model = small(ListMoE)
+    for number, expert in enumerate(model.blocks[0].experts):
+        expert.w1.weight.lr_scale = number // 2
+    assert "blocks.0.experts.0.w1.weight and blocks.0.experts.2.w1.weight differ in their attribute" in refusal(model)
+
+
+def test_pruned_experts_and_a_loop_in_one_process() -> None:
+    model = small(ListMoE)
+    for expert in model.blocks[0].experts:
+        prune.random_unstructured(expert.w1, "weight", amount=0.5)
+    assert refusal(model) == "no error"
+    model, reference = small(Counting), small(Counting)
+    hecate.compile(model, _EAGER)
+    assert error_of(model(batch(0))["logits"], reference(batch(0))["logits"]) < 1e-5
+    used, expected = ([int(e.used) for e in m.blocks[0].experts] for m in (model, reference))
+    assert used == expected
+
+
+def test_what_experts_may_do_without_rows() -> None:
+    for kind, harmless in ((Harmless, True), (GuardedMoE, True), (Counting, False), (Averaging, False)):
+        (experts,), _ = find_experts(small(kind))
+        assert (minds_no_rows(experts) is None) == harmless
+    model = small(GuardedMoE)
+    for expert in model.blocks[0].experts:
+        expert.w3 = nn.Sequential(expert.w3, nn.BatchNorm1d(16))
+    (experts,), _ = find_experts(model)
+    assert "BatchNorm1d, whose statistics" in (minds_no_rows(experts) or "")
