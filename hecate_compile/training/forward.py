@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hecate.graph.numbers_in_graphs import CAPTURED
 from hecate.graph.traces import Traces
 from hecate.runtime.attention.options import UnsupportedAttentionError
+from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.waiting import count_forward
 from hecate.runtime.comm.world import World
@@ -208,7 +209,8 @@ class CompiledForward:
 def _refused(error: BaseException) -> Exception | None:
     """What a pass, an operator or the backend said while it was compiled, from wherever Dynamo put it."""
     here: BaseException | None = error
-    while here is not None and not isinstance(here, (UnsupportedAttentionError, UntracedReadError)):
+    ours = (DisagreementError, UnsupportedAttentionError, UntracedReadError)
+    while here is not None and not isinstance(here, ours):
         here = getattr(here, "inner_exception", None) or here.__cause__ or here.__context__
     return here
 

@@ -27,8 +27,8 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
-from hecate.training.decayed_vectors import warn_of_decayed_vectors
 from hecate.training.optimizer_trial import refuse_unfit
+from hecate.training.stacked_in_groups import warn_of_decayed_vectors, warn_of_empty_groups
 from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.shard import shard_of, worlds_of_gradients
@@ -183,6 +183,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     settle_all()
     if optimizer not in _seen:
         warn_of_decayed_vectors(optimizer)
+        warn_of_empty_groups(optimizer)
         _seen.add(optimizer)
     world = world_of(optimizer)
     if world is None:

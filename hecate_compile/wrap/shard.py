@@ -55,9 +55,14 @@ def shard_of(parameter: torch.Tensor | None) -> Shard | None:
     return getattr(parameter, _SHARD, None)
 
 
+def shards_with_gradients() -> list[tuple[nn.Parameter, Shard]]:
+    """All shards of living models that have a gradient."""
+    return [(parameter, shard) for parameter, shard in _alive.items() if parameter.grad is not None]
+
+
 def worlds_of_gradients() -> dict[int, World]:
     """The ranks that share each shard with a gradient, by the gradient's identity."""
-    return {id(p.grad): shard.world for p, shard in _alive.items() if p.grad is not None}
+    return {id(parameter.grad): shard.world for parameter, shard in shards_with_gradients()}
 
 
 def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:

@@ -195,6 +195,14 @@ def refused() -> dict[str, str]:
             optimizer.step()
             optimizer.step()
         found[name] = " ".join(str(one.message) for one in said if "decays" in str(one.message))
+    experts = model.blocks[0].experts
+    by_expert = [{"params": list(expert.parameters()), "lr": 0.1} for expert in experts]
+    rest = {"params": [p for n, p in model.named_parameters() if "experts" not in n]}
+    for name, groups in (("by expert", [rest, *by_expert]), ("an empty group", [{"params": named}, {"params": []}])):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.optim.SGD(groups, lr=0.0).step()
+        found[name] = " ".join(str(one.message) for one in said if "no parameters" in str(one.message))
     return found
 
 
@@ -245,6 +253,13 @@ def test_stacked_vectors_that_decay_by_their_dimensions_are_named() -> None:
     assert "AdamW decays blocks.0.experts.w2_bias, and not all" in first["dimension"]
     assert first["dimension"].count("decays") == 1
     assert first["name"] == first["all"] == other["dimension"] == ""
+
+
+@pytest.mark.distributed
+def test_groups_of_experts_that_have_no_parameters_are_told() -> None:
+    first, other = told()
+    assert "group 1 of SGD has no parameters, and blocks.0.experts." in first["by expert"]
+    assert first["an empty group"] == other["by expert"] == ""
 
 
 def refusal(model: nn.Module) -> str:

@@ -1,4 +1,8 @@
-"""Biases and norms of listed experts, which have two dimensions since they are stacked, and rules that go by that."""
+"""Parameters of experts in a list, which ``hecate.compile`` has stacked, in an optimizer's groups.
+
+Biases and norms have two dimensions then, and experts have no parameters of their own: rules that go by dimensions or
+by expert make other groups than they did.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import shard_of, shards_with_gradients
 
 
 def warn_of_decayed_vectors(optimizer: Optimizer) -> None:
@@ -31,6 +35,27 @@ def warn_of_decayed_vectors(optimizer: Optimizer) -> None:
         f"experts in a list, which hecate.compile has stacked: {list(shards[0].full_shape)} has a line for each "
         "expert, and a rule such as `p.dim() >= 2` takes it for a matrix. If they are not to decay, put them by name "
         "into the group without weight decay.",
+        stacklevel=5,
+    )
+
+
+def warn_of_empty_groups(optimizer: Optimizer) -> None:
+    """Say so if a group has no parameters, and stacked ones that have gradients are in no group."""
+    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    if not empty:
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    shards = [
+        shard for parameter, shard in shards_with_gradients()
+        if id(parameter) not in own and is_expert_shard(shard) and shard.stacked
+    ]  # fmt: skip
+    if not shards or shards[0].world.rank != 0:
+        return
+    name, theirs = type(optimizer).__name__, shards[0].name
+    warnings.warn(
+        f"hecate: group {empty[0]} of {name} has no parameters, and {theirs}, which has a gradient, is in none of its "
+        "groups. Experts of a list have no parameters of their own after hecate.compile: theirs are the rows of "
+        f"{theirs} and its like, which are in model.parameters(). What no optimizer has does not train.",
         stacklevel=5,
     )
 
