@@ -53,8 +53,8 @@ def warn_of_empty_groups(optimizer: Optimizer) -> None:
         return
     name, theirs = type(optimizer).__name__, shards[0].name
     warnings.warn(
-        f"hecate: group {empty[0]} of {name} has no parameters, and {theirs}, which has a gradient, is in none of its "
-        "groups. Experts of a list have no parameters of their own after hecate.compile: theirs are the rows of "
+        f"hecate: group {empty[0]} of {name} has no parameters, and {theirs}, which has a gradient, is in none of "
+        "its groups. Experts of a list have no parameters of their own after hecate.compile: theirs are the rows of "
         f"{theirs} and its like, which are in model.parameters(). What no optimizer has does not train.",
         stacklevel=5,
     )
