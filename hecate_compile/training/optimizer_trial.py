@@ -133,7 +133,8 @@ class _MadeUp:
         slope = torch.rand(shape, generator=generator, device="cpu") + 0.5
         if shape:
             # Parts that are alike would have the same norm.
-            slope *= torch.linspace(0.2, 5.0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+            steps = torch.linspace(0.2, 5.0, shape[0], device="cpu")
+            slope *= steps.view(-1, *[1] * (len(shape) - 1))
         # Small, so that float32 has digits left for what a step adds.
         start, target, slope = (tensor.to(parameter.device) for tensor in (0.01 * start, 0.01 * target, slope))
         return cls(start, target, slope, sharded=shard is not None)

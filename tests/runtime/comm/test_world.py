@@ -82,7 +82,7 @@ def test_the_models_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch)
     found: list[torch.device] = []
     mesh: Any = SimpleNamespace(ndim=1, get_group=lambda: None)
     monkeypatch.setattr(torch.accelerator, "set_device_index", found.append)
-    monkeypatch.setattr(world_module, "_world_of", lambda group, device: SINGLE)
+    monkeypatch.setattr(world_module, "_world_of", lambda group, device, chosen: SINGLE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     find_world(None, torch.device("cuda", 1))
     find_world(mesh, torch.device("xpu", 2))
