@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hecate.commands.free_memory import free_memory
 from hecate.commands.launch import run_ranks
@@ -82,7 +84,7 @@ def _versions() -> Iterator[Check]:
         if version is None:
             yield Check(name=name, state="bad", found="not installed", advice=f"pip install '{name}{wanted}'")
             continue
-        fits = version_fits(version, wanted)
+        fits = wanted.contains(version, prereleases=True)
         # Another version may well work; it was not tested.
         yield Check(
             name=name, state="good" if fits else "look", found=version,
@@ -90,39 +92,14 @@ def _versions() -> Iterator[Check]:
         )  # fmt: skip
 
 
-def _requirements() -> dict[str, str]:
+def _requirements() -> dict[str, SpecifierSet]:
     """What Hecate's own package asks for, without extras."""
     try:
         lines = importlib.metadata.requires("hecate-compile") or []
     except importlib.metadata.PackageNotFoundError:
-        return {"torch": "", "numpy": "", "rich": "", "safetensors": "", "typer": ""}
-    found = {}
-    for line in lines:
-        match = re.match(r"([\w.-]+)\s*\(?([^;)]*)", line)
-        if match and "extra ==" not in line:
-            found[match[1]] = match[2].strip()
-    return found
-
-
-def version_fits(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as ``>=2.11,<2.14``; only numbers are compared."""
-    have = _numbers(version)
-    for part in filter(None, (one.strip() for one in wanted.split(","))):
-        match = re.match(r"(>=|<=|==|>|<|!=)\s*([\w.]+)", part)
-        if match is None:
-            continue
-        limit = _numbers(match[2])
-        length = max(len(have), len(limit))
-        a, b = have + (0,) * (length - len(have)), limit + (0,) * (length - len(limit))
-        holds = {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b, "!=": a != b}
-        if not holds[match[1]]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+        lines = ["torch", "numpy", "packaging", "rich", "safetensors", "typer"]
+    found = map(Requirement, lines)
+    return {one.name: one.specifier for one in found if one.marker is None or one.marker.evaluate({"extra": ""})}
 
 
 def _optional() -> Iterator[Check]:

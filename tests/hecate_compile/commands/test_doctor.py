@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hecate.cli import app
 from hecate.commands import doctor, machine_checks
-from hecate.commands.machine_checks import Check, all_checks, self_test, version_fits
+from hecate.commands.machine_checks import Check, all_checks, self_test
 
 
 def test_every_line_that_is_not_good_says_what_to_do() -> None:
@@ -58,15 +58,15 @@ def test_a_module_whose_package_has_another_name(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
-    [
-        ("2.13.0+cpu", ">=2.11,<2.14", True), ("2.10.1", ">=2.11,<2.14", False), ("2.14.0", ">=2.11,<2.14", False),
-        ("13", ">=13", True), ("13.1", ">=13", True), ("1.26", "==1.26.0", True), ("2.0rc1", ">=2", True),
-        ("1", "", True),
-    ],
-)  # fmt: skip
-def test_versions(version: str, wanted: str, fits: bool) -> None:
-    assert version_fits(version, wanted) is fits
+    ("installed", "state"), [("2.13.0+cpu", "good"), ("2.10.1", "look"), ("2.14.0.dev20260701", "look")]
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, state: str) -> None:
+    lines = ["torch>=2.11,<2.14", "peft>=0.17; extra == 'examples'", "uvloop>=1; python_version < '3'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
+    monkeypatch.setattr(machine_checks, "_version_of", lambda name: installed)
+    python, *found = machine_checks._versions()
+    assert [(check.name, check.state) for check in found] == [("torch", state)]
+    assert python.state == "good" and (">=2.11" in found[0].advice) is (state == "look")
 
 
 @pytest.mark.parametrize(
