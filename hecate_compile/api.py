@@ -190,7 +190,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         changed=buffers.find, changes=changes,
     )  # fmt: skip
     drift = DriftCheck(
-        lambda: additions.records, world, every=config.compare_every, in_forwards=config.policy != "replicate"
+        lambda: additions.records, sync, every=config.compare_every, in_forwards=config.policy != "replicate"
     )
     forward = CompiledForward(
         traces, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,

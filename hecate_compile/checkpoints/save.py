@@ -30,7 +30,7 @@ from hecate.checkpoints.plain_view import has_adapters
 from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
 from hecate.checkpoints.state_dicts import (
     as_optimizers,
-    frozen_names,
+    frozen_base,
     get_model_state_dict,
     optimizer_name,
     optimizer_tensors,
@@ -172,7 +172,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
             tensors["model"].pop(name, None)
         if has_adapters(model):
             # The base is where it came from, and many times as large.
-            run["left_out"] = sorted(frozen_names(model))
+            run["left_out"] = sorted(frozen_base(model))
             for name in run["left_out"]:
                 tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)

@@ -146,9 +146,31 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def frozen_names(model: nn.Module) -> set[str]:
-    """Parameters that do not train, under all their names in the plain model's state dict."""
-    return {name for site in sites_of(model) if not site.parameter.requires_grad for name in site.names}
+def frozen_base(model: nn.Module) -> set[str]:
+    """Parameters that are frozen and no adapter's, under all their names in the plain model's state dict."""
+    adapters = {
+        id(parameter)
+        for module in model.modules()
+        # Of PEFT's layers; an adapter that is not active is frozen.
+        for part in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+        for parameter in _parameters_at(module, part)
+    }
+    return {
+        name
+        for site in sites_of(model)
+        if not site.parameter.requires_grad and id(site.parameter) not in adapters and "lora_" not in site.name
+        for name in site.names
+    }
+
+
+def _parameters_at(module: nn.Module, path: str) -> Iterator[nn.Parameter]:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, nn.Module):
+        yield from found.parameters()
+    elif isinstance(found, nn.Parameter):
+        yield found
 
 
 @dataclass

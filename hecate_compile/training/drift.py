@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import DisagreementError, gather_texts
 from hecate.runtime.comm.waiting import doing
-from hecate.runtime.comm.world import World
-from hecate.runtime.ops.gradients import ReplicatedParameter
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode
 
 # Training forwards after which ranks compare for the first times: what is wrong by design shows soon.
@@ -55,14 +54,21 @@ class DriftCheck:
 
     Args:
         records: gives the records of these parameters.
+        sync: while a step's gradients are not averaged, parameters may differ, and nothing is compared.
         every: training forwards between two comparisons; 0 for none at all.
         in_forwards: all ranks make the same forwards. Otherwise they compare when they save.
     """
 
     def __init__(
-        self, records: Callable[[], Sequence[ReplicatedParameter]], world: World, *, every: int, in_forwards: bool
+        self,
+        records: Callable[[], Sequence[ReplicatedParameter]],
+        sync: GradientSync,
+        *,
+        every: int,
+        in_forwards: bool,
     ) -> None:
-        self._records, self._world, self._every, self._in_forwards = records, world, every, in_forwards
+        self._records, self._sync, self._every, self._in_forwards = records, sync, every, in_forwards
+        self._world = sync.world
         self._forwards = 0
         self._warned = False
 
@@ -76,6 +82,9 @@ class DriftCheck:
             return
         done, self._forwards = self._forwards, self._forwards + 1
         if not done or (done not in _EARLY and done % self._every):
+            return
+        if not self._sync.enabled or self._sync.owed:
+            # Steps on a rank's own gradients are the program's business, and so is what it averages afterwards.
             return
         drift = self._compare()
         if drift is None:

@@ -39,8 +39,8 @@ _ELEMENTWISE = {
 # These do not show it in a trial: they begin after more steps, or where numbers happen to be so.
 _WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
 # The largest two dimensions of a made-up parameter are at most the first, the others at most the second: some
-# optimizers leave what is smaller than 128 as it is.
-_LARGE, _SMALL = 136, 16
+# optimizers leave what is smaller than 128 as it is, and quantize in blocks of up to 256, which halves must not cut.
+_LARGE, _SMALL = 144, 16
 # A gradient in each step, times this: what is clipped by its own past shows when it grows.
 _STEPS = (1.0, 4.0, 0.5, 9.0)
 # Most numbers that an optimizer may hold beside parameters and their state, and have copied.
@@ -129,11 +129,12 @@ class _MadeUp:
         shape = [max(1, min(length, _LARGE if d in largest else _SMALL)) for d, length in enumerate(shape)]
         if shard is not None:
             shape[0] = max(2, shape[0] // 2 * 2)
-        start, target = (torch.randn(shape, generator=generator, device="cpu") for _ in range(2))
-        slope = torch.rand(shape, generator=generator, device="cpu") + 0.5
+        made: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+        start, target = (torch.randn(shape, generator=generator, **made) for _ in range(2))
+        slope = torch.rand(shape, generator=generator, **made) + 0.5
         if shape:
             # Parts that are alike would have the same norm.
-            steps = torch.linspace(0.2, 5.0, shape[0], device="cpu")
+            steps = torch.linspace(0.2, 5.0, shape[0], **made)
             slope *= steps.view(-1, *[1] * (len(shape) - 1))
         # Small, so that float32 has digits left for what a step adds.
         start, target, slope = (tensor.to(parameter.device) for tensor in (0.01 * start, 0.01 * target, slope))

@@ -434,5 +434,7 @@ def test_state_that_cannot_move_keeps_experts_where_they_are() -> None:
     first, second = run_ranks(f"{_HERE}:unmovable_state", 2)
     assert first["moves"] == second["moves"] == []
     assert second["warnings"] == []
-    (message,) = first["warnings"]
+    # Nor can it be saved, which is told after the first step.
+    unsaved, message = first["warnings"]
+    assert "flat" in unsaved and "hecate.save" in unsaved
     assert "Flat's 'flat'" in message and "stay with their owners" in message

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.loops.empty_turns import CHANGES, REDUCES
-from hecate.wrap.loops.syntax import given_to, is_load, is_method, text_of
+from hecate.wrap.loops.empty_turns import CHANGES, REDUCES, keeps_rows
+from hecate.wrap.loops.syntax import is_load, is_method, text_of
 
 # What these return is in the memory of what they are called on.
 _VIEWS = {
@@ -91,7 +91,7 @@ class _Reader:
             elif is_method(node):
                 name = node.func.attr
                 changes = (name.endswith("_") and not name.endswith("__")) or name in CHANGES
-                reduces = name in REDUCES and not {"-1", "dim=-1"} & set(given_to(node)[:2])
+                reduces = name in REDUCES and not keeps_rows(node)
                 outlives = changes and not (self._is_local(node.func.value) or self._is_function(node))
                 if outlives or (reduces and self._has_rows(node)):
                     yield node

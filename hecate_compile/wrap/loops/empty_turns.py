@@ -190,7 +190,25 @@ class Effects:
             name, given = node.func.attr, given_to(node)
             if (name.endswith("_") and not name.endswith("__")) or name in CHANGES:
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
-            if name in REDUCES and not {"-1", "dim=-1"} & set(given[:2]):
+            if name in REDUCES and not keeps_rows(node):
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
             if name in ("reshape", "view") and "-1" in given[1:]:
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
+
+
+def keeps_rows(node: ast.Call) -> bool:
+    """Whether a call reduces other dimensions than the first, or is an element-wise maximum or minimum."""
+    assert isinstance(node.func, ast.Attribute)
+    options = {keyword.arg: keyword.value for keyword in node.keywords}
+    given = [*node.args, *(options[name] for name in ("dim", "axis") if name in options)]
+    for value in given:
+        try:
+            dims = ast.literal_eval(value)
+        except ValueError:
+            continue
+        dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+        if all(isinstance(dim, int) and not isinstance(dim, bool) for dim in dims) and 0 not in dims:
+            return True
+    operands = len(node.args) + (text_of(node.func.value) not in ("torch", "F"))
+    numbers = any(isinstance(value, (ast.Constant, ast.UnaryOp)) for value in node.args)
+    return node.func.attr in ("max", "min") and ((operands == 2 and not numbers) or "other" in options)

@@ -95,6 +95,14 @@ def adapted(folder: str) -> dict[str, Any]:
     step = next(Path(folder, "ours", "checkpoint-2", "hecate").glob("step-*"))
     metadata = torch.distributed.checkpoint.FileSystemReader(step).read_metadata().state_dict_metadata
     found["saved"] = [name for name in metadata if name.startswith("model.")]
+    # An adapter that is not active is frozen, and no part of the base.
+    two = make()
+    two.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    hecate.compile(two, config())
+    two.set_adapter("other")
+    state = hecate.save(f"{folder}/two", two, step=1)
+    names = torch.distributed.checkpoint.FileSystemReader(state).read_metadata().state_dict_metadata
+    found["adapters"] = [any(part in name for name in names) for part in ("default", "other", "embed_tokens")]
     # Exactly as it was, optimizer and all.
     resumed = trainer_of(hecate.compile(make(), config()), f"{folder}/ours", **best)
     resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
@@ -119,6 +127,7 @@ def test_adapters_in_a_trainer(tmp_path: Path) -> None:
         assert found["moved"] > 1e-4
         assert found["best"] < 1e-5 and found["resumed"] < 1e-5 and found["weights alone"] < 1e-5
         assert found["saved"] and all("lora_" in name for name in found["saved"]), "no frozen base"
+        assert found["adapters"] == [True, True, False]
 
 
 def generate() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import nn
 
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.loops import make_loops_traceable
+from hecate.wrap.loops.empty_turns import keeps_rows
 from hecate.wrap.swapped_class import class_before
 
 
@@ -385,3 +387,17 @@ def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
     assert len(make_loops_traceable(model, found)) == 1
     assert type(model["block"][0]) is not Guard and class_before(model["block"][0]) is Guard
     assert type(model["aside"][0]) is Guard
+
+
+@pytest.mark.parametrize(
+    ("call", "keeps"),
+    [
+        ("h.mean(0)", False), ("h.mean()", False), ("h.abs().amax()", False), ("h.std(dim=0)", False),
+        ("h.amax((0, 1))", False), ("torch.max(h)", False), ("h.max(0)", False), ("h.item()", False),
+        ("h.mean(-1)", True), ("h.mean(1, keepdim=True)", True), ("h.norm(dim=1)", True), ("h.amax(dim=(-1,))", True),
+        ("torch.norm(h, 2, -1)", True), ("torch.max(h, zero)", True), ("h.min(other=limit)", True),
+    ],
+)  # fmt: skip
+def test_what_is_defined_without_rows(call: str, keeps: bool) -> None:
+    (node,) = (part.value for part in ast.parse(call).body if isinstance(part, ast.Expr))
+    assert isinstance(node, ast.Call) and keeps_rows(node) is keeps

@@ -206,7 +206,7 @@ class Steps:
         else:
             counts = ops.gather_counts(offsets, placement, layer.id)
         _, splits, send_index, receive_index = ops.route(
-            counts, placement, offsets, len(shard) + len(replicas), 1, layer.id
+            counts, placement, offsets, len(shard) + len(replicas), 0, 1, layer.id
         )
         if self.is_here("splits", index, step, self.fault.operator):
             splits = self.wrong(splits)
