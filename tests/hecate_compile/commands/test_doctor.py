@@ -41,7 +41,8 @@ def test_what_is_missing_is_named_and_ends_with_1(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "_requirements", lambda: {"no-such-package": ">=1", "numpy": ">=999"})
+    lines = ["no-such-package>=1", "numpy>=999"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
     found = {check.name: check for check in machine_checks._versions()}
     assert found["no-such-package"].state == "bad" and "pip install" in found["no-such-package"].advice
     assert found["numpy"].state == "look" and "numpy>=999" in found["numpy"].advice
