@@ -40,6 +40,7 @@ class Buffers:
         self._due = True
         # The module's buffers, which do not hold the module; the key; and the tensor, of what is in no state dict.
         self._kept: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._came = False
         self.find()
 
     def find(self) -> None:
@@ -57,15 +58,26 @@ class Buffers:
                 seen.add(id(buffer))
                 passing = key in module._non_persistent_buffers_set
                 self._kept.append((module._buffers, key, buffer if passing else None))
+                self._came = True
 
     def before_forward(self, mode: StepMode) -> None:
-        """Take rank 0's, if that is due. A collective then."""
+        """Take rank 0's, if that is due. A collective then, and the first of a forward.
+
+        Where ranks may evaluate on their own, some have it behind them when the others come to their next step.
+        """
         due, self._due = self._due, mode.training and self._sync.enabled
-        if due and self.enabled and self._kept and self._sync.world.connected:
+        if due:
+            self._send()
+
+    def after_additions(self) -> None:
+        """Take rank 0's, if buffers came that no rank has sent yet. A collective then."""
+        if self._came:
             self._send()
 
     def _send(self) -> None:
-        world = self._sync.world
+        world, self._came = self._sync.world, False
+        if not self.enabled or not world.connected:
+            return
         # Widest first, so that each begins where its dtype may.
         buffers = sorted((buffer.detach() for buffer in self._now()), key=lambda buffer: -buffer.element_size())
         if not buffers:

@@ -139,9 +139,10 @@ class CompiledForward:
             self.before()
         # Step 2: between two steps, parameters may have been added and buffers become other than rank 0's, experts
         # may change owners, and rates become known.
-        self._additions.before_forward()
-        self.drift.before_forward(mode)
         self.buffers.before_forward(mode)
+        self._additions.before_forward()
+        self.buffers.after_additions()
+        self.drift.before_forward(mode)
         self._owner_mover.before_forward(mode)
         if self.hidden_time is not None:
             self.hidden_time.before_forward(mode)

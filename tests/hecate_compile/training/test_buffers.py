@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import hecate
 from tests.support.models import VOCABULARY, PlainMoE, batch
 from tests.support.parity import rank_and_size, state_error
-from tests.support.ranks import run_ranks
+from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.training.test_buffers"
 
@@ -183,3 +183,23 @@ def test_saved_are_those_of_the_first_rank(tmp_path: Path) -> None:
         own, theirs = 1.0 + rank, 7.0 + rank
         assert found["True"] == {"after": [1.0, 1.0, 1.0, theirs, theirs], "loaded": 1.0, "late": 1.0}
         assert found["False"] == {"after": [own, own, own, theirs, theirs], "loaded": 1.0, "late": own}
+
+
+def added_after_an_evaluation() -> str:
+    """One rank evaluates between two steps, and both add a module behind that."""
+    dist.init_process_group("gloo")
+    rank, size = rank_and_size()
+    model = hecate.compile(Model("own"), hecate.Config(backend="aot_eager", policy="replicate"))
+    model(batch(0).chunk(size)[rank]).backward()
+    if rank == 0:
+        with torch.no_grad():
+            model(batch(1))
+    model.late = nn.BatchNorm1d(3)
+    model.late.running_mean.fill_(1.0 + rank)
+    said = message_of(lambda: model(batch(2).chunk(size)[rank]).backward())
+    return f"{said}, {float(model.late.running_mean[0])}"
+
+
+@pytest.mark.distributed
+def test_a_broadcast_that_one_rank_has_behind_it_comes_before_what_both_add() -> None:
+    assert run_ranks(f"{_HERE}:added_after_an_evaluation", 2, timeout=120) == ["no error, 1.0"] * 2
