@@ -31,6 +31,7 @@ def hang() -> None:
 
 def spoil() -> None:
     """As a kernel does that reads where it must not: nothing works in this process behind it."""
+    # Here and below: this process is a stand-in, and what it puts into the check's modules ends with it.
     type(PRETENDED).wait = _refuse  # type: ignore[method-assign]
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
