@@ -62,7 +62,7 @@ from hecate.wrap.changes import Changes
 from hecate.wrap.choose_carrier import choose_carrier
 from hecate.wrap.expert_shards import is_expert_shard, size_up
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
-from hecate.wrap.loops import make_loops_traceable
+from hecate.wrap.loops import ChangedLoops, make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
@@ -133,7 +133,9 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     check_carried(model, experts, dense=shard_dense)
     warn_float16(model, world)
     # Loops over experts take every turn, or this refuses them.
-    loops = make_loops_traceable(model, experts, ranks=world.size)
+    loops = ChangedLoops()
+    if make_loops_traceable.__name__ not in config.disable_passes:
+        loops = make_loops_traceable(model, experts, ranks=world.size)
     experts = adopt_adapters(model, experts)
 
     # Step 2: every rank keeps its own experts, and perhaps its own rows of all else, with rank 0's values.
@@ -171,7 +173,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     accelerate_state.adopt()
     backend = Backend(
         config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
-        key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known),
+        key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known), source_diff=loops.diff,
     )  # fmt: skip
     # What runs outside of graphs has full attention, and nobody would notice.
     changes = Changes()
@@ -204,7 +206,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     model._compiled_call_impl = forward
     CompiledModel(
         config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
-        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward, loops=loops,
+        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
+        loops=loops.places,
     ).attach(model)  # fmt: skip
     # As wrappers for data parallelism have it; accelerate looks for it.
     model.__dict__["no_sync"] = no_sync(sync)

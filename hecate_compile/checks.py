@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.passes import REQUIRED, STAGES, name_of
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.world import World
 from hecate.wrap.attention_config import AttentionConfig, attention_config
@@ -35,7 +35,10 @@ def check_usable(model: nn.Module, config: Config) -> None:
             "Hecate averages gradients itself"
         )
     _check_whole(model)
-    names = [function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)]
+    for name in config.disable_passes:
+        if name in REQUIRED:
+            raise ValueError(f"hecate.Config: disable_passes names {name!r}; {REQUIRED[name]}")
+    names = [name for stage in STAGES for name in map(name_of, stage.entries) if name not in REQUIRED]
     unknown = [name for name in config.disable_passes if name not in names]
     if unknown:
         raise ValueError(f"hecate.Config: disable_passes names {unknown}; the passes are {names}")

@@ -12,6 +12,7 @@ from hecate.commands.bisect import bisect
 from hecate.commands.doctor import doctor
 from hecate.commands.dump import dump
 from hecate.commands.explain import explain
+from hecate.commands.passes import passes
 from hecate.commands.replay import replay
 from hecate.commands.report import report
 from hecate.commands.simulate import simulate
@@ -34,7 +35,7 @@ def main(
     """Train Mixture-of-Experts models without stragglers."""
 
 
-_COMMANDS: tuple[Callable[..., None], ...] = (explain, dump, bisect, report, doctor, simulate, replay)
+_COMMANDS: tuple[Callable[..., None], ...] = (explain, dump, bisect, passes, report, doctor, simulate, replay)
 for _command in _COMMANDS:
     app.command()(_command)
 

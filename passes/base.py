@@ -134,6 +134,36 @@ class PassRecord:
 Pass = Callable[[GraphModule, PassContext], Outcome]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewrite:
+    """A rewrite of what is no graph yet. A room above this one does it, so the list has it by name.
+
+    Attributes:
+        name: of the function that does it.
+        file: where that is, from the repository's root.
+        does: what it does, in one line.
+    """
+
+    name: str
+    file: str
+    does: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Passes and rewrites that run at one time.
+
+    Attributes:
+        name: of the stage.
+        when: what they run on.
+        entries: in the order in which they run.
+    """
+
+    name: str
+    when: str
+    entries: tuple[Pass | Rewrite, ...]
+
+
 class Refused(Exception):
     """A pass does not understand what it sees; the message is the reason. The graph is unchanged.
 

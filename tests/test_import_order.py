@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.passes.base",),
     ("hecate.passes.fx",),
     ("hecate.passes.captured", "hecate.passes.joint", "hecate.passes.final"),
-    ("hecate.passes.attention",),
+    ("hecate.passes.attention", "hecate.passes.eager"),
     ("hecate.passes.invariants", "hecate.passes.fingerprint"),
     ("hecate.passes.dumps",),
     ("hecate.passes",),

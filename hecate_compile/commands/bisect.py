@@ -18,11 +18,15 @@ from hecate.commands.bisect_worker import Trial
 from hecate.commands.console import console
 from hecate.commands.launch import run_ranks
 from hecate.commands.script_facts import TOLERANCE, ScriptFacts
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, summary_of
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, REQUIRED, summary_of
 
-# In the order in which they run; a pass that runs in several places is switched off in all.
-_BY_NAME = {function.__name__: function for function in reversed((*PASSES, *JOINT_PASSES, *FINAL_PASSES))}
-NAMES = tuple(dict.fromkeys(function.__name__ for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)))
+# In the order in which they run. What only lets a model be traced, or run node by node, is no part of the search.
+_BY_NAME = {
+    function.__name__: function
+    for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)
+    if function.__name__ not in REQUIRED
+}
+NAMES = tuple(_BY_NAME)
 # Lines of a failed trial's output that are shown.
 _TAIL = 15
 

@@ -15,7 +15,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.config import Config
-from hecate.graph.activation_checkpointing import keep_plans
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
@@ -72,6 +71,7 @@ class Backend:
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         key_heads: heads of keys in the model's config, if it has any.
+        source_diff: how the model's code was changed, as the lines of a diff; dumped with the graphs.
         sparse_layers: how many layers must become sparse; None for as many as in the first graph.
         graphs: what has been compiled so far.
         compared: how many graphs all ranks have compared so far, so this is the same on all.
@@ -86,6 +86,7 @@ class Backend:
     dense_parameters: int = 0
     key_heads: int | None = None
     sparse_layers: int | None = None
+    source_diff: Sequence[str] = ()
     graphs: list[GraphRecord] = field(default_factory=list)
     compared: int = 0
     _warned: set[str] = field(default_factory=set)
@@ -100,6 +101,8 @@ class Backend:
         if options is not None and (self.world.rank == 0 or options.every_rank):
             folder = own_folder(options.folder / f"rank{self.world.rank}")
             self._dumps = DumpFolder(folder, options.most_bytes)
+            if self.source_diff:
+                self._dumps.write("make_loops_traceable.diff", "\n".join(self.source_diff) + "\n")
 
     def entry(self) -> Callable[..., Callable[..., Any]]:
         """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
@@ -201,7 +204,6 @@ class Backend:
             dump=self._dumps.part(number, "", names) if self._dumps else graph_log(number, "", names),
         )
         self._refuse_dense(records)
-        keep_plans(gm, self.config.rematerialize)
         records = [replace(record, skipped=tuple(map(_with_break, record.skipped))) for record in records]
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
         record = GraphRecord(

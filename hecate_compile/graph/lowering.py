@@ -19,8 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
 import hecate.runtime
-from hecate.graph.eager import note_row_reads, select_rows, simplify_views
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes import EAGER_JOINT_PASSES, EAGER_PASSES, FINAL_PASSES, JOINT_PASSES, Pass, PassContext
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
 from hecate.passes.dumps.graph_log import graph_log
@@ -97,25 +96,27 @@ def lower(
     sources = sources_of(gm)
 
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
-        if context.world_size > 1 or part == "joint":
-            note_sources(gm, sources)
-            names = context.layer_names
-            log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
-            here = replace(context, part=part)
-            check = _lint if part == "joint" else verify_final
-            done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
-            records[part] = tuple(done)
-            if part != "joint":
-                starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
-                notes[part] = tuple(notes_in(gm.graph.nodes))
-                if log:
-                    log.schedule(schedule_lines(notes[part]))
+        if not passes:
+            return
+        note_sources(gm, sources)
+        names = context.layer_names
+        log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
+        here = replace(context, part=part)
+        check = _lint if part == "joint" else verify_final
+        done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
+        records[part] = tuple(done)
+        if part != "joint" and context.world_size > 1:
+            starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
+            notes[part] = tuple(notes_in(gm.graph.nodes))
+            if log:
+                log.schedule(schedule_lines(notes[part]))
 
+    final = FINAL_PASSES if context.world_size > 1 else ()
     kept = _capture.get()
     if kept is not None:
-        return _aot_eager(gm, inputs, run, lambda gm, part: _keep(gm, replace(context, part=part), kept))
+        return _aot_eager(gm, inputs, run, final, lambda gm, part: _keep(gm, replace(context, part=part), kept))
     if backend == "aot_eager":
-        return _aot_eager(gm, inputs, run)
+        return _aot_eager(gm, inputs, run, final)
     return _inductor(gm, inputs, run, context, disabled, dumping=dumping)
 
 
@@ -142,36 +143,36 @@ def _keep(gm: GraphModule, context: PassContext, kept: list[Captured]) -> Compil
 
 
 def _aot_eager(
-    gm: GraphModule, inputs: list[Any], run: Run, finish: Callable[[GraphModule, str], Compiled] | None = None
+    gm: GraphModule,
+    inputs: list[Any],
+    run: Run,
+    final: Sequence[Pass],
+    finish: Callable[[GraphModule, str], Compiled] | None = None,
 ) -> Compiled:
-    def compiler(part: str) -> Compiled:
+    """Run the passes, and then the graphs node by node, or what ``finish`` makes of them before passes for that."""
+
+    def compiler(part: str, first: Sequence[Pass] = ()) -> Compiled:
         def compile(gm: GraphModule, inputs: list[Any]) -> Any:
-            run(gm, FINAL_PASSES, part)
             if finish is not None:
+                run(gm, final, part)
                 return finish(gm, part)
             if part == "backward":
                 _keep_saved_tensors()
-            simplify_views(gm)
-            select_rows(gm)
+            run(gm, (*first, *final, *EAGER_PASSES), part)
             return boxed_nop(gm, inputs)
 
         return compile
 
-    def without_gradients(gm: GraphModule, inputs: list[Any]) -> Any:
-        # There was no joint graph to note them in.
-        note_row_reads(gm)
-        return compiler("forward")(gm, inputs)
-
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        run(joint, JOINT_PASSES, "joint")
-        note_row_reads(joint)
+        run(joint, (*JOINT_PASSES, *EAGER_JOINT_PASSES), "joint")
         parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
         return parts
 
     compiled: Compiled = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
-        inference_compiler=without_gradients,
+        # Without gradients there is no joint graph.
+        inference_compiler=compiler("forward", EAGER_JOINT_PASSES),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)

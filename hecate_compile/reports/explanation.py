@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hecate.graph.backend import GraphRecord
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, Pass, Remark, Skip, summary_of
+from hecate.passes import STAGES, Remark, Skip, name_of, summary_of
 from hecate.passes.base import PassRecord
 from hecate.reports.kept_parameters import KeptParameters
 from hecate.reports.tables import Section, sections_as_html, sections_as_text
@@ -19,7 +19,7 @@ from hecate.wrap.find_experts import ExpertsModule, PassedOver
 
 # What to do about a layer that was left alone for a reason that has no advice of its own.
 _OTHERWISE = "docs/models.md has the spellings that are rewritten; the program is right, but slower"
-_LATER: dict[str, tuple[Pass, ...]] = {"joint": JOINT_PASSES, "forward": FINAL_PASSES, "backward": FINAL_PASSES}
+_SUMMARIES = {name_of(entry): summary_of(entry) for stage in STAGES for entry in stage.entries}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +154,14 @@ class Explanation:
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
-        parts += [f"changed so that it can be traced (hecate/wrap/loops says how): {place}" for place in self.loops]
+        parts += [f"changed so that it can be traced (make_loops_traceable): {place}" for place in self.loops]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
         for number, graph in enumerate(self.graphs):
             title = f"graph {number}: {graph.nodes} calls"
-            parts.append(_passes(title, PASSES, graph.passes))
+            parts.append(_passes(title, graph.passes))
             for part, records in graph.later.items():
-                parts.append(_passes(f"graph {number}, {part}", _LATER[part], records))
+                parts.append(_passes(f"graph {number}, {part}", records))
             if self.world.size > 1 and not graph.later:
                 parts.append(f"graph {number} behind autograd: from a cache, or not compiled yet")
         if self.regions:
@@ -279,11 +279,10 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
     return Region(graph=number, layer=layer, rewritten=True)
 
 
-def _passes(title: str, functions: tuple[Pass, ...], records: tuple[PassRecord, ...]) -> Section:
-    summaries = {function.__name__: summary_of(function) for function in functions}
+def _passes(title: str, records: tuple[PassRecord, ...]) -> Section:
     rows = tuple(
         (
-            str(index), record.name, summaries.get(record.name, ""),
+            str(index), record.name, _SUMMARIES.get(record.name, ""),
             str(record.rewritten) if record.enabled else "off", str(len(record.skipped)),
             f"{record.seconds * 1e3:.1f}",
         )

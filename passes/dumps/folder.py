@@ -1,6 +1,7 @@
 """Graph dumps on disk: what went in, what each pass changed, and a page that walks through it.
 
     rank0/index.html
+    rank0/make_loops_traceable.diff          what was changed in the model's code, if anything was
     rank0/graph0/00_model.py                 what Dynamo captured
     rank0/graph0/12_exchange_rows.py, .diff  what a pass made of it, where it changed something
     rank0/graph0/joint/, forward/, backward/ the same behind autograd
@@ -103,6 +104,8 @@ def own_folder(folder: Path) -> Path:
         folder = folder.with_name(f"{folder.name}-model{number}")
     for path in (*old, *folder.glob("graph[0-9]*")):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("*.diff"):
+        path.unlink(missing_ok=True)
     return folder
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import hecate
+from hecate.passes import REQUIRED
 from hecate.runtime.comm.world import World
 from hecate.runtime.one_sided import carrier
 from hecate.runtime.placement.topology import Topology
@@ -109,8 +110,15 @@ def test_meta_tensors_that_nothing_initializes_are_named() -> None:
 
 
 def test_unknown_pass_name_lists_the_passes() -> None:
-    with pytest.raises(ValueError, match=r"\['exchange_row'\]; the passes are \['drop_causal_masks'"):
+    first = "'make_loops_traceable', 'drop_causal_masks'"
+    with pytest.raises(ValueError, match=rf"\['exchange_row'\]; the passes are \[{first}"):
         hecate.compile(build("plain"), hecate.Config(disable_passes=("exchange_row",)))
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_what_cannot_be_switched_off_says_why(name: str) -> None:
+    with pytest.raises(ValueError, match=f"names '{name}'; without it"):
+        hecate.compile(build("plain"), hecate.Config(disable_passes=(name,)))
 
 
 class Splits(Anything):

@@ -209,7 +209,7 @@ def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
         assert "run a forward first" in result["early"]
         assert "ranks disagree on the order of collectives in the forward of graph 0" in result["disagreement"]
         on, off = result["on"], result["off"]
-        final = ["split_collectives", "schedule", "order_collectives"]
+        final = ["split_collectives", "schedule", "order_collectives", "simplify_views", "select_rows"]
         assert list(on["later"]) == ["joint", "forward", "backward"]
         assert on["later"]["forward"] == [[one, True] for one in final]
         assert off["later"]["backward"] == [[one, one != "schedule"] for one in final]

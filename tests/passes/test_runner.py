@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from hecate.passes import PASSES, Outcome, PassContext, summary_of
+from hecate.passes import PASSES, REQUIRED, STAGES, Outcome, PassContext, Rewrite, name_of, summary_of
 from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.value_names import pass_of
@@ -23,6 +24,7 @@ from hecate.passes.runner import run_passes
 from tests.passes.captured.test_exchange_rows import region
 from tests.support.graphs import GraphUnderTest, H, targets
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = PassContext(world_size=2)
 EXCHANGE = [function.__name__ for function in PASSES].index("exchange_rows") + 1
 
@@ -221,11 +223,33 @@ def test_a_pass_that_breaks_an_invariant_is_stopped() -> None:
         run_passes(region(GraphUnderTest()), CONTEXT, passes=(*PASSES, lose_rows))
 
 
-def test_every_pass_says_what_it_does() -> None:
-    for function in PASSES:
-        assert summary_of(function), function.__name__
-        doc = __import__("sys").modules[function.__module__].__doc__
-        assert all(word in doc for word in ("Needs", "Changes", "Never")), function.__name__
+def test_every_entry_of_the_list_says_what_it_does() -> None:
+    entries = [entry for stage in STAGES for entry in stage.entries]
+    names = [name_of(entry) for entry in entries]
+    assert len(set(names)) == len(names) and {*REQUIRED} <= {*names}
+    for entry in entries:
+        assert summary_of(entry), entry
+        if isinstance(entry, Rewrite):
+            assert f"def {entry.name}(" in (ROOT / entry.file).read_text()
+            continue
+        doc = sys.modules[entry.__module__].__doc__
+        assert doc and all(word in doc for word in ("Needs", "Changes", "Never")), entry.__name__
+
+
+def test_every_pass_is_in_the_list() -> None:
+    """A pass takes a graph and a context; there is none in the folders that nobody runs."""
+    found = {
+        node.name
+        for path in (ROOT / "passes").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name == path.stem
+        and ast.unparse(node.returns or node) == "Outcome"
+    }
+    assert found == {name_of(entry) for stage in STAGES for entry in stage.entries if not isinstance(entry, Rewrite)}
+
+
+def test_a_summary_is_the_first_line() -> None:
     assert summary_of(share_gathers) == "read every expert parameter once"
 
 

@@ -27,6 +27,6 @@ is refused on several ranks. A mask is taken to have no negative entries.
 | ``syntax`` | questions about syntax trees |
 """
 
-from hecate.wrap.loops.rewrite import make_loops_traceable
+from hecate.wrap.loops.rewrite import ChangedLoops, make_loops_traceable
 
-__all__ = ["make_loops_traceable"]
+__all__ = ["ChangedLoops", "make_loops_traceable"]

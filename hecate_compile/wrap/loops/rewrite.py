@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import logging
 import textwrap
@@ -29,21 +30,28 @@ class _Rewritten:
     Attributes:
         lines: where it was changed.
         loop: the first line of a loop that left experts out, if there is one.
+        diff: the lines of a unified diff, both sides as they are unparsed.
     """
 
     function: FunctionType
     lines: list[int]
     loop: int | None
+    diff: list[str]
 
 
-def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True)
+class ChangedLoops:
+    """Places where model code was changed, as ``file:line``, and how, as the lines of a unified diff."""
+
+    places: tuple[str, ...] = ()
+    diff: tuple[str, ...] = ()
+
+
+def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
     """Change such code in the methods of experts modules and of those that they are in.
 
     Args:
         ranks: where there are several, what is left as it is cannot be traced later.
-
-    Returns:
-        Where they are, as ``file:line``.
 
     Raises:
         ValueError: a loop of several ranks leaves out experts without rows, and has to.
@@ -54,6 +62,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
             near.setdefault(name, []).append(experts)
     done: dict[tuple[FunctionType, bool], _Rewritten | None] = {}
     places: dict[str, None] = {}
+    diffs: dict[FunctionType, list[str]] = {}
     for name, module in list(model.named_modules()):
         if name not in near:
             continue
@@ -73,10 +82,11 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
                 if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}", ranks):
                     continue
                 changed[key] = rewritten.function
+                diffs[function] = rewritten.diff
                 places |= dict.fromkeys(f"{file}:{line}" for line in rewritten.lines)
         if changed:
             swap_class(module, changed)
-    return tuple(places)
+    return ChangedLoops(places=tuple(places), diff=tuple(line for diff in diffs.values() for line in diff))
 
 
 def _mind(near: Sequence[ExpertsModule], loop: str, ranks: int) -> bool:
@@ -128,10 +138,14 @@ def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
     if not isinstance(definition, ast.FunctionDef):
         return None
     ast.increment_lineno(tree, start - 1)
+    before = ast.unparse(definition).splitlines()
     loops = Loops(definition, listed)
     definition = loops.visit(definition)
     loop = min(loops.lines, default=None)
     definition = Counts(loops.lines).visit(definition)
     if not loops.lines or has_private_names(definition):
         return None
-    return _Rewritten(compiled(definition, function), loops.lines, loop)
+    file = function.__code__.co_filename
+    name = f"{file}:{function.__qualname__}"
+    diff = difflib.unified_diff(before, ast.unparse(definition).splitlines(), name, f"{name}, traced", lineterm="")
+    return _Rewritten(compiled(definition, function), loops.lines, loop, list(diff))

@@ -275,3 +275,12 @@ def test_version_and_where_torch_is_missing(tmp_path: Path) -> None:
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0 and f"Example: hecate {command}" in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_list_of_passes() -> None:
+    out = CliRunner().invoke(app, ["passes"])
+    assert out.exit_code == 0, out.output
+    names = ("make_loops_traceable", "install_reads", "exchange_rows", "schedule")
+    places = [out.output.index(name) for name in names]
+    assert places == sorted(places)
+    assert "always on: without it a checkpointed" in out.output and "captured/exchange_rows.py" in out.output

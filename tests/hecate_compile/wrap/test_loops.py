@@ -6,14 +6,16 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import hecate
 from hecate.wrap.find_experts import find_experts
-from hecate.wrap.loops import make_loops_traceable
+from hecate.wrap.loops import ChangedLoops, make_loops_traceable
 from hecate.wrap.loops.empty_turns import keeps_rows
 from hecate.wrap.swapped_class import class_before
 
@@ -123,7 +125,7 @@ class Decorated(Experts):
 def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     module = kind()
     expected = module(torch.zeros(6, 3))
-    places = make_loops_traceable(module, find_experts(module)[0])
+    places = make_loops_traceable(module, find_experts(module)[0]).places
     source, start = inspect.getsourcelines(inspect.unwrap(vars(kind)["forward"]))
     loop = start + next(number for number, line in enumerate(source) if " for " in line)
     assert f"{__file__}:{loop}" in places
@@ -156,7 +158,7 @@ class BinnedMethod(Experts):
 def test_counts_of_a_known_length(kind: type[Experts]) -> None:
     module = kind()
     expected = module(torch.zeros(6, 3))
-    assert len(make_loops_traceable(module, find_experts(module)[0])) == 1
+    assert len(make_loops_traceable(module, find_experts(module)[0]).places) == 1
     assert torch.equal(module(torch.zeros(6, 3)), expected)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
@@ -377,14 +379,14 @@ class Sentinel(Experts):
 )  # fmt: skip
 def test_left_alone(kind: type[Experts]) -> None:
     module = kind()
-    assert make_loops_traceable(module, find_experts(module)[0]) == ()
+    assert make_loops_traceable(module, find_experts(module)[0]) == ChangedLoops()
     assert type(module) is kind is class_before(module)
 
 
 def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
     model = nn.ModuleDict({"block": nn.Sequential(Guard()), "aside": nn.Sequential(Guard())})
     found = [experts for experts in find_experts(model)[0] if experts.name.startswith("block")]
-    assert len(make_loops_traceable(model, found)) == 1
+    assert len(make_loops_traceable(model, found).places) == 1
     assert type(model["block"][0]) is not Guard and class_before(model["block"][0]) is Guard
     assert type(model["aside"][0]) is Guard
 
@@ -401,3 +403,18 @@ def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
 def test_what_is_defined_without_rows(call: str, keeps: bool) -> None:
     (node,) = (part.value for part in ast.parse(call).body if isinstance(part, ast.Expr))
     assert isinstance(node, ast.Call) and keeps_rows(node) is keeps
+
+
+def test_the_change_can_be_dumped_and_switched_off(tmp_path: Path) -> None:
+    text = []
+    for number, off in enumerate(((), ("make_loops_traceable",))):
+        folder = tmp_path / str(number)
+        model = nn.Sequential(Guard())
+        config = hecate.Config(backend="aot_eager", dump=str(folder), disable_passes=off)
+        text.append(hecate.explain(hecate.compile(model, config)).loops)
+        diff = folder / "rank0" / "make_loops_traceable.diff"
+        assert diff.exists() is (not off)
+        if not off:
+            lines = diff.read_text().splitlines()
+            assert any(line.startswith("-") and "continue" in line for line in lines), lines
+    assert text[0] and not text[1]

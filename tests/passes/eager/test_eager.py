@@ -16,10 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hecate
 from hecate.graph import lowering
-from hecate.graph.eager import note_row_reads, select_rows, simplify_views
+from hecate.passes import PassContext
+from hecate.passes.eager.note_row_reads import note_row_reads
+from hecate.passes.eager.select_rows import select_rows
+from hecate.passes.eager.simplify_views import simplify_views
 from tests.support.models import batch, build
 
 aten = torch.ops.aten
+CONTEXT = PassContext(world_size=1)
 T, K, H = 6, 2, 5
 
 
@@ -31,7 +35,8 @@ def test_views_that_change_nothing_are_no_calls() -> None:
     x = torch.randn(2, 3)
     gm = make_fx(function, tracing_mode="fake")(x)
     before = gm(x)
-    simplify_views(gm)
+    simplify_views(gm, CONTEXT)
+    gm.recompile()
     targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
     assert targets == [aten.sin.default, aten.reshape.default, aten.reshape.default]
     after = gm(x)
@@ -43,7 +48,8 @@ def test_views_that_change_nothing_are_no_calls() -> None:
 
 def test_views_of_sizes_that_vary_stay() -> None:
     gm = make_fx(lambda x: aten.view.default(x, x.shape).sin(), tracing_mode="symbolic")(torch.randn(2, 3))
-    simplify_views(gm)
+    simplify_views(gm, CONTEXT)
+    gm.recompile()
     assert sum(node.target is aten.reshape.default for node in gm.graph.nodes) == 1
     torch.testing.assert_close(gm(torch.ones(4, 5)), torch.ones(4, 5).sin())
 
@@ -58,12 +64,13 @@ def selected(function: Callable[[Tensor, Tensor], Tensor], *, dynamic: bool = Fa
     tokens, experts, found = torch.randn(T, H), torch.randint(0, 4, (T, K)), []
 
     def compile(gm: GraphModule, inputs: list[Any]) -> Any:
-        found.append(select_rows(gm))
+        found.append(select_rows(gm, CONTEXT).rewritten)
+        gm.recompile()
         gm.graph.lint()
         return boxed_nop(gm, inputs)
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        note_row_reads(joint)
+        note_row_reads(joint, CONTEXT)
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     backend, results = aot_autograd(fw_compiler=compile, partition_fn=partition), []
@@ -142,8 +149,8 @@ def test_other_devices_keep_their_reads() -> None:
         return rows[torch.sort(experts)[1]].sin()
 
     gm = make_fx(function, tracing_mode="fake")(torch.randn(T, H, device="meta"), torch.randint(0, 4, (T,)))
-    note_row_reads(gm)
-    assert select_rows(gm) == 0
+    note_row_reads(gm, CONTEXT)
+    assert select_rows(gm, CONTEXT).rewritten == 0
 
 
 @pytest.mark.parametrize("training", [True, False])

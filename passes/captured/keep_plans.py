@@ -1,4 +1,12 @@
-"""Checkpointed layers run twice; the plan of an exchange, and the rows that it moved, must not change between."""
+"""keep_plans: checkpointed layers keep their plans, and rows that were exchanged.
+
+Needs    bodies of ``torch.utils.checkpoint``, after all passes that write into them.
+Changes  the context function of a body: placements, counts, tickets and exchanged rows are saved, and gathered
+         experts too unless the user asks for ``rematerialize``
+Never    touches what else is computed again: that is as the user's own ``context_fn`` says, or as by default.
+
+A plan that is made again would be that of a later step, and rows would travel again. So it cannot be switched off.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import calls
 from hecate.runtime.comm.collective import collectives
 from hecate.runtime.ops.registration import PLANS
@@ -23,24 +32,19 @@ def _not_our_contexts(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in str(record.msg)
 
 
-def keep_plans(gm: GraphModule, rematerialize: bool) -> None:
-    """Save placements, counts, tickets and exchanged rows of every ``torch.utils.checkpoint`` body in ``gm``.
-
-    Plans computed again would be those of a later step, and rows would travel again. So would gathered experts,
-    unless the user asks for that with ``rematerialize``. All else is recomputed as the user's own ``context_fn``
-    says, or as checkpointing does by default.
-    """
-    kept = _kept(rematerialize)
-    for owner in gm.modules():
-        if not isinstance(owner, GraphModule):
+def keep_plans(gm: GraphModule, context: PassContext) -> Outcome:
+    """Give every body that ``gm`` calls its context function."""
+    kept, rewritten = _kept(context.rematerialize), 0
+    for node in gm.graph.nodes:
+        if not calls(node, _BODY):
             continue
-        for node in owner.graph.nodes:
-            if calls(node, _BODY):
-                body: Any = getattr(owner, str(node.args[0].target))
-                if any(n.target in kept for n in body.graph.nodes):
-                    # torch warns about contexts of users; these are ours.
-                    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_our_contexts)
-                    body.meta[_KEY] = functools.partial(_contexts, kept, body.meta.get(_KEY))
+        body: Any = getattr(gm, str(node.args[0].target))
+        if any(n.target in kept for n in body.graph.nodes):
+            # torch warns about contexts of users; these are ours.
+            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_our_contexts)
+            body.meta[_KEY] = functools.partial(_contexts, kept, body.meta.get(_KEY))
+            rewritten += 1
+    return Outcome(rewritten=rewritten)
 
 
 def _kept(rematerialize: bool) -> frozenset[Any]:
