@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo.pgo
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """What one test compiled is no part of the next one, nor is a grad mode that a failing test left behind."""
-    torch._dynamo.reset()
+    """Sizes that torch saw change in one test are not dynamic in the next, nor is a failing test's grad mode kept."""
+    torch._dynamo.pgo.reset_code_state()
     yield
     torch.set_grad_enabled(True)

@@ -34,7 +34,6 @@ def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
 
     found = {}
     for name, kind in blocks_of_page().items():
-        torch._dynamo.reset()
         models = []
         for _ in range(2):
             torch.manual_seed(0)

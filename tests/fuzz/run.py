@@ -28,7 +28,6 @@ def run_models(seed: int, numbers: list[int], cases: list[int]) -> list[str]:
     warnings.simplefilter("ignore")
     problems = []
     for number in numbers:
-        torch._dynamo.reset()
         problems += _run_model(seed, number, cases)
     return problems
 

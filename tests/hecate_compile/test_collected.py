@@ -82,7 +82,6 @@ def keep_the_loss(size: int) -> list[bool]:
         loss = model(batch(0, rows=2), batch(0, rows=2))["loss"]
         gone = weakref.ref(model)
         del model, parameter
-        torch._dynamo.reset()
         gc.collect()
         loss.backward()
         found += [gone() is None, len(seen) == expected]

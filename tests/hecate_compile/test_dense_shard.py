@@ -32,7 +32,6 @@ FREE_LINKS = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
 
 
 def _compiled(model: nn.Module, **options: Any) -> nn.Module:
-    torch._dynamo.reset()
     config = {"backend": "aot_eager", "rates": FREE_LINKS, "dense": "shard"} | options
     return hecate.compile(model, hecate.Config(**config))
 

@@ -66,7 +66,6 @@ def count_bytes(dispatch: Any, nodes: tuple[int, ...]) -> dict[str, Any]:
     """Bytes between nodes in a step with four choices of each token, and which nodes its experts are on."""
     import hecate
 
-    torch._dynamo.reset()
     changes = {"layers": 1, "num_experts_per_tok": 4}
     reference, model = build("qwen3_moe", **changes), build("qwen3_moe", **changes)
     owners: list[int] = []

@@ -35,7 +35,6 @@ def train(
     """On one rank: the worst errors of some steps, on a hostile transport if ``race``."""
     import hecate
 
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     reference, model = build("qwen3_moe"), build("qwen3_moe")
     if checkpointed:
@@ -136,7 +135,6 @@ def show(folder: str) -> dict[str, Any]:
 
     found = {}
     for name, disabled in {"on": (), "off": ("schedule",)}.items():
-        torch._dynamo.reset()
         place = Path(folder) / name
         config = hecate.Config(
             backend="aot_eager", policy=Anything(), disable_passes=disabled, dump=place, dump_ranks="all"
@@ -169,7 +167,6 @@ def _in_another_order_on_rank_1() -> str:
     import hecate
     from hecate.graph import lowering
 
-    torch._dynamo.reset()
     without = tuple(p for p in lowering.FINAL_PASSES if p.__name__ != "schedule")
     passes = without if torch.distributed.get_rank() == 1 else lowering.FINAL_PASSES
     model = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager", policy=Anything()))

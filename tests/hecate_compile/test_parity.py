@@ -99,7 +99,6 @@ def measure(
     """
     import hecate
 
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     dtype = options.pop("dtype", "float32")
     if options.get("policy") == "anything":

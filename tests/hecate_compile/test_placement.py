@@ -106,7 +106,6 @@ def resharding_is_invisible() -> dict[str, Any]:
     for name, make in OPTIMIZERS.items():
         if name == "AdamW foreach" and not ALL:
             continue
-        torch._dynamo.reset()
         # Two layers once: their moves are agreed on together.
         layers = 2 if name == "AdamW" else 1
         models = [_compiled(build("qwen3_moe", layers=layers), policy=p) for p in (Moving(reshard_every=2), "static")]
@@ -253,7 +252,6 @@ def degenerate() -> dict[str, Any]:
     }
     found = {}
     for name, (model_options, options) in cases.items():
-        torch._dynamo.reset()
         reference = build("qwen3_moe", layers=1, **model_options)
         model = _compiled(build("qwen3_moe", layers=1, **model_options), **options)
         worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(3))
@@ -386,7 +384,6 @@ def resume() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     saved = first.state_dict(), copy.deepcopy(optimizer.state_dict())
-    torch._dynamo.reset()
     second = _compiled(build("qwen3_moe", seed=1, layers=1), policy="static")
     second.load_state_dict(saved[0])
     resumed = torch.optim.AdamW(second.parameters(), lr=1e-2)

@@ -78,7 +78,6 @@ def step_and_compare(model: Any, reference: Any, ids: torch.Tensor) -> Differenc
 
 def measure(family: str, options: dict[str, Any], **config: Any) -> dict[str, Any]:
     """On one rank: the worst errors over some lengths, and how much was compiled."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     if config.get("policy") == "anything":
         config["policy"] = Anything()
@@ -239,9 +238,7 @@ def test_refused_in_the_first_forward() -> None:
     padded = torch.ones(2, 50, dtype=torch.long)
     text = message_of(compiled("llama"), attention_mask=padded)
     assert "model.layers.1.self_attn cannot have S2-Attention: the mask depends on attention_mask" in text
-    torch._dynamo.reset()
     assert "has a window or another pattern" in message_of(compiled("mixtral", sliding_window=20))
-    torch._dynamo.reset()
     assert "dropout" in message_of(compiled("llama", attention_dropout=0.1).train())
 
 
@@ -337,7 +334,6 @@ def test_a_model_that_is_not_compiled_at_all() -> None:
 def test_checkpoints_know_the_option(tmp_path: Path) -> None:
     model = compiled("mixtral")
     hecate.save(tmp_path / "run", model, step=1)
-    torch._dynamo.reset()
     other = compiled("mixtral", OPTIONS | {"local": 2})
     with pytest.raises(hecate.MismatchError, match=r"hecate\.attention\.local was 1 and is 2"):
         hecate.load(tmp_path / "run", other)

@@ -282,7 +282,6 @@ def mixed_precision() -> dict[str, Any]:
 
     found = {}
     for family in ("qwen3_moe", "gpt_oss", "plain"):
-        torch._dynamo.reset()
         reference = build(family, layers=1)
         for parameter in reference.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -317,7 +316,6 @@ def test_mixed_precision_computes_in_bf16() -> None:
 
     import hecate
 
-    torch._dynamo.reset()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager", mixed_precision=policy))
     out = model(input_ids=batch(0), labels=batch(0))

@@ -28,7 +28,6 @@ def small(kind: type[PlainLanguageModel] = PlainLanguageModel, **options: Any) -
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
-    torch._dynamo.reset()
     return hecate.compile(model, hecate.Config(**({"backend": "aot_eager", "policy": Anything()} | options)))
 
 

@@ -121,7 +121,6 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
 
 
 def test_one_process() -> None:
-    torch._dynamo.reset()
     model, reference = adapted("qwen3_moe"), adapted("qwen3_moe")
     hecate.compile(model, hecate.Config(backend="aot_eager"))
     ids = batch(0, rows=2)

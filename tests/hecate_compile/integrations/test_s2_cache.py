@@ -21,7 +21,6 @@ only_with_all = pytest.mark.skipif(not ALL, reason="ten seconds or more of gener
 
 def pair(family: str, options: dict[str, Any] = OPTIONS, **changes: Any) -> tuple[Any, Any]:
     """A compiled model, and the plain one with masks."""
-    torch._dynamo.reset()
     attention = hecate.S2Attention(**options)
     reference, model = (model_of(family, use_cache=True, **changes).eval() for _ in range(2))
     give_masks(reference, attention)

@@ -65,7 +65,6 @@ def train(folder: str) -> dict[str, Any]:
     found["compiled"] = logs_of(trainer)
     found["weights"] = difference(model.state_dict(), expected)
 
-    torch._dynamo.reset()
     resumed = hecate.compile(build("qwen3_moe", layers=1, seed=1), config())
     again = trainer_of(resumed, f"{folder}/compiled")
     again.train(resume_from_checkpoint=f"{folder}/compiled/checkpoint-2")
@@ -75,7 +74,6 @@ def train(folder: str) -> dict[str, Any]:
     halfway = AutoModelForCausalLM.from_pretrained(f"{folder}/plain/checkpoint-2").state_dict()
     found["best"] = difference(resumed.state_dict(), halfway)
 
-    torch._dynamo.reset()
     other = trainer_of(
         hecate.compile(build("qwen3_moe", layers=1), config()), f"{folder}/bf16", save_strategy="no", bf16=True,
         gradient_checkpointing=True,

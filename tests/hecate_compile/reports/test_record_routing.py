@@ -83,7 +83,6 @@ def test_a_bug_in_a_replay_is_no_bad_option(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_refusals_and_a_block_that_raises(tmp_path: Path) -> None:
-    torch._dynamo.reset()
     model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))
     for wrong in (tmp_path / "nowhere" / "x.npz", tmp_path):
         with pytest.raises(OSError, match=f"rank 0 cannot write {wrong}"), hecate.record(model, wrong):

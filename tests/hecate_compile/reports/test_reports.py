@@ -27,7 +27,6 @@ from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 
 @pytest.fixture
 def model() -> torch.nn.Module:
-    torch._dynamo.reset()
     return hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))
 
 
@@ -79,7 +78,6 @@ def test_imbalance() -> None:
 
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     if how == "environment":
         monkeypatch.setenv("HECATE_DUMP", str(tmp_path))
     config = hecate.Config(backend="aot_eager", dump=tmp_path if how == "option" else None)
@@ -127,7 +125,6 @@ def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
 
 
 def test_a_layer_that_is_left_alone_names_the_line_and_the_fix() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = hecate.compile(PlainLanguageModel(MixingMoE), hecate.Config(backend="aot_eager"))
     with pytest.warns(UserWarning, match="gathers all its experts"):
@@ -156,7 +153,6 @@ class BreakingMoE(PlainMoE):
 
 
 def test_a_layer_is_told_of_in_the_graph_that_has_it() -> None:
-    torch._dynamo.reset()
     model = hecate.compile(PlainLanguageModel(BreakingMoE, experts=2), hecate.Config(backend="aot_eager"))
     model(batch(0), batch(0))
     explanation = hecate.explain(model)

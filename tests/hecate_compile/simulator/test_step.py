@@ -64,7 +64,6 @@ def test_sparse_attention_is_charged_for_its_blocks() -> None:
     options = hecate.S2Attention(block=16, local=1, dense_layers=(0,))
 
     def operations(attention: hecate.S2Attention | None) -> list[float]:
-        torch._dynamo.reset()
         model = build("qwen3_moe", max_position_embeddings=length)
         config = hecate.Config(replicas=1, attention=attention)
         made = capture(model, {"input_ids": ids, "labels": ids}, SPEC, config)

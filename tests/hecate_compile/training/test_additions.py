@@ -54,7 +54,6 @@ def added() -> dict[str, Any]:
     rank, _ = rank_and_size()
     found = {}
     for name, change in {"adapter": adapt, "resized": resize}.items():
-        torch._dynamo.reset()
         reference, model = small(), small()
         hecate.compile(model, hecate.Config(backend="aot_eager"))
         before = step_and_compare(model, reference, batch(0)).gradient

@@ -24,7 +24,6 @@ _HERE = "tests.hecate_compile.training.test_optimizer_state"
 
 
 def trained(dense: Any) -> torch.nn.Module:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = PlainLanguageModel(hidden=8, layers=1, experts=4)
     hecate.compile(model, hecate.Config(backend="aot_eager", dense=dense, policy="static"))

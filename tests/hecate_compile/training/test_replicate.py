@@ -80,7 +80,6 @@ def test_ranks_may_run_different_code() -> None:
 
 
 def test_one_process() -> None:
-    torch._dynamo.reset()
     model, reference = build(), build()
     hecate.compile(model, hecate.Config(policy="replicate", backend="aot_eager"))
     assert torch.allclose(model(*batch(0, 1)), reference(*batch(0, 1)))

@@ -132,7 +132,6 @@ def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     assert torch.equal(module(torch.zeros(6, 3)), expected)
     assert inspect.unwrap(type(module).forward).__code__.co_filename == __file__
     # All of the loop is straight-line code now: it can be captured.
-    torch._dynamo.reset()
     options = dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
     with torch._dynamo.config.patch(options):
         compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -160,7 +159,6 @@ def test_counts_of_a_known_length(kind: type[Experts]) -> None:
     expected = module(torch.zeros(6, 3))
     assert len(make_loops_traceable(module, find_experts(module)[0]).places) == 1
     assert torch.equal(module(torch.zeros(6, 3)), expected)
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         assert torch.allclose(compiled(torch.zeros(6, 3)), expected)

@@ -87,7 +87,6 @@ def train() -> dict[str, Any]:
     """On one rank."""
     found = {}
     for kind in (ListMoE, DictMoE):
-        torch._dynamo.reset()
         model, reference = small(kind), small(kind)
         config = hecate.Config(backend="aot_eager", policy=Anything(reshard_every=2), dense="shard")
         hecate.compile(model, config)
@@ -159,7 +158,6 @@ def test_state_dicts_keep_the_old_names(kind: str) -> None:
 
 
 def test_one_process() -> None:
-    torch._dynamo.reset()
     model, reference = small(), small()
     hecate.compile(model, hecate.Config(backend="aot_eager"))
     loss, expected = (m(batch(0), batch(0))["loss"] for m in (model, reference))

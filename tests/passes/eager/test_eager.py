@@ -60,7 +60,6 @@ def selected(function: Callable[[Tensor, Tensor], Tensor], *, dynamic: bool = Fa
     Results and gradients must be the same, bit for bit.
     """
     torch.manual_seed(0)
-    torch._dynamo.reset()
     tokens, experts, found = torch.randn(T, H), torch.randint(0, 4, (T, K)), []
 
     def compile(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -156,7 +155,6 @@ def test_other_devices_keep_their_reads() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_model_reads_its_rows_as_wholes(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, and a forward without gradients, of which there is no joint graph."""
-    torch._dynamo.reset()
     graphs: list[GraphModule] = []
 
     def run(gm: GraphModule, inputs: list[Any]) -> Any:
