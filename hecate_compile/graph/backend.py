@@ -224,12 +224,25 @@ class Backend:
                 self.world,
             )
         starts: dict[str, list[str]] = {}
-        compiled = lower(
-            gm, example_inputs,
-            backend=self.config.backend, context=context, disabled=self.disabled, dumps=self._dumps,
-            dumping=self._dumping,
-            number=number, starts=starts, records=record.later, notes=record.notes,
-        )  # fmt: skip
+        try:
+            compiled = lower(
+                gm,
+                example_inputs,
+                backend=self.config.backend,
+                context=context,
+                disabled=self.disabled,
+                dumps=self._dumps,
+                dumping=self._dumping,
+                number=number,
+                starts=starts,
+                records=record.later,
+                notes=record.notes,
+            )
+        except BaseException:
+            # Nothing runs this graph. Torch traces it anew where it took a constant number for one that changes.
+            self.graphs.pop()
+            self._number = number
+            raise
         if comparing:
             for part in ("forward", "backward"):
                 agree(
