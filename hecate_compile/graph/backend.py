@@ -31,7 +31,7 @@ from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
-from hecate.runtime.state.layer import Layer, get_layer
+from hecate.runtime.state.layer import Layer, Relaying, get_layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
@@ -258,6 +258,7 @@ class Backend:
         size, topology, config = self.world.size, self.placer.topology, self.config
         experts = max((layer.num_experts for layer in self.layers), default=1)
         room_percent = max((layer.carrier.room_percent for layer in self.layers), default=0)
+        relays = all(isinstance(layer.carrier, Relaying) for layer in self.layers)
         slots = most_replicas(config.replicas, config.replica_memory, experts, size)
         return PassContext(
             world_size=size,
@@ -265,9 +266,9 @@ class Backend:
             # What calibrate adds are replicas.
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
-            # Tickets of bounded room are made in one part, for ranks of one node.
+            # Tickets of bounded room are made in one part.
             chunks=config.chunks if not room_percent else 1,
-            dispatch=config.dispatch if not room_percent else "rows",
+            dispatch=config.dispatch if relays else "rows",
             room_percent=room_percent,
             tokens=self._tokens,
             rematerialize=self.config.rematerialize,

@@ -8,12 +8,13 @@ from hecate.config import Config
 from hecate.runtime.comm.world import World
 from hecate.runtime.one_sided.carrier import OneSided
 from hecate.runtime.ops.by_collectives import ByCollectives
+from hecate.runtime.ops.by_nodes import ByNodes
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Carrier
 
 
 def _by_collectives(config: Config, topology: Topology, world: World) -> Carrier:
-    return ByCollectives()
+    return ByCollectives() if config.dispatch == "rows" else ByNodes()
 
 
 def _one_sided(config: Config, topology: Topology, world: World) -> Carrier:

@@ -11,7 +11,7 @@ imported, and lists them at its top:
 | ``grouped_mm`` | what computes on slots |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
-| ``by_collectives`` | how rows and replicas travel where ``torch.distributed`` carries them, without operators |
+| ``by_collectives``, ``by_nodes`` | how rows and replicas travel by ``torch.distributed``, without operators |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
 | ``replica_tables`` | where replicas come from and gradients go, on the device |

@@ -144,25 +144,34 @@ define_collective(
 )
 
 
-def _exchange_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, splits, send_index, receive_index, ctx.layer = inputs
-    ctx.num_rows = rows.shape[0]
-    ctx.save_for_backward(splits, send_index, receive_index)
+def differentiate_exchange(there: str, back: str) -> None:
+    """Make each of two operators the other's backward.
+
+    Args:
+        there: takes ``rows, *ticket, layer``.
+        back: takes ``rows, *ticket, num_rows, layer``.
+    """
+    dispatch, combine = (getattr(torch.ops.hecate, name) for name in (there, back))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        rows, *ticket, ctx.layer = inputs
+        ctx.num_rows = rows.shape[0]
+        ctx.save_for_backward(*ticket)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = combine(grad, *ctx.saved_tensors, ctx.num_rows, ctx.layer)
+        return rows, *[None] * len(ctx.saved_tensors), None
+
+    def keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *ticket, _, ctx.layer = inputs
+        ctx.save_for_backward(*ticket)
+
+    def backward_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = dispatch(grad, *ctx.saved_tensors, ctx.layer)
+        return rows, *[None] * len(ctx.saved_tensors), None, None
+
+    differentiate(there, backward, keep)
+    differentiate(back, backward_back, keep_back)
 
 
-def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    back = torch.ops.hecate.exchange_back(grad, *ctx.saved_tensors, ctx.num_rows, ctx.layer)
-    return back, None, None, None, None
-
-
-def _exchange_back_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, splits, send_index, receive_index, _, ctx.layer = inputs
-    ctx.save_for_backward(splits, send_index, receive_index)
-
-
-def _exchange_back_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.hecate.exchange(grad, *ctx.saved_tensors, ctx.layer), None, None, None, None, None
-
-
-differentiate("exchange", _exchange_backward, _exchange_setup)
-differentiate("exchange_back", _exchange_back_backward, _exchange_back_setup)
+differentiate_exchange("exchange", "exchange_back")

@@ -5,8 +5,9 @@ recompile. It holds the number, and the operators look the rest up here.
 
 **The seam between operators and transports.** A layer holds a :class:`Carrier`, and its operators
 (``hecate.runtime.ops``) ask it for all rows, replicas and counts that travel. Nobody asks which one it is: what
-others must know, such as whether rows come in bounded room, is an attribute. ``hecate.runtime.ops.by_collectives``
-and ``hecate.runtime.one_sided.carrier`` are two of them; ``hecate.wrap.choose_carrier`` has the list.
+others must know, such as whether rows come in bounded room, is an attribute. ``hecate.runtime.ops.by_collectives``,
+``hecate.runtime.ops.by_nodes`` and ``hecate.runtime.one_sided.carrier`` are three of them;
+``hecate.wrap.choose_carrier`` has the list.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -140,7 +141,8 @@ class Layer:
         self.node_bytes_sent += row_bytes * (total - here)
 
 
-# Where rows go and come from: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives.
+# Where rows go and come from: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives. In a
+# ticket by nodes (see :class:`Relaying`) the rows that are passed on stand before the last.
 Ticket = Sequence[Tensor]
 
 
@@ -215,6 +217,22 @@ class Carrier(Protocol):
 
     def replays(self, placer: Placer) -> Replays:
         """What changes between two replays of launches that are recorded once, of all layers of a model."""
+
+
+@runtime_checkable
+class Relaying(Carrier, Protocol):
+    """A carrier that can bring a token's row to each node once, where it gets a ticket that says so."""
+
+    def route_nodes(self, layer: Layer, tokens: Tensor, counts: Tensor, placement: Placement, ticket: Ticket) -> Job:
+        """Make the ticket by nodes of the rows of a ``ticket`` that :meth:`route` made.
+
+        Args:
+            tokens: which token each row is of, integers ``[R]``.
+
+        Returns:
+            Its result is rows to and from each rank in both hops, int64 ``[4, W]`` on the CPU, and the three indexes
+            by which rows leave, are passed on, and arrive.
+        """
 
 
 class Replays(Protocol):

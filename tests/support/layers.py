@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.by_collectives import ByCollectives
+from hecate.runtime.ops.by_nodes import ByNodes
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state import layer
 from hecate.runtime.state.layer import Carrier, Layer
@@ -14,5 +14,5 @@ def add_layer(
     *, name: str, owners: Owners, world: World, carrier: Carrier | None = None, placer: Placer | None = None
 ) -> Layer:
     """A record with the next free number; without a carrier collectives carry its rows."""
-    carrier = ByCollectives() if carrier is None else carrier
+    carrier = ByNodes() if carrier is None else carrier
     return layer.add_layer(name=name, owners=owners, world=world, carrier=carrier, placer=placer)
