@@ -20,7 +20,7 @@ from hecate.graph.traces import Traces
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.failures import telling
-from hecate.runtime.comm.waiting import count_forward
+from hecate.runtime.comm.program import count_forward
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime

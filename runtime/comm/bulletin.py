@@ -54,7 +54,7 @@ class Bulletin:
         self._wake, self._told = threading.Event(), threading.Event()
         self._source: dist.Store | None = None
         self._store: Any = None
-        self._beat = self._asked = self._answer = 0
+        self._beat = self._asked = self._answer = self._rank = 0
         self._thread = threading.Thread(target=self._run, name="hecate-bulletin", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,8 @@ class Bulletin:
         entry: dict[str, Any] = {"beat": self._beat}
         for part in _parts:
             entry |= part(self._answer >= 0)
-        store.set(_key(dist.get_rank()), json.dumps(entry))
+        self._rank = dist.get_rank()
+        store.set(_key(self._rank), json.dumps(entry))
         size = dist.get_world_size()
         if listening and self._beat % (1 + size // _READS) == 0:
             self._read(store, size)
@@ -135,6 +136,8 @@ class Bulletin:
         except ValueError:
             source = None
         if source is not self._source or self._store is None:
+            if source is None and self._store is not None:
+                self._store.set(_key(self._rank), json.dumps({"beat": self._beat + 1, "left": True}))
             self._source, self._store = source, None
             if source is not None and _shared(source):
                 own: Any = source

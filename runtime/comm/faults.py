@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hecate.runtime.comm import bulletin as bulletins
-from hecate.runtime.comm import failures
+from hecate.runtime.comm import failures, program
 from hecate.runtime.comm.bulletin import Heard, add_part, bulletin
 from hecate.runtime.comm.desync import DisagreementError, first_difference
 from hecate.runtime.comm.history import as_plain, from_plain, history_of, known_groups
@@ -101,9 +101,15 @@ def verdict(group: dist.ProcessGroup, patience: float | None = None) -> Problem 
     if text is not None:
         return Problem(text, disagreement=True)
     for rank, one in heard.items():
+        if one.entry.get("left"):
+            return Problem(f"rank {rank} has ended torch.distributed (destroy_process_group)")
         failure = one.entry.get("failure")
         if failure is not None and _to_blame(failure, name, history.number, patience):
             return Problem(f"rank {rank} {failure['text']}")
+        place = program.place_of(one.entry.get("place"))
+        if place is not None and told[rank].get("number", 0) < history.number and place.misses_this_rank():
+            passed = program.behind(one.entry["forwards"])
+            return Problem(f"rank {rank} waits in {place.what}, which this rank has not called{passed}")
     return None
 
 

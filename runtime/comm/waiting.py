@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hecate.runtime.comm import bulletin as bulletins
-from hecate.runtime.comm import failures, faults, gloo
+from hecate.runtime.comm import failures, faults, gloo, program
 from hecate.runtime.comm.bulletin import add_part, bulletin, entry_of
 from hecate.runtime.comm.history import from_plain, history_of
 from hecate.runtime.comm.start import store_of
@@ -59,8 +59,6 @@ class Wait:
 
 
 _waits: dict[int, Wait] = {}
-# How often this rank has called compiled models.
-_forwards = 0
 # By the group's name: meetings that this rank has come to.
 _met: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -75,12 +73,6 @@ def doing(what: str) -> Iterator[None]:
         yield
     finally:
         _doing.reset(token)
-
-
-def count_forward() -> None:
-    """A forward of a compiled model begins, which all ranks must call equally often."""
-    global _forwards
-    _forwards += 1
 
 
 @contextmanager
@@ -210,27 +202,19 @@ def _state(rank: int, group: dist.ProcessGroup) -> str:
         return f"rank {rank} has not been heard of for {silent:.0f} s"
     heard = bulletin().heard.get(rank)
     entry, name = heard.entry if heard is not None else {}, group.group_name
-    told, behind = entry.get("waits", {}).get(name), _behind(entry.get("forwards", _forwards))
+    told, behind = entry.get("waits", {}).get(name), program.behind(entry.get("forwards", program.forwards()))
     if told:
         return f"rank {rank} waits in {told['what']}{behind}"
     last = from_plain(entry.get("groups", {}).get(name, {}).get("calls", [])[-1:])
     return f"rank {rank} does not say that it waits" + (f", and began last {last[0]}" if last else "") + behind
 
 
-def _behind(forwards: int) -> str:
-    """What another rank's number of forwards tells."""
-    if forwards >= _forwards:
-        return ""
-    return (
-        f" (it has called the model {forwards} times and this rank {_forwards} times: has its loop ended earlier? "
-        "Give all ranks equally many batches, in evaluations too, and model.generate synced_gpus=True)"
-    )
-
-
 def _told(asked: bool) -> dict[str, Any]:
     waits = [wait for wait in list(_waits.values()) if time.monotonic() - wait.since >= TOLD]
     told = {wait.group.group_name: {"what": wait.what, "number": wait.number} for wait in waits}
-    return {"waits": told, "forwards": _forwards}
+    # What waits on another thread may still come to what the program is in.
+    place = program.told_place() if asked and not _waits else None
+    return {"waits": told, "forwards": program.forwards(), "place": place}
 
 
 add_part(_told)

@@ -124,7 +124,7 @@ def test_who_waits_for_whom_in_what() -> None:
 @pytest.mark.distributed
 def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() -> None:
     first, second = run_ranks(f"{_HERE}:leave_early", 2, timeout=100)
-    assert "it has called the model 2 times and this rank 3 times: has its loop ended earlier?" in first
+    assert "it has called the model twice and this rank 3 times: has its loop ended earlier?" in first
     assert "equally many batches" in first and "synced_gpus=True" in first
     assert second == ""
 

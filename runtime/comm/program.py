@@ -1,0 +1,124 @@
+"""Where the program of this rank is: how often it has called models, and which collective of its own it waits in."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+# These wait for one other rank, or for none.
+_NOT_OF_ALL = {
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
+    "init_process_group", "destroy_process_group", "new_group", "monitored_barrier",
+}  # fmt: skip
+# Seconds after which a rank that is in a collective of its program counts as one that stays there.
+_STAYS = 4.0
+
+# How often this rank has called compiled models.
+_forwards = 0
+
+
+def count_forward() -> None:
+    """A forward of a compiled model begins, which all ranks must call equally often."""
+    global _forwards
+    _forwards += 1
+
+
+def forwards() -> int:
+    """How often this rank has called compiled models."""
+    return _forwards
+
+
+def behind(others: int) -> str:
+    """What another rank's number of forwards says, in brackets; nothing if it has called as often as this one."""
+    if others >= _forwards:
+        return ""
+    return (
+        f" (it has called the model {_times(others)} and this rank {_times(_forwards)}: has its loop ended earlier? "
+        "Give all ranks equally many batches, in evaluations too, and model.generate synced_gpus=True)"
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A collective of ``torch.distributed`` that the program itself has called and waits in.
+
+    Attributes:
+        what: "torch.distributed.barrier (train.py, line 7)".
+        group, ranks: its group's name and ranks.
+        number: of what was started on that group, as ``torch.distributed`` counts.
+    """
+
+    what: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+
+    def misses_this_rank(self) -> bool:
+        """Whether the collective waits for this rank, which has not called it."""
+        if dist.get_rank() not in self.ranks:
+            return False
+        try:
+            group = dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
+        except (RuntimeError, KeyError):
+            return False
+        return self.ranks == tuple(dist.get_process_group_ranks(group)) and _number(group) < self.number
+
+
+_seen: Place | None = None
+_since = 0.0
+
+
+def told_place() -> dict[str, Any] | None:
+    """Where the main thread waits, and for how many seconds it has been seen there; for :func:`place_of`."""
+    global _seen, _since
+    found = _place()
+    if found is None or found != _seen:
+        _seen, _since = found, time.monotonic()
+    return None if found is None else vars(found) | {"seconds": time.monotonic() - _since}
+
+
+def place_of(told: Mapping[str, Any] | None) -> Place | None:
+    """The place that another rank told, if it stays there."""
+    if told is None or told["seconds"] < _STAYS:
+        return None
+    return Place(told["what"], told["group"], tuple(told["ranks"]), told["number"])
+
+
+def _place() -> Place | None:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    called, group = "", None
+    while frame is not None and _module(frame).startswith("torch."):
+        if _module(frame) == "torch.distributed.distributed_c10d":
+            called, group = frame.f_code.co_name, group or frame.f_locals.get("group")
+        frame = frame.f_back
+    # What Hecate calls is watched as such.
+    if frame is None or not called or called in _NOT_OF_ALL or _module(frame).partition(".")[0] == "hecate":
+        return None
+    group = group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Place(f"torch.distributed.{called} ({where})", group.group_name, ranks, _number(group))
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def _number(group: Any) -> int:
+    number: int = group._get_sequence_number_for_group()
+    return number
