@@ -14,6 +14,7 @@ from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.passes import REQUIRED, STAGES, name_of
 from hecate.runtime.attention.options import UnsupportedAttentionError
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.wrap.attention_config import AttentionConfig, attention_config
 
@@ -133,10 +134,11 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
 
 def warn_float16(model: nn.Module, world: World) -> None:
     """Once, on rank 0."""
-    if world.rank == 0 and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
-        warnings.warn(
+    if any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
+        warn_together(
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero, and "
             "torch.amp.GradScaler does not take float16 gradients. Use bfloat16, or float32 with "
             "Config(mixed_precision=...).",
+            world.rank,
             stacklevel=4,
         )

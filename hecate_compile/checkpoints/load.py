@@ -47,6 +47,7 @@ from hecate.checkpoints.state_dicts import (
     set_options,
     set_plain,
 )
+from hecate.runtime.comm.warn import warn_together
 
 
 class NoCheckpointError(CheckpointError):
@@ -148,8 +149,7 @@ def load(
             except _UnusableError as error:
                 problem, touched = str(error), touched or error.touched
         skipped.append(f"{path.name}: {problem}")
-        if ranks.first:
-            warnings.warn(f"hecate.load: {path} is not used: {problem}", stacklevel=2)
+        warn_together(f"hecate.load: {path} is not used: {problem}", ranks.rank, stacklevel=2)
     if not required and not skipped:
         return None
     wanted = "no checkpoint" if step is None else f"no step {step}"

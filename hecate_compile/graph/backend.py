@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from hecate.passes.runner import run_passes
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.queue import Span
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
 from hecate.runtime.state.layer import Layer, Relaying, get_layer
@@ -283,18 +283,18 @@ class Backend:
         )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:
-        """Once per module, with the first reason, on rank 0 only: all ranks rewrite alike."""
+        """Once per module, with the first reason: all ranks rewrite alike."""
         for record in records:
             for skip in record.skipped:
                 if not skip.fallback or skip.where in self._warned:
                     continue
                 self._warned.add(skip.where)
-                if self.world.rank == 0:
-                    warnings.warn(
-                        f"hecate: {skip.where} was not rewritten by {record.name} and gathers all its experts "
-                        f"on every rank instead (right, but slow): {skip.reason}",
-                        stacklevel=2,
-                    )
+                warn_together(
+                    f"hecate: {skip.where} was not rewritten by {record.name} and gathers all its experts "
+                    f"on every rank instead (right, but slow): {skip.reason}",
+                    self.world.rank,
+                    stacklevel=2,
+                )
 
 
 def _with_break(skip: Skip) -> Skip:

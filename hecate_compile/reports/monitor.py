@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from hecate.reports.tensorboard_log import TensorBoardLog
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.warn import warn_alone
 from hecate.runtime.comm.world import World
 
 Number = float | int | torch.Tensor
@@ -230,7 +230,7 @@ class Monitor:
             rank = self._state.world.rank
             disk = isinstance(error, OSError)
             what = f"cannot write to {self.folder} any more" if disk else "the monitor failed"
-            warnings.warn(
+            warn_alone(
                 f"hecate.monitor: rank {rank}: {what}, and logs nothing from here on. {type(error).__name__}: "
                 f"{error}",
                 stacklevel=2,

@@ -7,7 +7,6 @@ user's code computes with what only its rank knows: a norm over the gradients of
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import DisagreementError, gather_texts
 from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode
 
@@ -104,9 +104,9 @@ class DriftCheck:
             self._warn(f"hecate.save: {drift.text}\nOne rank's values are saved. {_CAUSES}", again=not drift.rounding)
 
     def _warn(self, text: str, *, again: bool = False) -> None:
-        if self._world.rank == 0 and (again or not self._warned):
-            warnings.warn(text, stacklevel=2)
-        self._warned = True
+        warned, self._warned = self._warned, True
+        if again or not warned:
+            warn_together(text, self._world.rank, stacklevel=2)
 
     def _compare(self) -> Drift | None:
         """What differs, the same on all ranks; None if nothing does. A collective."""

@@ -6,7 +6,6 @@ follows before its optimizer's next step; see ``optimizer_state``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.warn import warn_alone, warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
@@ -127,12 +127,12 @@ class OwnerMover:
         collectives.all_reduce(count, self.world)
         if int(count):
             self._impossible = True
-            if self.world.rank == 0:
-                warnings.warn(
-                    f"hecate: experts stay with their owners, because {', '.join(stuck[:3]) or 'state elsewhere'} "
-                    "has no line for each expert and cannot move with them. Adam, AdamW and SGD can.",
-                    stacklevel=2,
-                )
+            warn_together(
+                f"hecate: experts stay with their owners, because {', '.join(stuck[:3]) or 'state elsewhere'} "
+                "has no line for each expert and cannot move with them. Adam, AdamW and SGD can.",
+                self.world.rank,
+                stacklevel=2,
+            )
             return False
         return True
 
@@ -143,7 +143,7 @@ class OwnerMover:
         shapes = {p.shape: name for layer in layers for name, p in self._parameters(layer).items() if p.numel()}
         copies = tensors_elsewhere(set(shapes))
         if copies:
-            warnings.warn(
+            warn_alone(
                 f"hecate: experts change owners for the first time, and {len(copies)} tensors that are no parameter, "
                 f"gradient or optimizer state are like this rank's experts, as of {shapes[copies[0].shape]}. If they "
                 "are averages (EMA) or other copies of weights, they stay behind and are of other experts than the "

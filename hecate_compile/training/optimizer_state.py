@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
@@ -214,8 +214,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _asked.add(optimizer)
         # Hours may lie between this and the first save.
         problem = state_that_cannot_be_saved(optimizer)
-        if problem is not None and world.rank == 0:
-            warnings.warn(f"hecate: {problem}", stacklevel=3)
+        if problem is not None:
+            warn_together(f"hecate: {problem}", world.rank, stacklevel=3)
 
 
 def _show_whole(optimizer: Optimizer) -> None:

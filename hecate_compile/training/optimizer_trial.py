@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.wrap.shard import shard_of
 
@@ -81,12 +82,13 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
     differs, unknown = found.tolist()
     if differs:
         raise RuntimeError(_needs_whole(kind))
-    if unknown and world.rank == 0:
-        warnings.warn(
+    if unknown:
+        warn_together(
             f"hecate: whether {kind.__name__} is right on shards could not be tried on small parameters "
             f"({problem or 'another rank has the reason'}). Each rank has a part of every expert parameter: if its "
             "step takes a norm, a mean or a product of a parameter or of all gradients, or random numbers, ranks "
             "compute with different ones. Look for such in its step; AdamW, Adam, SGD and Lion have none.",
+            world.rank,
             stacklevel=4,
         )
 

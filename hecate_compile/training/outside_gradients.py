@@ -8,7 +8,6 @@ whenever it is not certain that the graph's own gradient arrived alone.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 
 
@@ -218,13 +218,14 @@ class OutsideGradients:
             gradient.copy_(part.view_as(gradient))
 
     def _say(self, unsure: list[_Watched]) -> None:
-        if self._warned or self._sync.world.rank:
+        if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_together(
             f"hecate: gradients of {unsure[0].record.name} and {len(unsure) - 1} more parameters do not come from "
             "one compiled forward alone: something outside of it uses them, or several forwards share one backward. "
             "They are averaged once more when such a backward ends: right, but not hidden behind compute.",
+            self._sync.world.rank,
             stacklevel=2,
         )
 

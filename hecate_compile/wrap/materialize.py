@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.wrap.parameter_sites import ParameterSites
 
@@ -77,12 +79,19 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
                 reset()
 
 
-def warn_uninitialized(names: Sequence[str]) -> None:
-    """Say what came from the meta device and has no values yet."""
+def warn_uninitialized(names: Sequence[str], world: World) -> None:
+    """Say what came from the meta device and has no values yet. A collective.
+
+    Args:
+        names: as rank 0 has them, which initializes; the others have none.
+    """
+    if world.group is not None:
+        names = json.loads(gather_texts(json.dumps(names).encode(), world)[0])
     if names:
-        warnings.warn(
+        warn_together(
             f"hecate.compile: nothing initialized {', '.join(names[:8])}, which came from the meta device: "
             "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
             "with load_state_dict, or, for buffers that are not in it, by computing them again.",
+            world.rank,
             stacklevel=6,
         )

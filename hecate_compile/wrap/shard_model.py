@@ -79,7 +79,7 @@ def _shard_modules(
             layers += shard_experts([own], sites, world, placer, carrier)
         if dense is not None:
             dense.shard(name, module)
-    warn_uninitialized(uninitialized)
+    warn_uninitialized(uninitialized, world)
     return layers
 
 

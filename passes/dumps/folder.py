@@ -14,7 +14,6 @@ A graph is printed once for every pass (``graph_log``); nothing is written for a
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from hecate.passes.dumps.page import PartOfPage, page, part_of_page
 from hecate.passes.dumps.printing import text_of_lines
 from hecate.passes.dumps.steps import DumpedPart, Step
 from hecate.passes.dumps.value_names import short_names
+from hecate.runtime.comm.warn import warn_alone
 
 MOST_BYTES = 4 * 2**20
 # The page has many graphs, and a browser has to open it.
@@ -71,7 +71,7 @@ class DumpFolder:
         except OSError as error:
             # Of all ranks perhaps this one alone, and the others wait for it.
             self.failed, self.whole = True, False
-            warnings.warn(
+            warn_alone(
                 f"hecate: the dump in {self.folder} ends here, the training goes on: {path.name}: {error}",
                 stacklevel=2,
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from hecate.runtime.comm.warn import warn_alone
 
 
 @contextmanager
@@ -19,4 +20,4 @@ def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterato
         yield
     except Exception as error:
         otherwise()
-        warnings.warn(f"hecate: no {what} from here on: {type(error).__name__}: {error}", stacklevel=3)
+        warn_alone(f"hecate: no {what} from here on: {type(error).__name__}: {error}", stacklevel=3)

@@ -1,0 +1,32 @@
+"""Warnings where ranks wait for each other: one that is made an error (``python -W error``) must not part them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+
+def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
+    """Show on rank 0 what all ranks have come to. Where warnings are errors, each of them raises it.
+
+    Args:
+        rank: of the caller; every rank calls this.
+        stacklevel: as ``warnings.warn`` has it, in the caller.
+    """
+    if rank == 0:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+        return
+    with warnings.catch_warnings(record=True):
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def warn_alone(text: str, *, stacklevel: int = 1) -> None:
+    """Show what this rank alone has. Where warnings are errors, the log has it, for the others would wait.
+
+    Args:
+        stacklevel: as ``warnings.warn`` has it, in the caller.
+    """
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except Warning:
+        logging.getLogger("hecate").warning(text)
