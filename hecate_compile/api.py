@@ -31,6 +31,7 @@ from hecate.integrations import (
     transformers_trainer,
 )
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
+from hecate.private import set_compiled_call
 from hecate.reports.explanation import Explanation
 from hecate.reports.kept_parameters import kept_parameters
 from hecate.reports.stats import Stats, collect_stats
@@ -203,7 +204,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         one_graph=config.attention is not None,
         buffers=buffers, carrier=carrier,
     )  # fmt: skip
-    model._compiled_call_impl = forward
+    set_compiled_call(model, forward)
     CompiledModel(
         config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
         sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,

@@ -13,6 +13,7 @@ from hecate.compiled_model import is_compiled
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.passes import REQUIRED, STAGES, name_of
+from hecate.private import OptimizedModule, compiled_call
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
@@ -28,7 +29,7 @@ def check_usable(model: nn.Module, config: Config) -> None:
     inner = [name for name, module in model.named_modules() if is_compiled(module)]
     if inner:
         raise RuntimeError(f"hecate.compile: {inner[0]} inside this model is compiled already")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
+    if isinstance(model, OptimizedModule) or compiled_call(model) is not None:
         raise RuntimeError("hecate.compile: the model went through torch.compile before; pass the plain model")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RuntimeError(

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import BODY_OF, arg, calls, operands
+from hecate.private import OpOverload, OpOverloadPacket, dynamo_source
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 
@@ -36,7 +37,7 @@ def communicates(gm: GraphModule, *, training: bool) -> bool:
 def _describe(node: Node) -> str:
     if node.op == "placeholder":
         return _placeholder(node)
-    operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    operator = isinstance(node.target, (OpOverload, OpOverloadPacket))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     target = str(node.target) if operator else name
     if not target.startswith("hecate."):
@@ -64,7 +65,7 @@ def _placeholder(node: Node) -> str:
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return ""
-    source = getattr(node, "_dynamo_source", None)
+    source = dynamo_source(node)
     name = source.name if source is not None else node.name
     if "_parameters" in name:
         # How many experts, or rows, of it a rank has is no symbol everywhere.

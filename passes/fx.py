@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.base import Refused, Skip
+from hecate.private import OpOverloadPacket, schema_of
 
 # In the meta of a copy of a layer's body: the layer's number.
 BODY_OF = "hecate_layer"
@@ -45,7 +46,7 @@ def calls(node: Any, *targets: Any) -> bool:
     for target in targets:
         if node.target is target:
             return True
-        if isinstance(target, torch._ops.OpOverloadPacket) and node.target is target.default:
+        if isinstance(target, OpOverloadPacket) and node.target is target.default:
             return True
     return False
 
@@ -197,7 +198,7 @@ def note(node: Node, key: str, value: int | str) -> None:
 
 def is_view(node: Node) -> bool:
     """Whether an ATen node returns a view of its input, at no cost."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and any(
         result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
     )

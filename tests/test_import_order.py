@@ -15,6 +15,7 @@ FOLDERS = {"hecate.passes": "passes", "hecate.runtime": "runtime", "hecate": "he
 # The lowest room first. A module imports from its own room and from those above its line; rooms on one line do not
 # know each other. A new room is one more line here and in docs/architecture.md.
 ORDER: tuple[tuple[str, ...], ...] = (
+    ("hecate.private",),
     ("hecate.runtime.placement",),
     ("hecate.runtime.comm",),
     ("hecate.runtime.state",),

@@ -32,16 +32,6 @@ def test_public_names_exist_and_are_documented() -> None:
         assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
 
 
-def test_imports_run_one_way() -> None:
-    """The wrapper uses the passes, the passes use the runtime, the runtime uses neither."""
-    for folder, forbidden in (
-        ("runtime", r"from hecate\.(?!runtime)|import hecate\.(?!runtime)|from hecate import"),
-        ("passes", r"from hecate\.(?!runtime|passes)|from hecate import"),
-    ):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not re.search(forbidden, path.read_text()), path
-
-
 def test_readme_lists_every_pass_in_order() -> None:
     readme = (ROOT / "README.md").read_text()
     assert re.findall(r"│ \d+ +│ (\w+)", readme) == [function.__name__ for function in hecate.passes.PASSES]

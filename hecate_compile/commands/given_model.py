@@ -15,6 +15,7 @@ from torch import nn
 from hecate.commands.built import Batch, build
 from hecate.commands.free_memory import free_memory
 from hecate.config import Config
+from hecate.private import INIT_WEIGHTS, parameters_of
 from hecate.wrap.config_value import config_value
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
 
@@ -77,9 +78,9 @@ def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: i
     model, kept = _few_layers(name, config, layers, total)
     _check_memory(model, ranks)
     for module in model.modules():
-        if hasattr(module, "_init_weights"):
+        if hasattr(module, INIT_WEIGHTS):
             # Nothing is run, so no value is ever read.
-            module.__dict__["_init_weights"] = _leave_as_it_is
+            module.__dict__[INIT_WEIGHTS] = _leave_as_it_is
     length = min(length, int(config_value(_text_of(config), "max_position_embeddings") or length))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
@@ -169,7 +170,7 @@ def _leave_as_it_is(module: nn.Module) -> None:
 def _check_memory(model: nn.Module, ranks: int) -> None:
     """Rank 0 holds its experts, all else, and one module at a time whole."""
     largest = max(_bytes_of(module.parameters(recurse=False)) for module in model.modules())
-    experts = _bytes_of(e.module._parameters[key] for e in _experts_of(model) for key in e.parameters)
+    experts = _bytes_of(parameters_of(e.module)[key] for e in _experts_of(model) for key in e.parameters)
     needed = _bytes_of(model.parameters()) - experts + experts / ranks + 2 * largest
     # It is made where it would train.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()

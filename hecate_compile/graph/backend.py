@@ -25,6 +25,7 @@ from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.fingerprint import communicates, fingerprint
 from hecate.passes.fx import arg, is_of_model
 from hecate.passes.runner import run_passes
+from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.queue import Span
@@ -318,5 +319,5 @@ def _tokens(gm: GraphModule) -> int:
 
 def _of_model(node: Node, facts: GraphFacts) -> bool:
     """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
-    source = getattr(node, "_dynamo_source", None)
+    source = dynamo_source(node)
     return facts.same_on_all_ranks(node) or (source is not None and is_of_model(source.name))

@@ -10,11 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
@@ -28,6 +23,17 @@ from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
+from hecate.private import (
+    CustomGraphPass,
+    TracingContext,
+    aot_autograd,
+    boxed_nop,
+    functorch_config,
+    get_hash_for_files,
+    inductor,
+    inductor_graph,
+    min_cut_rematerialization_partition,
+)
 from hecate.runtime.comm.collective import start_of
 from hecate.runtime.comm.queue import Span
 
@@ -56,7 +62,7 @@ def capturing() -> Iterator[list[Captured]]:
     token = _capture.set(kept)
     try:
         # A backward is otherwise compiled when it is first called.
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield kept
     finally:
         _capture.reset(token)
@@ -184,7 +190,7 @@ def _keep_saved_tensors() -> None:
 
     Torch notes them for any backward that it compiles with the forward, and refuses to run that twice then.
     """
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
@@ -192,11 +198,9 @@ def _keep_saved_tensors() -> None:
 def _inductor(
     gm: GraphModule, inputs: list[Any], run: Run, context: PassContext, disabled: Sequence[str], *, dumping: bool
 ) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
     def compile_part(*args: Any, **options: Any) -> Any:
         with _aligned_on_host():
-            return compile_fx_inner(*args, **options)
+            return inductor().compile_fx_inner(*args, **options)
 
     # Rates and tokens are left out: they are another in every run, and no rank's order depends on them here.
     identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
@@ -211,9 +215,9 @@ def _inductor(
     fresh: Any = nullcontext()
     if dumping:
         patches["fx_graph_cache"] = False
-        fresh = torch._functorch.config.patch(enable_autograd_cache=False)
+        fresh = functorch_config.patch(enable_autograd_cache=False)
     with fresh:
-        compiled: Any = compile_fx(gm, inputs, inner_compile=compile_part, config_patches=patches)
+        compiled: Any = inductor().compile_fx(gm, inputs, inner_compile=compile_part, config_patches=patches)
     return cast(Compiled, compiled)
 
 
@@ -224,8 +228,7 @@ def _aligned_on_host() -> Iterator[None]:
     It takes none of them so, and what an operator returns that gets one for not aligned either: rows that travelled,
     since their splits are on the host. Kernels of a GPU then load them number by number. Those of CPUs do not ask.
     """
-    from torch._inductor import graph
-
+    graph = inductor_graph()
     asked = graph.should_assume_input_aligned
     graph.should_assume_input_aligned = lambda value: value.device.type == "cpu" or asked(value)
     try:

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from hecate.private import dynamo_config, parameters_of
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -45,10 +45,10 @@ class WithoutNumbersIfNeeded:
             return self._torchdynamo_orig_backend(*given)
         except Exception as error:
             reason = _number_in_the_way(error)
-            captured = torch._dynamo.config.capture_scalar_outputs
+            captured = dynamo_config.capture_scalar_outputs
             if not captured or reason is None or self._is_of_experts(reason):
                 raise
-        with torch._dynamo.config.patch(_LEFT):
+        with dynamo_config.patch(_LEFT):
             return self._torchdynamo_orig_backend(*given)
 
     def _is_of_experts(self, error: GuardOnDataDependentSymNode) -> bool:
@@ -68,7 +68,7 @@ def _number_in_the_way(error: BaseException) -> GuardOnDataDependentSymNode | No
 
 def _code_of_experts(model: nn.Module) -> Iterator[tuple[str, range]]:
     """Files and lines of the classes of modules that have experts, as parameters or as a list."""
-    holders = {m for m in model.modules() if any(is_expert_shard(shard_of(p)) for p in m._parameters.values())}
+    holders = {m for m in model.modules() if any(is_expert_shard(shard_of(p)) for p in parameters_of(m).values())}
     owners = holders | {module for module in model.modules() if not holders.isdisjoint(module.children())}
     for cls in {cls for module in owners for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
         if cls.__module__.partition(".")[0] not in ("torch", "hecate"):

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo import convert_frame
-from torch._dynamo.guards import DeletedGuardManagerWrapper
 
 from hecate.graph.backend import Backend
 from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
+from hecate.private import (
+    LIMIT_WARNING,
+    DeletedGuardManagerWrapper,
+    call_with_hooks,
+    compiled_entries,
+    convert_frame,
+    dynamo_config,
+    optimize,
+)
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.waiting import meet
 from hecate.wrap.changes import Changes
@@ -126,7 +132,7 @@ class Traces:
 
     def limits(self) -> dict[str, int]:
         """Dynamo's options while the model runs. A larger limit that the user has set stands."""
-        config = torch._dynamo.config
+        config = dynamo_config
         limit = max(LIMIT, config.recompile_limit)
         everybody = config.accumulated_recompile_limit + limit * Traces._made
         return {
@@ -141,10 +147,10 @@ class Traces:
         entry = self._backend.entry()
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
         # As torch.compile does, which does not tell what it has Dynamo call for each frame.
-        dynamo: Any = torch._dynamo.optimize(backend=entry, nopython=self._fullgraph, **own)
+        dynamo: Any = optimize(backend=entry, nopython=self._fullgraph, **own)
         if not self._fullgraph:
             dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model)
-        trace = _Trace(dynamo(model._call_impl))
+        trace = _Trace(dynamo(call_with_hooks(model)))
         # Dynamo would keep its graphs for as long as there is the model's class.
         weakref.finalize(trace, _forget, entry).atexit = False
         return trace
@@ -154,7 +160,7 @@ def _forget(entry: Callable[..., Any]) -> None:
     """Free the graphs that were made by the backend ``entry``, as Dynamo does when something dies that they need."""
     for seen in list(convert_frame.input_codes.seen):
         code = seen()
-        for graph in _debug_get_cache_entry_list(code) if code is not None else ():
+        for graph in compiled_entries(code) if code is not None else ():
             manager = graph.guard_manager
             if graph.backend is entry and manager.extra_state is not None:
                 gone = DeletedGuardManagerWrapper("its model is gone, or was traced anew")
@@ -171,7 +177,7 @@ class _Limit(logging.Filter):
     met: str | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple) and str(record.msg).startswith("torch._dynamo hit config."):
+        if isinstance(record.args, tuple) and str(record.msg).startswith(LIMIT_WARNING):
             _, most, code, reason, *_ = record.args
             guard = " ".join(str(reason).partition("\nUser stack trace")[0].split())
             self.met = f"{code} has {most}, and the last of them does not fit because of {guard}"

@@ -18,6 +18,7 @@ from torch import nn
 from hecate.checkpoints.load import load as load_checkpoint
 from hecate.checkpoints.save import save as save_checkpoint
 from hecate.compiled_model import is_compiled
+from hecate.private import prepared, set_prepared
 
 _adopted: set[type] = set()
 
@@ -62,12 +63,13 @@ def adopt() -> None:
 def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
     """The accelerator's compiled models, each with its optimizers."""
     found = []
-    for model in accelerator._models:
+    models, prepared_optimizers = prepared(accelerator)
+    for model in models:
         if is_compiled(model):
             own = {id(parameter) for parameter in model.parameters()}
             optimizers = [
                 optimizer
-                for optimizer in accelerator._optimizers
+                for optimizer in prepared_optimizers
                 if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
             ]
             found.append((model, optimizers))
@@ -77,11 +79,10 @@ def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
 @contextmanager
 def _without(accelerator: Any, ours: list[tuple[nn.Module, list[Any]]], *, models: bool) -> Iterator[None]:
     """Hide optimizers of compiled models, and perhaps these."""
-    before = accelerator._models, accelerator._optimizers
+    before = prepared(accelerator)
     hidden = {id(one) for model, optimizers in ours for one in (*([model] if models else []), *optimizers)}
-    accelerator._models = [model for model in before[0] if id(model) not in hidden]
-    accelerator._optimizers = [optimizer for optimizer in before[1] if id(optimizer) not in hidden]
+    set_prepared(accelerator, *([one for one in ones if id(one) not in hidden] for ones in before))
     try:
         yield
     finally:
-        accelerator._models, accelerator._optimizers = before
+        set_prepared(accelerator, *before)

@@ -6,6 +6,8 @@ import sys
 
 from torch import nn
 
+from hecate.private import RECORDED_OUTPUTS
+
 
 def prepare(model: nn.Module) -> None:
     """Install the output recorders of transformers models now, whether their config asks for recorded outputs or not.
@@ -22,5 +24,5 @@ def prepare(model: nn.Module) -> None:
     except ImportError:  # an older release, without recorders
         return
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and getattr(module, "_can_record_outputs", None):
+        if isinstance(module, PreTrainedModel) and getattr(module, RECORDED_OUTPUTS, None):
             maybe_install_capturing_hooks(module)

@@ -26,6 +26,13 @@ from hecate.checkpoints.plain_view import has_adapters
 from hecate.checkpoints.save import save as save_checkpoint
 from hecate.checkpoints.whole_optimizer import take_whole_state
 from hecate.compiled_model import is_compiled
+from hecate.private import (
+    TRAINER_LOAD,
+    TRAINER_LOAD_BEST,
+    TRAINER_LOAD_OPTIMIZER,
+    TRAINER_SAVE,
+    TRAINER_SAVE_OPTIMIZER,
+)
 from hecate.wrap.swapped_class import class_before
 
 _adopted: set[type] = set()
@@ -44,8 +51,11 @@ def adopt() -> None:
     if trainer in _adopted:
         return
     _adopted.add(trainer)
-    save, load, load_best = trainer.save_model, trainer._load_from_checkpoint, trainer._load_best_model
-    save_optimizer, load_optimizer = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+    save, load, load_best = trainer.save_model, getattr(trainer, TRAINER_LOAD), getattr(trainer, TRAINER_LOAD_BEST)
+    save_optimizer, load_optimizer = (
+        getattr(trainer, TRAINER_SAVE_OPTIMIZER),
+        getattr(trainer, TRAINER_LOAD_OPTIMIZER),
+    )
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, so that ``from_pretrained`` reads it. All ranks call it together."""
@@ -54,7 +64,7 @@ def adopt() -> None:
             return
         state = self.model.state_dict()
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+            getattr(self, TRAINER_SAVE)(output_dir or self.args.output_dir, state_dict=state)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -93,10 +103,10 @@ def adopt() -> None:
             take_whole_state(self.model, self.optimizer, read.state, os.path.join(checkpoint, "optimizer.pt"))
 
     trainer.save_model = save_model
-    trainer._load_from_checkpoint = load_from_checkpoint
-    trainer._load_best_model = load_best_model
-    trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
-    trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+    setattr(trainer, TRAINER_LOAD, load_from_checkpoint)
+    setattr(trainer, TRAINER_LOAD_BEST, load_best_model)
+    setattr(trainer, TRAINER_SAVE_OPTIMIZER, save_optimizer_and_scheduler)
+    setattr(trainer, TRAINER_LOAD_OPTIMIZER, load_optimizer_and_scheduler)
 
 
 class _Note:

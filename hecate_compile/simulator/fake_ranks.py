@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from hecate.api import compile
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
+from hecate.private import dynamo_counters, reset_dynamo
 from hecate.simulator.cluster import ClusterSpec
 
 
@@ -35,8 +35,8 @@ def fake_ranks(count: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         # Dynamo would take graphs of an earlier capture with as many ranks for these.
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        reset_dynamo()
+        dynamo_counters.clear()
         yield
     finally:
         dist.destroy_process_group()
@@ -75,4 +75,4 @@ def compile_as_rank_0(
         compiled = compile(model, replace(config, topology=cluster.topology, rates=rates))
         with capturing() as graphs, suppress(NotRun):
             compiled(**inputs)
-    return NotRunModel(model=compiled, graphs=graphs, breaks=dict(torch._dynamo.utils.counters["graph_break"]))
+    return NotRunModel(model=compiled, graphs=graphs, breaks=dict(dynamo_counters["graph_break"]))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hecate.private import buffers_of, foreach_copy_, is_persistent, keep_versions
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job, run
 from hecate.runtime.ops.gradients import GradientSync
@@ -47,17 +48,18 @@ class Buffers:
         """Look for buffers that came, and for modules that went; the same on all ranks."""
         model = self._model()
         modules = [] if model is None else list(model.modules())
-        here = {id(module._buffers) for module in modules}
+        here = {id(buffers_of(module)) for module in modules}
         self._kept = [kept for kept in self._kept if id(kept[0]) in here]
         known = {(id(buffers), key) for buffers, key, _ in self._kept}
         seen = {id(buffer) for buffer in self._now()}
         for module in modules:
-            for key, buffer in module._buffers.items():
-                if buffer is None or not buffer.numel() or id(buffer) in seen or (id(module._buffers), key) in known:
+            own = buffers_of(module)
+            for key, buffer in own.items():
+                if buffer is None or not buffer.numel() or id(buffer) in seen or (id(own), key) in known:
                     continue
                 seen.add(id(buffer))
-                passing = key in module._non_persistent_buffers_set
-                self._kept.append((module._buffers, key, buffer if passing else None))
+                passing = not is_persistent(module, key)
+                self._kept.append((own, key, buffer if passing else None))
                 self._came = True
 
     def before_forward(self, mode: StepMode) -> None:
@@ -96,8 +98,8 @@ class Buffers:
             parts = received.split([buffer.numel() * buffer.element_size() for buffer in buffers])
             # What an earlier forward has saved for its backward is the same buffer, and may be another's value, but
             # DistributedDataParallel lets that pass, and several forwards in front of one backward are common.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                torch._foreach_copy_(
+            with keep_versions(tuple(buffers)):
+                foreach_copy_(
                     buffers,
                     [part.view(b.dtype).view(b.shape) for b, part in zip(buffers, parts, strict=True)],
                 )

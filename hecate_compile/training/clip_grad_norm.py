@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from hecate.private import TOTAL_NORM
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 
-_local_norm = clip_grad._get_total_norm
+_local_norm = getattr(clip_grad, TOTAL_NORM)
 
 
 def watch_clipping() -> None:
     """From now on ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know shards. The first call does it."""
     # What clip_grad_norm_ calls, wherever it was imported to.
-    clip_grad._get_total_norm = _total_norm
+    setattr(clip_grad, TOTAL_NORM, _total_norm)
     torch.nn.utils.get_total_norm = _total_norm
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hecate.private import is_traceable_wrapper_subclass
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import DisagreementError, gather_texts
 from hecate.runtime.comm.waiting import doing

@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hecate.graph.numbers_in_graphs import CAPTURED
 from hecate.graph.traces import Traces
+from hecate.private import (
+    METRICS_LOG,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    Unsupported,
+    dynamo_config,
+    parameters_of,
+    tree_leaves,
+    tree_map,
+)
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.failures import telling
@@ -164,7 +172,7 @@ class CompiledForward:
         self._world.queue.begin_step()
         self._step.mode = mode
         try:
-            with torch._dynamo.config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
+            with dynamo_config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
                 yield
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
@@ -262,7 +270,7 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
         **(CAPTURED if sharded else {}),
         # So is a line in a log (the last two are what transformers adds); traced code does not log.
         "ignore_logger_methods": {
-            *torch._dynamo.config.ignore_logger_methods,
+            *dynamo_config.ignore_logger_methods,
             *(getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)),
         },
     }
@@ -281,7 +289,7 @@ def _not_about_sets(record: logging.LogRecord) -> bool:
 
 
 # torch 2.11 cannot sort ignore_logger_methods for its record of the compilation, and says so each time.
-logging.getLogger("torch._dynamo.metrics_context").addFilter(_not_about_sets)
+logging.getLogger(METRICS_LOG).addFilter(_not_about_sets)
 
 
 @contextmanager
@@ -292,7 +300,7 @@ def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
     equals the parameter's.
     """
     # Looked up anew: load_state_dict(assign=True) makes new parameters.
-    found = (e.module._parameters[key] for e in experts for key in e.parameters)
+    found = (parameters_of(e.module)[key] for e in experts for key in e.parameters)
     shards = list({id(p): p for p in found if p is not None}.values())
     gradients = [shard.grad for shard in shards]
     for shard in shards:

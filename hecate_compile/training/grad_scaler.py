@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from hecate.private import UNSCALE
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_state import world_of
 
-_unscale_grads = GradScaler._unscale_grads_
+_unscale_grads = getattr(GradScaler, UNSCALE)
 
 
 def watch_scalers() -> None:
     """From now on every scaler knows of the infinities of all ranks. The first call does it."""
-    scaler: Any = GradScaler
     # What unscale_ and step call.
-    scaler._unscale_grads_ = _unscale_on_all
+    setattr(GradScaler, UNSCALE, _unscale_on_all)
 
 
 @functools.wraps(_unscale_grads)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.private import parameters_of, swap_tensors
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_alone, warn_together
@@ -155,7 +156,7 @@ class OwnerMover:
     def _parameters(self, layer: Layer) -> dict[str, nn.Parameter]:
         """The shards of a layer by their names, each once."""
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
-        found = (e.module._parameters[key] for e in self._experts[layer.id] for key in e.parameters)
+        found = (parameters_of(e.module)[key] for e in self._experts[layer.id] for key in e.parameters)
         return {shard.name: p for p in found if p is not None and (shard := shard_of(p)) is not None}
 
     def _move(self, layer: Layer, owners: Owners) -> None:
@@ -180,6 +181,6 @@ def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tenso
     parameter.grad = None
     # Not ``parameter.data = values``: a loss of the last step that is still alive keeps the parameter's gradient
     # accumulator alive, which would go on expecting the old length. The swap leaves that with the old tensor.
-    torch._C._swap_tensor_impl(parameter, fresh)
+    swap_tensors(parameter, fresh)
     set_hooks(parameter, hooks, after)
     parameter.grad = gradient

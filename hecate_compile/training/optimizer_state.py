@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
+from hecate.private import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.warn import warn_together

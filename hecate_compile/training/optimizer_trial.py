@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from hecate.private import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.warn import warn_together

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.utils._pytree import tree_leaves
 
 from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
+from hecate.private import in_backward, tree_leaves, version_of, when_backward_ends
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_together
@@ -95,7 +95,7 @@ class OutsideGradients:
         """Let the compiled backwards behind an output tell what they send to which parameter."""
         if self._sync.world.group is None:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             # Not inside a backward: what one that failed has left is of no use.
             self._sent.clear()
             self._unsure.clear()
@@ -139,7 +139,7 @@ class OutsideGradients:
         for index, record in edges.watched:
             grad = sent[index]
             if grad is not None:
-                self._sent.setdefault(record.id, []).append((grad.data_ptr(), grad._version))
+                self._sent.setdefault(record.id, []).append((grad.data_ptr(), version_of(grad)))
 
     def _arrived(self, watched: _Watched, grad: Tensor | None) -> None:
         record, parameter = watched.record, watched.parameter()
@@ -153,15 +153,14 @@ class OutsideGradients:
             self._local[record.id] = watched
             return
         # What the graph sent, untouched: nothing was added on the way.
-        certain = averaged and sent == [(grad.data_ptr(), grad._version)]
+        certain = averaged and sent == [(grad.data_ptr(), version_of(grad))]
         # What was local goes along with the graph's all-reduce, or is averaged below.
         self._local.pop(record.id, None)
         if not certain:
             self._unsure[record.id] = watched
         if not self._queued and (not certain or self._outside or self._local):
             self._queued = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._average)
+            when_backward_ends(self._average)
 
     def _average(self) -> None:
         """Average the gradients that are not certainly equal on all ranks. At the end of a backward; a collective."""

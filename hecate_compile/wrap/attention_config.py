@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hecate.private import ATTENTION_IMPLEMENTATION
 from hecate.wrap.config_value import config_value
 
 # Kinds of layers that have one attention over their own tokens.
@@ -46,6 +47,6 @@ def attention_config(model: nn.Module) -> AttentionConfig:
     return AttentionConfig(
         heads=heads, key_heads=key_heads, layers=layers if isinstance(layers, int) else None,
         all_attend=not getattr(found, "is_encoder_decoder", False) and set(kinds) <= set(_WITH_ATTENTION),
-        implementation=getattr(found, "_attn_implementation", None),
+        implementation=getattr(found, ATTENTION_IMPLEMENTATION, None),
         positions=positions if isinstance(positions, int) else None,
     )  # fmt: skip

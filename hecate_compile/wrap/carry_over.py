@@ -16,13 +16,22 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from hecate.private import (
+    DYNAMO_NOTES,
+    INITIALIZED,
+    accumulation_hooks,
+    children_of,
+    gradient_hooks,
+    parameters_of,
+    set_hooks_of_tensor,
+)
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import Shard, shard_of
 
 _Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _Hooks = dict[int, Any]
 # Notes of Hecate and of Dynamo on this tensor, and that of transformers on what it has loaded.
-_NOTES = ("_hecate_", "_dynamo_", "_is_hf_initialized")
+_NOTES = ("_hecate_", DYNAMO_NOTES, INITIALIZED)
 _HOW = (
     "Freeze all of them or none, or clear the gradients of some after the backward. "
     'hecate.Config(policy="replicate") keeps every expert as a module of its own.'
@@ -42,7 +51,7 @@ def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
 def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> None:
     """Give ``stacked`` the attributes and hooks of the parameters that it is made of."""
     vars(stacked).update(_attributes(parts[0]))
-    all_hooks = [part._backward_hooks for part in parts]
+    all_hooks = [gradient_hooks(part) for part in parts]
     if not any(all_hooks):
         return
 
@@ -55,22 +64,21 @@ def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> 
 
 def hooks_of(parameter: nn.Parameter) -> tuple[_Hooks | None, _Hooks | None]:
     """The hooks on a parameter's gradient, and those that are called once it is added up."""
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return gradient_hooks(parameter), accumulation_hooks(parameter)
 
 
 def set_hooks(parameter: nn.Parameter, hooks: _Hooks | None, after: _Hooks | None) -> None:
     """Hang hooks on a parameter that has none; the handles by which users take them off stay good."""
-    anything: Any = parameter
-    anything._backward_hooks, anything._post_accumulate_grad_hooks = hooks, after
+    set_hooks_of_tensor(parameter, hooks, after)
 
 
 def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> list[str]:
     """Gradient hooks of what will be sharded, as lines that must be equal on all ranks: such a hook gathers."""
     return [
-        f"parameter {name}: {len(p._backward_hooks)} gradient hooks"
+        f"parameter {name}: {len(hooks)} gradient hooks"
         for parts in _replaced(model, found, dense=dense)
         for name, p in parts.items()
-        if p._backward_hooks
+        if (hooks := gradient_hooks(p))
     ]
 
 
@@ -107,7 +115,7 @@ def _check_plain(experts: ExpertsModule) -> None:
 
 
 def _check_one(name: str, parameter: nn.Parameter) -> None:
-    after = parameter._post_accumulate_grad_hooks
+    after = accumulation_hooks(parameter)
     if after:
         hook = next(iter(after.values()))
         raise ValueError(
@@ -153,13 +161,13 @@ def _replaced(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) 
     seen: set[int] = set()
     for experts in found:
         prefix = f"{experts.name}." if experts.name else ""
-        labels = {id(module): label for label, module in experts.module._modules.items()}
+        labels = {id(module): label for label, module in children_of(experts.module).items()}
         for name in experts.names:
             parts = {f"{prefix}{labels[id(m)]}.{name}": m.get_parameter(name) for m in experts.members}
             seen.update(map(id, parts.values()))
             yield parts
         for key in () if experts.members else experts.parameters:
-            parameter = experts.module._parameters[key]
+            parameter = parameters_of(experts.module)[key]
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield {prefix + key: parameter}

@@ -8,6 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
+from hecate.private import has_flat_weights, parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.ops.dense import DenseShard, add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
@@ -40,14 +41,14 @@ class DenseSharding:
         """
         return tuple(
             key
-            for key, parameter in module._parameters.items()
+            for key, parameter in parameters_of(module).items()
             if parameter is not None
             and key not in self._experts.get(id(module), ())
             and shard_of(parameter) is None
             and parameter.ndim > 0
             and parameter.shape[0] > 1
             and parameter.numel() > 0
-            and not any(hasattr(holder, "_flat_weights") for holder, _ in self._sites.of(parameter))
+            and not any(has_flat_weights(holder) for holder, _ in self._sites.of(parameter))
         )
 
     def shard(self, name: str, module: nn.Module) -> None:
@@ -56,7 +57,7 @@ class DenseSharding:
         A collective. Parameters may be on the meta device on ranks other than 0.
         """
         for key in self.keys(module):
-            full = module._parameters[key]
+            full = parameters_of(module)[key]
             if full is not None and shard_of(full) is None:
                 self._shard_parameter(f"{name}.{key}".lstrip("."), full)
 

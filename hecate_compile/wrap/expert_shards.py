@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import torch
 
+from hecate.private import parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
@@ -80,12 +81,12 @@ def shard_experts(
 
 def _layer_of_shared(experts: ExpertsModule) -> Layer | None:
     """The record under which another module's parameters were sharded that are this one's too."""
-    shards = [shard_of(experts.module._parameters[key]) for key in experts.parameters]
+    shards = [shard_of(parameters_of(experts.module)[key]) for key in experts.parameters]
     return next((shard.layer for shard in shards if is_expert_shard(shard)), None)
 
 
 def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites) -> None:
-    full = experts.module._parameters[key]
+    full = parameters_of(experts.module)[key]
     assert full is not None
     if shard_of(full) is not None:
         return
@@ -112,7 +113,7 @@ def size_up(
         rematerialize: replicas come again for the backward.
     """
     for experts, layer in zip(found, layers, strict=True):
-        shapes = [p.shape[1:] for p in map(experts.module._parameters.get, experts.parameters) if p is not None]
+        shapes = [p.shape[1:] for p in map(parameters_of(experts.module).get, experts.parameters) if p is not None]
         layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype
         layer.placer.sizes = LayerSizes(
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),

@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 import torch
 from torch import nn
 
+from hecate.private import parameters_of
 from hecate.wrap.config_value import config_value
 
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
@@ -153,7 +154,7 @@ def _check_shared(found: Sequence[ExpertsModule]) -> None:
     for experts in found:
         if experts.members:
             continue
-        own = [id(experts.module._parameters[key]) for key in experts.parameters]
+        own = [id(parameters_of(experts.module)[key]) for key in experts.parameters]
         others = dict.fromkeys(first[p] for p in own if p in first)
         if len(others) > 1:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.private import parameters_of
 from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import World
 from hecate.wrap.parameter_sites import ParameterSites
@@ -25,7 +26,7 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World)
     for module in model.modules():
         hangs = {
             key: sites.of(parameter)
-            for key, parameter in module._parameters.items()
+            for key, parameter in parameters_of(module).items()
             if parameter is not None and shard_of(parameter) is not None
         }
         if hangs:
@@ -63,7 +64,7 @@ def _keep_full(
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         for key, ((first, first_key), *_) in hangs.items():
-            current, full = module._parameters[key], state.get(prefix + key)
+            current, full = parameters_of(module)[key], state.get(prefix + key)
             if full is None or current is None:
                 continue
             shard = _shard_at(module, prefix, key)
@@ -74,7 +75,7 @@ def _keep_full(
                 )
                 del state[prefix + key]
                 continue
-            loaded = first._parameters[first_key]
+            loaded = parameters_of(first)[first_key]
             if metadata.get("assign_to_params_buffers") and loaded is not current:
                 # The first site of a tied parameter has its new shard already. A second one would train apart.
                 state[prefix + key] = loaded
@@ -87,7 +88,7 @@ def _keep_full(
 
 
 def _shard_at(module: nn.Module, prefix: str, key: str) -> Shard:
-    shard = shard_of(module._parameters[key])
+    shard = shard_of(parameters_of(module)[key])
     if shard is None:
         raise RuntimeError(
             f"hecate: {prefix + key} is no longer the shard that hecate.compile made; something replaced the "

@@ -14,8 +14,9 @@ from collections.abc import Container, Iterator
 from functools import lru_cache
 from types import FrameType
 
+from hecate.private import GRAPH_BREAK_LOGS
+
 _STACK = re.compile(r'File "(.+?)", line (\d+), in ')
-_LOGS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.convert_frame.__graph_breaks")
 
 Place = tuple[str, int]
 
@@ -47,7 +48,7 @@ _breaks = _Breaks()
 
 def hear_graph_breaks() -> None:
     """From now on :func:`python_around` knows of them. What the user sees of torch's log stays as it is."""
-    for name in _LOGS:
+    for name in GRAPH_BREAK_LOGS:
         log = logging.getLogger(name)
         if _breaks in log.handlers:
             continue

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.private import parameters_of
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.swapped_class import swap_class
 
@@ -117,8 +118,8 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
     with torch.no_grad():
         for own, linear, split in ((record.down, down, _split_down), (record.up, up, _split_up)):
             weight = split(linear.weight.detach(), size).clone(memory_format=torch.contiguous_format)
-            inner._parameters[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
-            linear._parameters["weight"] = None
+            parameters_of(inner)[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+            parameters_of(linear)["weight"] = None
     inner.__dict__.setdefault(_ADAPTERS, {})[key] = record
     _load_by_old_names(record, size)
     return record.down, record.up

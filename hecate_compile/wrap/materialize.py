@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.warn import warn_together
+=======
+from hecate.private import INIT_WEIGHTS, buffers_of, parameters_of, version_of
+>>>>>>> e299a2f (hecate.private has the private names of torch, transformers and accelerate that most rooms use; the oldest test of imports is part of the newer one)
 from hecate.runtime.comm.world import World
 from hecate.wrap.parameter_sites import ParameterSites
 
@@ -38,9 +42,9 @@ def make_module_real(
     fresh = _allocate(module, world.device, sites, skip)
     if not fresh or world.rank != 0:
         return []
-    versions = {key: tensor._version for key, tensor in fresh.items()}
+    versions = {key: version_of(tensor) for key, tensor in fresh.items()}
     _initialize(model, name, module)
-    return [f"{name}.{key}".lstrip(".") for key, tensor in fresh.items() if tensor._version == versions[key]]
+    return [f"{name}.{key}".lstrip(".") for key, tensor in fresh.items() if version_of(tensor) == versions[key]]
 
 
 def _allocate(
@@ -48,14 +52,14 @@ def _allocate(
 ) -> dict[str, torch.Tensor]:
     """Replace the module's own meta tensors by NaN-filled ones, and return these; tied parameters stay tied."""
     fresh: dict[str, torch.Tensor] = {}
-    for key, parameter in list(module._parameters.items()):
-        if parameter is None or not parameter.is_meta or key in skip or module._parameters[key] is not parameter:
+    for key, parameter in list(parameters_of(module).items()):
+        if parameter is None or not parameter.is_meta or key in skip or parameters_of(module)[key] is not parameter:
             continue
         fresh[key] = real = nn.Parameter(_unwritten(parameter, device), requires_grad=parameter.requires_grad)
         sites.replace(parameter, real)
-    for key, buffer in module._buffers.items():
+    for key, buffer in buffers_of(module).items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = fresh[key] = _unwritten(buffer, device)
+            buffers_of(module)[key] = fresh[key] = _unwritten(buffer, device)
     return fresh
 
 
@@ -70,8 +74,8 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
         path = name.split(".") if name else []
         for depth in range(len(path), -1, -1):
             outer: Any = model.get_submodule(".".join(path[:depth]))
-            if hasattr(outer, "_init_weights"):
-                outer._init_weights(module)
+            if hasattr(outer, INIT_WEIGHTS):
+                getattr(outer, INIT_WEIGHTS)(module)
                 break
         else:
             reset = getattr(module, "reset_parameters", None)

@@ -6,12 +6,11 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from hecate.private import HOOKS_OF_MODULES, hooks_of_all_modules
 from hecate.wrap.changes import Changes
 
 # Names of the dictionaries in a module; those for all modules have a prefix.
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class ModuleHooks:
@@ -43,8 +42,8 @@ class ModuleHooks:
 
     def _find(self, model: nn.Module) -> None:
         self._seen = self._changes.number
-        found = [(f"{kind[1:-1]} on all modules", getattr(torch_module, f"_global{kind}")) for kind in _KINDS]
+        found = [(f"{kind[1:-1]} on all modules", hooks_of_all_modules(kind)) for kind in HOOKS_OF_MODULES]
         for name, module in model.named_modules():
             if module is not model:
-                found += [(f"{kind[1:-1]} on {name}", module.__dict__[kind]) for kind in _KINDS]
+                found += [(f"{kind[1:-1]} on {name}", module.__dict__[kind]) for kind in HOOKS_OF_MODULES]
         self._names, self._hooks = [name for name, _ in found], [hooks for _, hooks in found]

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code
 
+from hecate.private import parameters_of, skip_code
 from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
@@ -70,10 +70,10 @@ def install_reads(
         member = member_of(module)
         for key in member.keys if member is not None else ():
             assert member is not None
-            shard = shard_of(member.holder._parameters[member.keys[key]])
+            shard = shard_of(parameters_of(member.holder)[member.keys[key]])
             assert is_expert_shard(shard)
             readers[key] = _read_member(key, shard.layer, step, param_dtype)
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 # What is made of its members' parameters is read by them.
@@ -103,7 +103,7 @@ def install_replicated_reads(
     known, new = _records_in(model), []
     for name, module in model.named_modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             if parameter is None or shard_of(parameter) is not None:
                 continue
             qualified = f"{name}.{key}".lstrip(".")
@@ -159,7 +159,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # The inherited one asks hasattr(self, name) first, which would read the property.
         if name in everything:
-            self._parameters[name] = parameter
+            parameters_of(self)[name] = parameter
             note_change(self)
         else:
             super(swapped, self).register_parameter(name, parameter)
@@ -182,7 +182,7 @@ def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype 
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
     def read_own(module: nn.Module, own: str, dtype: torch.dtype | None) -> Any:
-        shard: Any = module._parameters[own]
+        shard: Any = parameters_of(module)[own]
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
@@ -211,7 +211,7 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
     def read(module: nn.Module) -> Any:
         member = member_of(module)
         assert member is not None
-        shard: Any = member.holder._parameters[member.keys[key]]
+        shard: Any = parameters_of(member.holder)[member.keys[key]]
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
@@ -232,7 +232,7 @@ def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype 
     """Args: id: of the record, if the gradient is averaged where it is made."""
 
     def read(module: nn.Module) -> Any:
-        parameter: Any = module._parameters[key]
+        parameter: Any = parameters_of(module)[key]
         if parameter is None:
             return None
         if torch.compiler.is_compiling() or step.running:
@@ -247,7 +247,7 @@ def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype 
 
 def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
-        shard: Any = module._parameters[key]
+        shard: Any = parameters_of(module)[key]
         # Outside the forward other ranks need not read it too, so nothing can be gathered.
         if shard is None or not (torch.compiler.is_compiling() or step.running):
             return shard

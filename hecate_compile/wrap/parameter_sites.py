@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hecate.private import parameters_of
 from hecate.wrap.carry_over import carry_over
 
 
@@ -14,7 +15,7 @@ class ParameterSites:
         # By id, so that a parameter's memory is free as soon as it is replaced.
         self._of: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for key, parameter in module._parameters.items():
+            for key, parameter in parameters_of(module).items():
                 if parameter is not None:
                     self._of.setdefault(id(parameter), []).append((module, key))
 
@@ -27,4 +28,4 @@ class ParameterSites:
         carry_over(old, new)
         self._of[id(new)] = self._of.pop(id(old))
         for module, key in self.of(new):
-            module._parameters[key] = new
+            parameters_of(module)[key] = new

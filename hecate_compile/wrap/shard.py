@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hecate.private import mark_unbacked
 from hecate.runtime.comm.world import World
 
 _SHARD = "_hecate_shard"
@@ -72,5 +73,5 @@ def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> n
     _alive[parameter] = shard
     if shard.length_varies and shard.world.size > 1:
         # A size that the graph must not know.
-        torch._dynamo.decorators.mark_unbacked(parameter, 0)
+        mark_unbacked(parameter, 0)
     return parameter

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hecate.private import children_of, parameters_of
 from hecate.wrap.carry_over import carry_over_stacked
 from hecate.wrap.find_experts import ExpertsModule
 
@@ -52,11 +53,11 @@ def stack_experts(found: Sequence[ExpertsModule]) -> None:
                 full = torch.stack([part.detach() for part in parts])
             stacked = nn.Parameter(full, requires_grad=parts[0].requires_grad)
             carry_over_stacked(parts, stacked)
-            experts.module._parameters[key] = stacked
+            parameters_of(experts.module)[key] = stacked
             for index, member in enumerate(experts.members):
                 path, _, own = name.rpartition(".")
                 part = member.get_submodule(path)
-                part._parameters[own] = None
+                parameters_of(part)[own] = None
                 record = part.__dict__.setdefault(_MEMBER, Member(experts.module, index, {}))
                 record.keys[own] = key
         for index, member in enumerate(experts.members):
@@ -93,7 +94,7 @@ def names_of_members(experts: ExpertsModule) -> dict[str, tuple[str, ...]]:
 
 def _labels(experts: ExpertsModule) -> list[str]:
     members = set(experts.members)
-    return [label for label, module in experts.module._modules.items() if module in members]
+    return [label for label, module in children_of(experts.module).items() if module in members]
 
 
 def _save_by_old_names(experts: ExpertsModule) -> None:

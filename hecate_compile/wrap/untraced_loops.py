@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from hecate.private import parameters_of
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.graph_breaks import nodes_of, python_around, user_frames
@@ -51,7 +52,7 @@ def _self(frame: FrameType) -> nn.Module | None:
 
 
 def _has(module: nn.Module, layer: Layer) -> bool:
-    shards = map(shard_of, module._parameters.values())
+    shards = map(shard_of, parameters_of(module).values())
     return any(is_expert_shard(shard) and shard.layer is layer for shard in shards)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hecate.passes.base import Refused
+from hecate.private import TorchDispatchMode, schema_of
 
 # Sums, comparisons, selections and moves of positions; some only as _is_linear says.
 _LINEAR = frozenset((
@@ -41,7 +41,7 @@ class Watch(TorchDispatchMode):
         self.beyond: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func._schema.name).partition("::")[2]
+        name = str(schema_of(func).name).partition("::")[2]
         if func.namespace not in ("aten", "prims"):
             raise Refused(f"an operator of {func.namespace}")
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hecate.passes.attention.linear_operators import Watch
 from hecate.passes.attention.open_sizes import MOST, as_number, coefficients, is_size, sizes_of, solve, symbols_in
@@ -28,6 +27,7 @@ from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
 from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import calls, describe, operands
+from hecate.private import HigherOrderOperator, disable_current_modes, dynamo_source
 
 # Elements of a value that is computed in one piece.
 PIECE = 2**24
@@ -213,7 +213,7 @@ class MaskCone:
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
         target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         try:
-            with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), self._watch:
+            with disable_current_modes(), torch.device("cpu"), torch.no_grad(), self._watch:
                 return target(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
         except Refused as refused:
             raise Refused(f"the mask is computed with {refused}: {describe(node)}") from None
@@ -273,7 +273,7 @@ def _refuse_data(node: Node) -> None:
     target, module = node.target, str(getattr(node.target, "__module__", None) or "torch")
     plain = node.op == "call_method" or (
         node.op == "call_function"
-        and not isinstance(target, torch._ops.HigherOrderOperator)
+        and not isinstance(target, HigherOrderOperator)
         and (module.partition(".")[0] in ("_operator", "math", "torch"))
         and not any(part in module for part in ("functorch", "distributed", "_dynamo"))
     )
@@ -282,7 +282,7 @@ def _refuse_data(node: Node) -> None:
 
 
 def _name_of_input(node: Node) -> str:
-    source = getattr(node, "_dynamo_source", None)
+    source = dynamo_source(node)
     text = str(source.name if source is not None else node.target)
     # The last key or attribute: L['kwargs']['attention_mask'].
     return text.rstrip("'])").rpartition("'")[2].rpartition(".")[2]

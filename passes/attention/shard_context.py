@@ -38,6 +38,7 @@ from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused, Remark
 from hecate.passes.captured.torch_values import size_hint, value_of
 from hecate.passes.fx import Builder, arg, calls
+from hecate.private import OpOverload
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
 
@@ -254,7 +255,7 @@ def _called(node: Node) -> str:
     if node.op not in ("call_function", "call_method"):
         return ""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         target = target.overloadpacket
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+
+from hecate.private import FakeTensor, OpOverload, schema_of
 
 
 def fake_mode_of(gm: GraphModule) -> Any:
@@ -18,14 +18,14 @@ def fake_mode_of(gm: GraphModule) -> Any:
     return None
 
 
-def operator_of(node: Node) -> torch._ops.OpOverload:
+def operator_of(node: Node) -> OpOverload:
     """The operator that a node of a forward or backward graph calls."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     return node.target
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """Its arguments by name, in the operator's order."""
-    names = [argument.name for argument in operator_of(node)._schema.arguments]
+    names = [argument.name for argument in schema_of(operator_of(node)).arguments]
     given: list[Any] = list(node.args)
     return {name: given[i] if i < len(given) else node.kwargs[name] for i, name in enumerate(names)}

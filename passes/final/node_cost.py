@@ -14,12 +14,12 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of, fake_mode_of
 from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.private import ATTENTION, ATTENTION_BACKWARD, tree_leaves, tree_map
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
 from hecate.runtime.ops.dense import get_dense_shard
 from hecate.runtime.ops.gradients import REPLICATED
@@ -49,14 +49,8 @@ def _attention_backward_flops(
 
 # torch has none for CPUs, and before 2.13 its own refuse fewer heads of keys than of queries.
 _ATTENTION: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention: _attention_flops,
-    aten._scaled_dot_product_efficient_attention: _attention_flops,
-    aten._scaled_dot_product_cudnn_attention: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
-    aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
-    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+    **dict.fromkeys(ATTENTION, _attention_flops),
+    **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward_flops),
 }
 
 

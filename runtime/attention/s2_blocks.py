@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hecate.private import flash_for_cpu, flash_for_cpu_backward
 from hecate.runtime.attention.pattern import Pattern
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash = flash_for_cpu.default
+_flash_backward = flash_for_cpu_backward.default
 
 # What the kernels take.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

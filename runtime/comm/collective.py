@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+from hecate.private import OpOverload
 
 Role = Literal["exchange", "gather", "reduce"]
 Carries = Literal["rows", "counts", "tickets", "replicas", "experts", "dense", "bucket"]
@@ -43,9 +43,9 @@ class Collective:
     """
 
     name: str
-    whole: torch._ops.OpOverload
-    start: torch._ops.OpOverload
-    wait: torch._ops.OpOverload
+    whole: OpOverload
+    start: OpOverload
+    wait: OpOverload
     role: Role
     carries: Carries
     homeward: bool = False

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hecate.private import symmetric_memory
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.world import World
 
@@ -83,15 +84,13 @@ def symmetric_windows(world: World, segment: int) -> Windows:
     Raises:
         RuntimeError: on all ranks; one has no room, or does not reach the others' memory.
     """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     group = world.group
     assert group is not None, "one rank has nobody to share memory with"
     segment = _aligned(segment)
     size = _bytes_of(world.size, segment, PLACES)
 
     def exchange() -> tuple[Any, list[Tensor]]:
-        handle = symmetric_memory.rendezvous(mine, group)
+        handle = symmetric_memory().rendezvous(mine, group)
         memories = [handle.get_remote_tensor(peer, mine.shape, mine.dtype) for peer in range(world.size)]
         if memories[world.rank].data_ptr() != mine.data_ptr():
             raise RuntimeError("symmetric memory maps this rank's window to another address than its own")
@@ -100,7 +99,7 @@ def symmetric_windows(world: World, segment: int) -> Windows:
         return handle, memories
 
     # A rank without room does not come to the rendezvous, so nobody does.
-    mine = _on_all(lambda: symmetric_memory.empty(size, dtype=torch.uint8, device=world.device).zero_(), world)
+    mine = _on_all(lambda: symmetric_memory().empty(size, dtype=torch.uint8, device=world.device).zero_(), world)
     handle, memories = _on_all(exchange, world)
     return _view(world.rank, memories, segment, PLACES, owner=(handle, mine))
 

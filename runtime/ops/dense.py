@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.private import foreach_copy_
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
@@ -111,7 +112,7 @@ def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dty
 
     def run() -> list[Tensor]:
         everyone = collectives.all_gather_even(mine, world)
-        torch._foreach_copy_(padded, list(everyone.split(sizes, dim=1)))
+        foreach_copy_(padded, list(everyone.split(sizes, dim=1)))
         return [
             rows.view(-1, *record.full_shape[1:])[: record.full_shape[0]]
             for rows, record in zip(padded, records, strict=True)
@@ -161,7 +162,7 @@ def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: to
         for rank in range(1, world.size):
             total += received[rank]
         flat = [mean.view(-1) for mean in means]
-        torch._foreach_copy_(flat, list(total.div_(world.size).split(sizes)))
+        foreach_copy_(flat, list(total.div_(world.size).split(sizes)))
         return means
 
     return Job(world.queue, run)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hecate.private import foreach_copy_, parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
@@ -90,12 +91,12 @@ class ReplicatedParameter:
     def exists(self) -> bool:
         """Whether the parameter is still there."""
         module = self.owner()
-        return module is not None and module._parameters.get(self.key) is not None
+        return module is not None and parameters_of(module).get(self.key) is not None
 
     @property
     def parameter(self) -> Tensor:
         module = self.owner()
-        parameter = module._parameters.get(self.key) if module is not None else None
+        parameter = parameters_of(module).get(self.key) if module is not None else None
         if parameter is None:
             raise RuntimeError(f"hecate: the replicated parameter {self.key} no longer exists, but has a gradient")
         return parameter
@@ -134,7 +135,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
     means = parts
     if dtype != own_dtype:
         means = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
-    torch._foreach_copy_(parts, list(grads))
+    foreach_copy_(parts, list(grads))
     if sync.owed:
         for part, record in zip(parts, records, strict=True):
             gradient = record.parameter.grad
@@ -145,7 +146,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
     def run() -> list[Tensor]:
         sync.average(buffer)
         if means is not parts:
-            torch._foreach_copy_(means, parts)
+            foreach_copy_(means, parts)
         return means
 
     return Job(sync.world.queue, run)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from hecate.private import check
+from hecate.private import grouped_mm as grouped_mm_of_torch
 from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels import clear_rows, weight_grads
 from hecate.runtime.kernels import grouped_mm as products
@@ -81,7 +83,7 @@ def _for_kernel(operand: Tensor) -> Tensor:
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     how = _choose(x, [w], offs)
     if how == "torch":
-        out = torch._grouped_mm(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
+        out = grouped_mm_of_torch(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
         # The kernel leaves rows beyond the last offset unwritten.
         clear_rows.clear_rows_behind(out, offs)
         return out
@@ -101,13 +103,13 @@ def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> 
 
 
 def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    torch._check(x.dim() == 2 and w.dim() == 3, lambda: f"grouped_mm: {x.shape} @ {w.shape}")
-    torch._check(x.shape[1] == w.shape[1], lambda: f"grouped_mm: {x.shape} @ {w.shape}")
+    check(x.dim() == 2 and w.dim() == 3, lambda: f"grouped_mm: {x.shape} @ {w.shape}")
+    check(x.shape[1] == w.shape[1], lambda: f"grouped_mm: {x.shape} @ {w.shape}")
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
 def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
-    torch._check(own.shape[1:] == replicas.shape[1:], lambda: f"grouped_mm_pair: {own.shape}, {replicas.shape}")
+    check(own.shape[1:] == replicas.shape[1:], lambda: f"grouped_mm_pair: {own.shape}, {replicas.shape}")
     return _grouped_mm_fake(x, own, offs)
 
 
@@ -136,7 +138,7 @@ def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool)
     """One kernel for all slots, without a look at the offsets on the host: ``[S, K, N]``."""
     left, right = (grad, x) if transposed else (x, grad)
     left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
-    out = torch._grouped_mm(left.t(), right, offs=offs.to(torch.int32))
+    out = grouped_mm_of_torch(left.t(), right, offs=offs.to(torch.int32))
     # What the kernel writes for a slot without rows is zeros on some GPUs only.
     clear_rows.clear_empty_slots(out, offs)
     return out.transpose(1, 2) if transposed else out

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.private import OpOverload
 from hecate.runtime.comm import queue
 from hecate.runtime.comm.collective import Carries, Collective, Role, add_collective
 
@@ -29,10 +30,10 @@ _lib = torch.library.Library("hecate", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
 # Operators that decide something for one step. Computed again, they would decide for another.
-PLANS: set[torch._ops.OpOverload] = set()
+PLANS: set[OpOverload] = set()
 
 
-def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> torch._ops.OpOverload:
+def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> OpOverload:
     """Register an operator with one kernel for all devices.
 
     ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
@@ -45,7 +46,7 @@ def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> torch
     _lib.define(schema, tags=_TAGS)
     _lib.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hecate::{name}", fake, lib=_lib)
-    operator: torch._ops.OpOverload = getattr(torch.ops.hecate, name).default
+    operator: OpOverload = getattr(torch.ops.hecate, name).default
     if plans:
         PLANS.add(operator)
     return operator

@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hecate.private import in_backward
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
@@ -91,7 +92,7 @@ class Layer:
         """
         now = homeward == (self.world.device.type != "cpu")
         if self.world.queue.on_stream and self.placer.can_wait_for_backward:
-            now = torch._C._current_graph_task_id() != -1
+            now = in_backward()
         return self.placer.plan_ahead if now else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:

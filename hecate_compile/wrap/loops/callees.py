@@ -11,8 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 
-from torch import nn
-
+from hecate.private import BatchNormBase
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.empty_turns import CHANGES, REDUCES, keeps_rows
 from hecate.wrap.loops.syntax import is_load, is_method, text_of
@@ -29,7 +28,7 @@ def minds_no_rows(experts: ExpertsModule) -> str | None:
     done: set[type] = set()
     for member in experts.members:
         for module in member.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            if isinstance(module, BatchNormBase) and module.track_running_stats:
                 return f"{type(module).__name__}, whose statistics are of the rows that it is given"
             cls = type(module)
             if cls in done or cls.__module__.partition(".")[0] == "torch":

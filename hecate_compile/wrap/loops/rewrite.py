@@ -13,6 +13,7 @@ from types import FunctionType
 
 from torch import nn
 
+from hecate.private import children_of
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.callees import minds_no_rows
 from hecate.wrap.loops.counts import Counts
@@ -68,7 +69,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
             continue
         changed = {}
         for key, function in _methods(module):
-            listed = isinstance(module._modules.get("experts"), (nn.ModuleList, nn.ModuleDict))
+            listed = isinstance(children_of(module).get("experts"), (nn.ModuleList, nn.ModuleDict))
             if (function, listed) not in done:
                 try:
                     done[function, listed] = _rewritten(function, listed)

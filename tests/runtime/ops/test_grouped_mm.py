@@ -77,7 +77,10 @@ def test_products_by_torchs_grouped_kernel(
     calls = []
     kernel = torch._grouped_mm
     monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
-    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **given: calls.append(args) or kernel(*args, **given))
+    monkeypatch.setattr(
+        "hecate.runtime.ops.grouped_mm.grouped_mm_of_torch",
+        lambda *args, **given: calls.append(args) or kernel(*args, **given),
+    )
     natives = (
         ops.grouped_mm_pair(x, own, more, offs),
         *ops.grouped_mm_pair_weight_grad(x, grad, offs, owned, replicas, transposed),
@@ -140,7 +143,7 @@ def test_torchs_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> No
         return kernel(*operands, offs=offs)
 
     monkeypatch.setattr(grouped_mm, "_has_kernel", lambda _: True)
-    monkeypatch.setattr(torch, "_grouped_mm", checked)
+    monkeypatch.setattr("hecate.runtime.ops.grouped_mm.grouped_mm_of_torch", checked)
     ops, offs = torch.ops.hecate, torch.tensor([2, 5], dtype=torch.int32)
     buffer = torch.randn(400).bfloat16()
     x, w, grad = torch.randn(5, 8).bfloat16(), torch.randn(2, 8, 16).bfloat16(), torch.randn(5, 16).bfloat16()
