@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
+from hecate.private import INIT_WEIGHTS, buffers_of, parameters_of, version_of
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.warn import warn_together
-=======
-from hecate.private import INIT_WEIGHTS, buffers_of, parameters_of, version_of
->>>>>>> e299a2f (hecate.private has the private names of torch, transformers and accelerate that most rooms use; the oldest test of imports is part of the newer one)
 from hecate.runtime.comm.world import World
 from hecate.wrap.parameter_sites import ParameterSites
 
