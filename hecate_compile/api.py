@@ -57,6 +57,7 @@ from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.training.same_batches import SameBatches
 from hecate.wrap.attention_config import AttentionConfig
 from hecate.wrap.carry_over import check_carried, describe_hooks
 from hecate.wrap.changes import Changes
@@ -200,6 +201,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
         additions=additions, outside_gradients=outside_gradients, drift=drift,
+        same_batches=SameBatches(world, enabled=config.policy != "replicate"),
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
         buffers=buffers, carrier=carrier,

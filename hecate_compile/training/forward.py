@@ -38,6 +38,7 @@ from hecate.training.buffers import Buffers
 from hecate.training.drift import DriftCheck
 from hecate.training.move_owners import OwnerMover
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.training.same_batches import SameBatches
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 
@@ -58,6 +59,7 @@ class CompiledForward:
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
         drift: compares now and then what all ranks have whole.
+        same_batches: compares what the first training forwards are given.
         check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
         buffers: makes those of all ranks rank 0's.
         carrier: what its layers exchange rows with.
@@ -88,6 +90,7 @@ class CompiledForward:
         buffers: Buffers,
         carrier: Carrier,
         drift: DriftCheck,
+        same_batches: SameBatches,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
     ) -> None:
@@ -97,7 +100,7 @@ class CompiledForward:
         self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
         self._additions, self.outside_gradients, self.drift = additions, outside_gradients, drift
         self._check_compiled, self._one_graph = check_compiled, one_graph
-        self.buffers, self.carrier = buffers, carrier
+        self.buffers, self.carrier, self._same_batches = buffers, carrier, same_batches
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
@@ -115,6 +118,7 @@ class CompiledForward:
         mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
             self.begin(mode)
+            self._same_batches.before_forward(mode, args, kwargs)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.
