@@ -378,4 +378,5 @@ def is_transpose(node: Node) -> bool:
     name = _name(node)
     if name == "transpose":
         return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
-    return name in ("t", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
+    # Since torch 2.15 Dynamo spells .T as the operator that it is.
+    return name in ("t", "mT", "numpy_T") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
