@@ -6,18 +6,23 @@ Nodes compare by their place in the graph: ``a < b`` if ``a`` comes first. That 
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from hecate.passes.base import Refused, Skip
-from hecate.private import OpOverloadPacket, schema_of
+from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, schema_of
+
+log = logging.getLogger("hecate")
 
 # In the meta of a copy of a layer's body: the layer's number.
 BODY_OF = "hecate_layer"
@@ -178,19 +183,6 @@ def skip_of(
     )
 
 
-def forget_value(node: Node) -> None:
-    """Drop the recorded value of a copy that has other rows now; what its sizes were is kept for graph dumps."""
-    if (value := node.meta.pop("example_value", None)) is not None:
-        node.meta["hecate_was"] = _sizes_of(value)
-
-
-def _sizes_of(value: Any) -> Any:
-    """dtype and sizes of a tensor, and of each tensor of several results, as text; None of all else."""
-    if isinstance(value, (tuple, list)):
-        return [_sizes_of(part) for part in value]
-    return (str(value.dtype), tuple(map(str, value.shape))) if isinstance(value, torch.Tensor) else None
-
-
 def note(node: Node, key: str, value: int | str) -> None:
     """Write a note on a node that autograd hands on to what it makes of it; a copy's notes are not its original's."""
     node.meta["custom"] = {**node.meta.get("custom", {}), key: value}
@@ -204,34 +196,95 @@ def is_view(node: Node) -> bool:
     )
 
 
+# Entries of a node's meta that are of the node alone; a node that takes its place has its own.
+_OWN = ("val", "example_value", "eager_input_vals")
+
+
+def fake_mode_of(graph: Graph) -> tuple[str, FakeTensorMode] | None:
+    """Where nodes of this graph have their fake values, "example_value" or "val", and the mode that made them."""
+    for node in graph.nodes:
+        for key in ("example_value", "val"):
+            if isinstance(value := node.meta.get(key), FakeTensor):
+                return key, value.fake_mode
+    return None
+
+
+def take_place(old: Node, new: Node, *, unless: Callable[[Node], bool] = lambda user: False) -> None:
+    """Use ``new`` in place of ``old``, and give it the value of that, whose memory those of later nodes share.
+
+    Args:
+        unless: users that stay.
+    """
+    new.meta |= {key: old.meta[key] for key in ("val", "example_value", "unbacked_bindings") if key in old.meta}
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: not unless(user))
+
+
 class Builder:
     """Writes nodes one after another into a graph, behind ``after`` or before ``before``.
 
+    A node gets the fake value that it returns, as the graph's own nodes have it. It has none if an argument has none,
+    or if it depends on a size that only data decide.
+
     Args:
         layer: the MoE layer that they are for, which is noted on them.
+        like: a node that they stand for, whose notes they get.
 
     Attributes:
         last: the node behind which the next one will stand.
     """
 
     def __init__(
-        self, graph: Graph, *, after: Node | None = None, before: Node | None = None, layer: int | None = None
+        self,
+        graph: Graph,
+        *,
+        after: Node | None = None,
+        before: Node | None = None,
+        layer: int | None = None,
+        like: Node | None = None,
     ) -> None:
-        self.graph, self.layer = graph, layer
+        self.graph, self.layer, self.like = graph, layer, like
         place = after if after is not None else before.prev if before is not None else None
         assert place is not None, "a place to write to"
         self.last = place
+        self._fake = fake_mode_of(graph)
 
     def _written(self, node: Node) -> Node:
+        if self.like is not None:
+            node.meta |= {key: value for key, value in self.like.meta.items() if key not in _OWN}
         if self.layer is not None:
             note(node, "hecate_in", self.layer)
+        self._compute_value(node)
         self.last = node
         return node
 
-    def call(self, target: Any, *args: Any) -> Node:
+    def _compute_value(self, node: Node) -> None:
+        if self._fake is None:
+            return
+        key, mode = self._fake
+        node.meta.pop(key, None)
+        if not all(key in source.meta for source in node.all_input_nodes):
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta[key])
+        target: Any = node.target
+        with ExitStack() as stack:
+            if mode.shape_env is not None:
+                # It is asked about sizes as if somebody traced: no guard may come of that, nor a size to account for.
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(mode)
+            try:
+                if node.op == "call_method":
+                    node.meta[key] = getattr(args[0], target)(*args[1:], **kwargs)
+                else:
+                    node.meta[key] = target(*args, **kwargs)
+            except Exception as error:
+                log.debug("hecate: nothing is known of what %s returns: %s", describe(node), error)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of a function or operator."""
         with self.graph.inserting_after(self.last):
-            return self._written(self.graph.call_function(target, args))
+            return self._written(self.graph.call_function(target, args, kwargs))
 
     def method(self, name: str, *args: Any) -> Node:
         """A call of a method of the first argument."""

@@ -184,11 +184,7 @@ def _mask_of_stored(
     seen = arg(source, 2)
     if not single or list(arg(source, 3)) != pattern.numbers:
         raise Refused("its cache was made for other options. Make a new hecate.S2Cache of the compiled model")
-    if isinstance(seen, Node):
-        tokens: Any = builder.call(operator.add, seen, 1)
-        tokens.meta["example_value"] = value_of(seen) + 1
-    else:
-        tokens = seen + 1
+    tokens = builder.call(operator.add, seen, 1) if isinstance(seen, Node) else seen + 1
     return builder.call(
         torch.ops.hecate.s2_stored_mask.default, given["query"], given["key"], tokens, checked, pattern.numbers
     )

@@ -83,7 +83,6 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     else:
         if calls(mask, torch.ops.hecate.s2_mask):
             tokens = builder.call(torch.ops.aten.sym_size.int, key, 2)
-            tokens.meta["example_value"] = value_of(key).shape[2]
             store = torch.ops.hecate.s2_store.default
             key, value = (builder.call(store, None, x, 0, numbers) for x in (key, value))
         else:
@@ -102,6 +101,4 @@ def _cast(builder: Builder, x: Node, dtype: torch.dtype) -> Node:
     """As autocast casts the operands of attention."""
     if value_of(x).dtype == dtype:
         return x
-    cast = builder.call(torch.ops.aten.to.dtype, x, dtype)
-    cast.meta["example_value"] = value_of(x).to(dtype)
-    return cast
+    return builder.call(torch.ops.aten.to.dtype, x, dtype)

@@ -58,7 +58,6 @@ def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
     if lengths:
         # Torch asks how many rows there are; the mask itself has as many.
         counted = Builder(write.graph, before=read).call(operator.getitem, mask, mask)
-        counted.meta["example_value"] = value_of(read).new_empty(value_of(read).shape[:1], dtype=torch.bool)
         for user in lengths:
             user.args = (counted, 0)
     for node in (write, total, read):

@@ -39,7 +39,7 @@ from hecate.passes.captured.chunk_rows import chunks_of
 from hecate.passes.captured.find_region import Region, find_regions
 from hecate.passes.captured.node_rows import NodeRows
 from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
-from hecate.passes.fx import BODY_OF, Builder, arg, calls, computed_from, forget_value, skip_of
+from hecate.passes.fx import BODY_OF, Builder, arg, calls, computed_from, skip_of, take_place
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -370,14 +370,12 @@ def _copy_body(region: Region, context: PassContext, new: dict[Node, Node], repl
             else Builder(node.graph, after=last, layer=region.layer)
         )
         copies = _copy(node, region, here, new, replicas, padded=context.room_percent > 0)
-        _mark(copies, region, keep_values=context.world_size == 1)
+        _mark(copies, region)
 
 
-def _mark(copies: list[Node], region: Region, *, keep_values: bool = False) -> None:
-    """Note the layer on copies of the body. With other ranks' rows, values have other shapes than were captured."""
+def _mark(copies: list[Node], region: Region) -> None:
+    """Note the layer on copies of the body."""
     for copy in copies:
-        if not keep_values:
-            forget_value(copy)
         copy.meta[BODY_OF] = region.layer
 
 
@@ -411,7 +409,7 @@ def _copy(
         x, w, offsets = (arg(node, index) for index in range(3))
         operands = (new.get(x, x), new[w], replicas[w], new[offsets])
         new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
-        kept = ("stack_trace", "nn_module_stack", "example_value")
+        kept = ("stack_trace", "nn_module_stack")
         new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
         return [new[node]]
     replicas[node] = here.copy(node, new | replicas)
@@ -432,17 +430,14 @@ def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Nod
     rows = here.length(region.entries[0])
     hecate = torch.ops.hecate
     back = hecate.exchange_nodes_back.default if ticket.by_node else hecate.exchange_back.default
-    home = here.call(back, result, *(ticket.by_node or ticket.rest), rows, region.layer)
-    if "example_value" in exit.meta:
-        home.meta["example_value"] = exit.meta["example_value"]
-    return home
+    return here.call(back, result, *(ticket.by_node or ticket.rest), rows, region.layer)
 
 
 def _replace(region: Region, results: dict[Node, Node]) -> None:
     """Results take the place of the exits, and what nobody uses any more is removed."""
     body, graph = set(region.body), region.offsets.graph
     for exit in region.exits:
-        exit.replace_all_uses_with(results[exit], delete_user_cb=lambda user: user not in body)
+        take_place(exit, results[exit], unless=body.__contains__)
     for node in reversed((*region.gathers, *region.body)):
         if not node.users:
             graph.erase_node(node)

@@ -31,7 +31,7 @@ from hecate.passes.captured.torch_values import (
     under_autocast,
     value_of,
 )
-from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, forget_value, skip_of
+from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, skip_of, take_place
 
 
 def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
@@ -148,21 +148,15 @@ def _rewrite(batch: _Batch) -> None:
     here = Builder(graph, after=max(first, *batch.biases) if batch.biases else first)
     sizes = [here.method("size", first, 1)] * batch.num_experts
     offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first)
-    offsets.meta["example_value"] = value_of(first).new_empty(batch.num_experts, dtype=torch.int32)
     for entry in batch.entries:
         here = Builder(graph, after=max(entry, here.last))
-        whole, value = entry, value_of(entry)
-        if value.shape[0] != batch.num_experts:
+        whole = entry
+        if value_of(entry).shape[0] != batch.num_experts:
             whole = here.method("expand", entry, batch.num_experts, -1, -1)
-            value = value.expand(batch.num_experts, -1, -1)
-        flat = here.method("flatten", whole, 0, 1)
-        flat.meta["example_value"] = value.flatten(0, 1)
-        new[entry] = here.method("unsqueeze", flat, 1)
-        new[entry].meta["example_value"] = flat.meta["example_value"].unsqueeze(1)
+        new[entry] = here.method("unsqueeze", here.method("flatten", whole, 0, 1), 1)
     # Step 2: biases by the expert of each row.
     if batch.biases:
         ids = here.call(torch.ops.hecate.row_slots.default, offsets, here.method("size", new[first], 0))
-        ids.meta["example_value"] = value_of(offsets).new_empty(1, dtype=torch.int64)
         for bias in batch.biases:
             new[bias] = here.call(operator.getitem, bias, ids)
     # Step 3: the body on rows, each node where it was.
@@ -172,13 +166,10 @@ def _rewrite(batch: _Batch) -> None:
         if node in batch.products:
             x, w = arg(node, 0), arg(node, 1)
             rows = here.method("squeeze", new[x], 1)
-            if "example_value" in new[x].meta:
-                rows.meta["example_value"] = new[x].meta["example_value"].squeeze(1)
             product = here.call(torch.ops.hecate.grouped_mm.default, rows, w, offsets)
             new[node] = here.method("unsqueeze", product, 1)
         else:
             new[node] = here.copy(node, new)
-            forget_value(new[node])
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         last = here.last
     # Step 4: what leaves has its two dimensions again; the old body goes.
@@ -187,8 +178,7 @@ def _rewrite(batch: _Batch) -> None:
         here = Builder(graph, after=new[exit])
         size = here.method("size", first, 1)
         result = here.method("reshape", new[exit], batch.num_experts, size, *_shape(exit)[2:])
-        result.meta["example_value"] = value_of(exit)
-        exit.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+        take_place(exit, result, unless=inside.__contains__)
     for node in reversed(batch.body):
         if not node.users:
             graph.erase_node(node)
@@ -249,40 +239,28 @@ def _plan(x: str, w: str, result: str) -> _Plan | None:
 
 def _write(node: Node, x: Node, w: Node, plan: _Plan) -> None:
     here = Builder(node.graph, before=node)
-    value = value_of(x)
-
-    def step(source: Node, name: str, *args: Any) -> Node:
-        made = here.method(name, source, *args)
-        # Sizes that are nodes have values of their own.
-        known = torch.fx.node.map_arg(args, lambda n: n.meta["example_value"])
-        made.meta["example_value"] = getattr(value_of(source), name)(*known)
-        return made
 
     def permuted(source: Node, letters: str, wanted: str) -> Node:
         order = [letters.index(letter) for letter in wanted]
-        return source if order == sorted(order) else step(source, "permute", *order)
+        return source if order == sorted(order) else here.method("permute", source, *order)
 
     # [E, rows..., d], [E, d, f]
     has_expert = plan.expert in plan.x
     rows = permuted(x, plan.x, (plan.expert if has_expert else "") + plan.rows + plan.summed)
     if not has_expert:
-        rows = step(rows, "unsqueeze", 0)
+        rows = here.method("unsqueeze", rows, 0)
     sizes = None
     if len(plan.rows) > 1:
-        sizes = []
-        for letter in plan.rows:
-            size = here.method("size", x, plan.x.index(letter))
-            size.meta["example_value"] = value.shape[plan.x.index(letter)]
-            sizes.append(size)
-        rows = step(rows, "flatten", 1, -2)
+        sizes = [here.method("size", x, plan.x.index(letter)) for letter in plan.rows]
+        rows = here.method("flatten", rows, 1, -2)
     if not has_expert:
-        rows = step(rows, "expand", _shape(w)[plan.w.index(plan.expert)], -1, -1)
+        rows = here.method("expand", rows, _shape(w)[plan.w.index(plan.expert)], -1, -1)
     weight = permuted(w, plan.w, plan.expert + plan.summed + plan.made)
-    product = here.call(torch.bmm, rows, weight)
-    product.meta |= node.meta | {"example_value": torch.bmm(value_of(rows), value_of(weight))}
-    out = product
+    here.like = node
+    out = here.call(torch.bmm, rows, weight)
+    here.like = None
     if sizes is not None:
-        out = step(out, "unflatten", 1, tuple(sizes))
+        out = here.method("unflatten", out, 1, tuple(sizes))
     out = permuted(out, plan.expert + plan.rows + plan.made, plan.result)
-    node.replace_all_uses_with(out)
+    take_place(node, out)
     node.graph.erase_node(node)

@@ -28,8 +28,8 @@ from hecate.passes.captured.expert_loops import (
     is_transpose,
     matrix_operand,
 )
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
-from hecate.passes.fx import Builder, arg, forget_value, operands, skip_of
+from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, storage_of
+from hecate.passes.fx import Builder, arg, operands, skip_of, take_place
 
 
 def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
@@ -63,12 +63,9 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
             here.call(operator.add, *pair) for pair in zip(of_experts, sizes[again :: loop.repeats], strict=True)
         ]
     offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, of_experts, first.entries[0])
-    offsets.meta["example_value"] = value_of(first.entries[0]).new_empty(len(of_experts), dtype=torch.int32)
     new: dict[Node, Node] = {}
     for entries in zip(*(turn.entries for turn in loop.turns), strict=True):
-        rows = new[entries[0]] = here.call(torch.cat, list(entries))
-        # For the checks of later passes; they look at the row width and replace the number of rows.
-        rows.meta["example_value"] = value_of(entries[0])
+        new[entries[0]] = here.call(torch.cat, list(entries))
 
     # Step 2: the first turn's computation, on all experts.
     by_id = _ByExpert(here, offsets, new[first.entries[0]])
@@ -80,7 +77,6 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
             new[node] = _grouped_anchor(here, node, set(first.views), new, by_id)
         else:
             new[node] = here.copy(node, new)
-            forget_value(new[node])
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
     # Step 3: every turn's result is its part of the whole.
@@ -91,9 +87,7 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
         if storage_of(turn.exit) in changed:
             # A part of a split is a view that autograd does not let anybody change in place.
             part = here.method("clone", part)
-        if "example_value" in turn.exit.meta:
-            part.meta["example_value"] = turn.exit.meta["example_value"]
-        turn.exit.replace_all_uses_with(part)
+        take_place(turn.exit, part)
 
     # Step 4: what used early turns follows the whole; the old turns go.
     old = {node for turn in loop.turns for node in turn.body}
@@ -134,7 +128,6 @@ class _ByExpert:
         if self._ids is None:
             num_rows = self.here.method("size", self.rows, 0)
             self._ids = self.here.call(torch.ops.hecate.row_slots.default, self.offsets, num_rows)
-            self._ids.meta["example_value"] = value_of(self.offsets).new_empty(1, dtype=torch.int64)
         return self.here.call(operator.getitem, parameter, self._ids)
 
 
@@ -144,6 +137,4 @@ def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:
         return arg(view, 0)
     if is_transpose(view):
         return here.method("transpose", new[arg(view, 0)], 1, 2)
-    copy = here.copy(view, new)
-    forget_value(copy)
-    return copy
+    return here.copy(view, new)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.dumps.palette import colour_of, kind_colour
 from hecate.passes.dumps.regions import expert_regions, layers_in
-from hecate.passes.dumps.shapes import text_of, values_of
+from hecate.passes.dumps.shapes import letters_of, text_of, value_of
 from hecate.passes.dumps.value_names import operator_name
 from hecate.passes.fx import describe
 from hecate.runtime.comm.collective import collective_of
@@ -121,7 +121,7 @@ def picture_of(gm: GraphModule, layers: Mapping[int, str]) -> Picture | None:
 
 
 def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -> Picture:
-    values = values_of(gm.graph)
+    letters = letters_of(gm.graph)
     number: dict[Node, int] = {}
     boxes: list[Box] = []
     for node in gm.graph.nodes:
@@ -138,7 +138,7 @@ def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -
         boxes.append(
             Box(
                 name=node.name, made_by=node.op if node.op == "placeholder" else describe(node).split(" ")[0],
-                shape=text_of(values[node]), colour=colour,
+                shape=text_of(value_of(node), letters), colour=colour,
                 uses=tuple(dict.fromkeys(number[used] for used in uses if used in number)),
             )
         )  # fmt: skip

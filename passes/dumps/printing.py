@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.dumps.regions import expert_regions
-from hecate.passes.dumps.shapes import LEGEND, Value, text_of, values_of
+from hecate.passes.dumps.shapes import LEGEND, letters_of, text_of, value_of
 from hecate.passes.dumps.sources import source_of
 from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fx import is_getitem, line_of
@@ -66,13 +66,13 @@ def text_of_lines(lines: Sequence[Line]) -> str:
 
 
 def _function(name: str, gm: GraphModule, layers: Mapping[int, str], *, joint: bool) -> Iterator[Line]:
-    values = values_of(gm.graph)
+    letters = letters_of(gm.graph)
     regions = expert_regions(gm.graph, joint=joint)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     yield Line(text=f"def {name}(")
     yield Line(text="    self,")
     for node in placeholders:
-        yield Line(text=f"    {node.name}{_annotation(values[node])},{_remark(source_of(node))}")
+        yield Line(text=f"    {node.name}{_annotation(node, letters)},{_remark(source_of(node))}")
     yield Line(text="):")
     before = ""
     for node in gm.graph.nodes:
@@ -86,14 +86,14 @@ def _function(name: str, gm: GraphModule, layers: Mapping[int, str], *, joint: b
             yield Line(text=f"    # {where}", layer=layer)
         collective = collective_of(node.target) if node.op == "call_function" else None
         yield Line(
-            text=f"    {_statement(node, values[node])}{_comment(node, layer)}",
+            text=f"    {_statement(node, letters)}{_comment(node, layer)}",
             layer=layer,
             carries=collective.carries if collective is not None else "",
         )
 
 
-def _annotation(value: Value) -> str:
-    text = text_of(value)
+def _annotation(node: Node, letters: Mapping[str, str]) -> str:
+    text = text_of(value_of(node), letters)
     return f': "{text}"' if text else ""
 
 
@@ -112,7 +112,7 @@ def _remark(text: str) -> str:
     return f"  # {text}" if text else ""
 
 
-def _statement(node: Node, value: Value) -> str:
+def _statement(node: Node, letters: Mapping[str, str]) -> str:
     if node.op == "output":
         return f"return {literal(node.args[0])}"
     if is_getitem(node):
@@ -125,7 +125,7 @@ def _statement(node: Node, value: Value) -> str:
         call = f"self.{node.target}({_arguments(node.args, node.kwargs)})"
     else:
         call = f"{_called(node.target)}({_arguments(node.args, node.kwargs)})"
-    return f"{node.name}{_annotation(value)} = {call}"
+    return f"{node.name}{_annotation(node, letters)} = {call}"
 
 
 def _arguments(args: Any, kwargs: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from hecate.passes.dumps.value_names import OF_DENSE, layer_of, operator_name
+from hecate.passes.dumps.value_names import layer_of, operator_name, results_of
 from hecate.passes.fx import between, computed_from, is_getitem
 from hecate.runtime.comm.collective import collective_of
 
@@ -40,7 +40,9 @@ def _named(graph: Graph) -> dict[Node, int]:
     for node in graph.nodes:
         layer = layer_of(node)
         name = operator_name(node)
-        if layer is None and node.op == "call_function" and name not in OF_DENSE and (name or is_getitem(node)):
+        results = results_of(node)
+        dense = results is not None and results.records is not None
+        if layer is None and node.op == "call_function" and not dense and (name or is_getitem(node)):
             # Of a product, the layer of its weights; of a part, that of the whole.
             sources = node.all_input_nodes if name else node.all_input_nodes[:1]
             layer = next((found[source] for source in reversed(sources) if source in found), None)

@@ -1,8 +1,9 @@
 """Names of values, and who wrote them: ``placement_L0``, ``send_index_L0``, ``rows_L0``.
 
 FX names a value after the operator that makes it, so most of what passes insert would be ``getitem_77``. Here a value
-is named after what it is, with the number of its MoE layer: L0 is the first one of the model. What depends on a
-tangent is a gradient, ``grad_rows_L0``. Names are for people only; no pass looks at them.
+is named as its operator was registered (``hecate.runtime.ops.registration``), with the number of its MoE layer: L0 is
+the first one of the model. What depends on a tangent is a gradient, ``grad_rows_L0``. Names are for people only; no
+pass looks at them.
 
 A node knows who wrote it by two entries of ``meta["custom"]``, which autograd hands on to what it makes of the node:
 
@@ -16,68 +17,25 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.dumps.sources import source_of
 from hecate.passes.fx import BODY_OF, closure_forward, is_getitem, note
+from hecate.private import OpOverload, OpOverloadPacket, schema_of
 from hecate.runtime.comm.collective import collective_of, start_of
-from hecate.runtime.ops.dense import DENSE_SHARDS
-from hecate.runtime.ops.gradients import REPLICATED
-from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
-from hecate.runtime.ops.ticket import TICKET_PARTS
-from hecate.runtime.state.registry import Registry
+from hecate.runtime.ops.experts import hold
+from hecate.runtime.ops.registration import RESULTS, Results
 
-# The results of an operator; an operator with one name and a list of results has one of them for each parameter.
-_RESULTS: dict[str, tuple[str, ...]] = {
-    "gather_experts": ("experts",),
-    "own_experts": ("own",),
-    "place": ("placement", "slots"),
-    "calibrate": ("placement", "slots"),
-    "sparse_all_gather": ("replica",),
-    "top_up": ("replica",),
-    "gather_counts": ("counts",),
-    "count_rows": ("offsets",),
-    "sizes_to_offsets": ("offsets",),
-    "row_slots": ("row_slots",),
-    "route": ("offsets", "splits", "send_index", "receive_index"),
-    "route_nodes": ("node_splits", "node_send_index", "node_middle_index", "node_receive_index"),
-    "exchange": ("rows",),
-    "exchange_nodes": ("rows",),
-    "exchange_back": ("results",),
-    "exchange_nodes_back": ("results",),
-    "grouped_mm": ("product",),
-    "grouped_mm_pair": ("product",),
-    "grouped_mm_weight_grad": ("weight_grad",),
-    "grouped_mm_pair_weight_grad": ("own_weight_grad", "replica_weight_grad"),
-    "sparse_reduce_scatter": ("own_grad",),
-    "reduce_scatter_experts": ("own_grad",),
-    "reduce_scatter_dense": ("shard_grad",),
-    "average_gradients": ("mean_grad",),
-    "gather_dense": ("whole",),
-    "replicate": ("whole",),
-    "replicate_bucket": ("whole",),
-}  # fmt: skip
-# What a result is called before it is taken apart.
-_TUPLES = {
-    "place": "placed", "calibrate": "calibrated", "route": "ticket",
-    "route_nodes": "node_ticket", "hold": "held",
-    "sparse_all_gather": "replicas", "top_up": "replicas", "gather_dense": "wholes",
-    "replicate_bucket": "wholes", "average_gradients": "mean_grads", "reduce_scatter_dense": "shard_grads",
-    "sparse_reduce_scatter": "own_grads", "grouped_mm_pair_weight_grad": "weight_grads",
-}  # fmt: skip
-assert len(_RESULTS["route"]) == TICKET_PARTS and len(_RESULTS["route_nodes"]) == NODE_TICKET_PARTS
-# Results, and collectives on their way, that are gradients by their own name; the name goes on after these words.
-_GRADIENTS = (
-    "weight_grad", "own_weight_grad", "replica_weight_grad", "own_grad", "shard_grad", "mean_grad",
-    "sparse_reduce_scatter_started", "reduce_scatter", "average_gradients_started",
-)  # fmt: skip
-_FUNCTIONS = ("hold", "own_experts", "replicate", "replicate_bucket")
-# Operators on dense parameters: where the record is that knows the name of each.
-OF_DENSE: dict[str, Registry[Any]] = {
-    "gather_dense": DENSE_SHARDS, "reduce_scatter_dense": DENSE_SHARDS,
-    "replicate": REPLICATED, "replicate_bucket": REPLICATED, "average_gradients": REPLICATED,
-}  # fmt: skip
+
+def results_of(node: Node) -> Results | None:
+    """The names that a node's operator has for its results; None of all that is not Hecate's."""
+    target: Any = node.target
+    collective = collective_of(target)
+    if collective is not None:
+        target = collective.whole
+    elif isinstance(target, OpOverloadPacket) and "default" in target.overloads():
+        target = target.default
+    return RESULTS.get(target) if node.op == "call_function" else None
 
 
 def operator_name(node: Node) -> str:
@@ -87,17 +45,13 @@ def operator_name(node: Node) -> str:
     collective = collective_of(node.target)
     if collective is not None:
         return collective.name
-    if isinstance(node.target, torch._ops.OpOverload):
-        space, _, name = node.target._schema.name.partition("::")
-        return name if space == "hecate" else ""
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverload):
+        space, _, name = schema_of(node.target).name.partition("::")
+    elif isinstance(node.target, OpOverloadPacket):
         space, _, name = node.target._qualified_op_name.partition("::")
-        return name if space == "hecate" else ""
-    function = node.target
-    if not str(getattr(function, "__module__", "")).startswith("hecate.runtime.ops"):
-        return ""
-    name = str(getattr(function, "__name__", ""))
-    return name if name in _FUNCTIONS else ""
+    else:
+        return str(getattr(node.target, "__name__", "")) if node.target in RESULTS else ""
+    return name if space == "hecate" else ""
 
 
 def layer_of(node: Node) -> int | None:
@@ -108,11 +62,11 @@ def layer_of(node: Node) -> int | None:
         source = node.args[0]
         return layer_of(source) if isinstance(source, Node) and operator_name(source) else _noted(node)
     name = operator_name(node)
-    if name == "hold":
+    if node.target is hold:
         return _number(node.args[0])
-    target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) and name else node.target
-    if name and isinstance(target, torch._ops.OpOverload):
-        names = [argument.name for argument in target._schema.arguments]
+    target = node.target.default if isinstance(node.target, OpOverloadPacket) and name else node.target
+    if name and isinstance(target, OpOverload):
+        names = [argument.name for argument in schema_of(target).arguments]
         if "layer" in names and names.index("layer") < len(node.args):
             return _number(node.args[names.index("layer")])
     return _noted(node)
@@ -162,7 +116,9 @@ def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) 
     alive = {node.name for node in graph.nodes}
     used = graph._graph_namespace._used_names
     for node, (name, suffix) in wanted.items():
-        prefix = "grad_" if node in gradients and not name.startswith(_GRADIENTS) else ""
+        # Some are gradients by their own name.
+        own = "grad" in name or name.startswith(("sparse_reduce_scatter", "reduce_scatter"))
+        prefix = "grad_" if node in gradients and not own else ""
         full = f"{prefix}{name}{suffix}"
         if re.fullmatch(rf"{full}(_\d+)?", node.name):
             continue
@@ -182,51 +138,42 @@ def _name_of(node: Node, layers: Mapping[int, str]) -> tuple[str, str] | None:
         return (given, "") if given.isidentifier() else None
     if is_getitem(node):
         source, index = node.args[0], node.args[1]
-        if not isinstance(source, Node) or not isinstance(index, int):
+        results = results_of(source) if isinstance(source, Node) else None
+        # A function that gives one result has no parts: this is a part of that tensor.
+        if results is None or not results.whole or not isinstance(source, Node) or not isinstance(index, int):
             return None
-        name = _part(source, operator_name(source), index)
-        return (name, _suffix(source, layers)) if name else None
+        return _part(source, results, index), _suffix(source, layers)
     name = operator_name(node)
-    if not name:
-        return None
-    if start_of(node.target) is not None:
+    if name and start_of(node.target) is not None:
         return f"{name}_started", _suffix(node, layers)
-    if name in _TUPLES:
-        return _TUPLES[name], _suffix(node, layers)
-    results = _RESULTS.get(name)
-    if not results:
+    results = results_of(node)
+    if results is None:
         return None
-    return results[0] + _parameter(node, name, 0), _suffix(node, layers)
+    return results.whole or results.names[0] + _parameter(node, results, 0), _suffix(node, layers)
 
 
-def _part(source: Node, operator: str, index: int) -> str:
+def _part(source: Node, results: Results, index: int) -> str:
     """The name of one result of an operator with several."""
-    if operator == "hold":
+    names = results.names
+    if source.target is hold:
         # Layer and placement come first; then own experts, and as many replicas.
-        own = (len(source.args) - 2) // 2
-        return "own" if index < own else "replica"
-    results = _RESULTS.get(operator)
-    # The functions that give one result have no parts: this is a part of that tensor.
-    if not results or operator in ("own_experts", "replicate"):
-        return ""
-    if operator in OF_DENSE:
-        return results[0] + _parameter(source, operator, index)
-    name = results[index % len(results)]
+        return names[0] if index < (len(source.args) - 2) // 2 else names[1]
+    if len(names) == 1:
+        return names[0] + _parameter(source, results, index)
     # The second chunk's ticket and those behind it.
-    chunk = index // len(results) if operator == "route" else 0
-    return f"{name}_part{chunk}" if chunk else name
+    chunk = index // len(names)
+    return names[index % len(names)] + (f"_part{chunk}" if chunk else "")
 
 
-def _parameter(node: Node, operator: str, index: int) -> str:
+def _parameter(node: Node, results: Results, index: int) -> str:
     """``_layers_0_norm_weight``, the dense parameter that a result is of; "" of all else, and where nobody knows."""
-    records = OF_DENSE.get(operator)
     lists: list[Any] = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in node.args]
     # The only list of numbers.
     ids: list[Any] = next((ids for ids in lists if ids and all(_number(id) is not None for id in ids)), [])
-    if records is None or index >= len(ids):
+    if results.records is None or index >= len(ids):
         return ""
     try:
-        return "_" + _as_name(records[ids[index]].name)
+        return "_" + _as_name(results.records[ids[index]].name)
     except LookupError:
         return ""
 

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from hecate.private import FakeTensor, OpOverload, schema_of
-
-
-def fake_mode_of(gm: GraphModule) -> Any:
-    """The mode that made the graph's fake tensors, or None."""
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    return None
+from hecate.private import OpOverload, schema_of
 
 
 def operator_of(node: Node) -> OpOverload:

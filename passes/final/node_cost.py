@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.base import PassContext
-from hecate.passes.final.aten_values import arguments_of, fake_mode_of
-from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.fx import calls, fake_mode_of, is_getitem, is_view
 from hecate.private import ATTENTION, ATTENTION_BACKWARD, tree_leaves, tree_map
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
 from hecate.runtime.ops.dense import get_dense_shard
@@ -102,8 +102,8 @@ class Clock:
 
     def __init__(self, gm: GraphModule, context: PassContext) -> None:
         self.context, self.guesses = context, context.guesses
-        mode = fake_mode_of(gm)
-        environment = mode.shape_env if mode is not None else None
+        found = fake_mode_of(gm.graph)
+        environment = found[1].shape_env if found is not None else None
         # Renamed in torch 2.13.
         old = getattr(environment, "backed_var_to_val", None)
         self.hints: dict[Any, Any] = dict(old if old is not None else getattr(environment, "var_to_val", None) or {})

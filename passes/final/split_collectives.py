@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.final.aten_values import arguments_of, fake_mode_of
+from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import write_note
-from hecate.passes.fx import Builder
+from hecate.passes.fx import Builder, take_place
 from hecate.runtime.comm.collective import whole_of
 
 # Dtype, device and shape of a line -> a tensor of no lines.
@@ -27,7 +27,7 @@ StandIns = dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Node]
 
 def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     """Replace every collective by its two halves."""
-    graph, count, mode = gm.graph, 0, fake_mode_of(gm)
+    graph, count = gm.graph, 0
     stand_ins: StandIns = {}
     for node in list(graph.nodes):
         collective = whole_of(node.target) if node.op == "call_function" else None
@@ -36,12 +36,9 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         args, here = list(arguments_of(node).values()), Builder(graph, before=node)
         shapes = args if collective.wait_needs_arguments else map_arg(args, _stand_in(here, stand_ins))
         start = here.call(collective.start, *args, [], write_note(node, context))
+        here.like = node
         wait = here.call(collective.wait, start, *shapes, [])
-        wait.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
-        if mode is not None:
-            with mode:
-                start.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
-        node.replace_all_uses_with(wait)
+        take_place(node, wait)
         graph.erase_node(node)
         count += 1
     return Outcome(rewritten=count)
@@ -64,7 +61,6 @@ def _stand_in(here: Builder, known: StandIns) -> Callable[[Node], Node]:
         alike = tensor.dtype, tensor.device, tuple(shape)
         if alike not in known:
             known[alike] = here.call(torch.ops.aten.new_empty.default, value, [0, *shape])
-            known[alike].meta["val"] = tensor.new_empty([0, *shape])
         return known[alike]
 
     return stand_in

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, is_getitem
+from hecate.passes.fx import Builder, arg, calls, is_getitem, take_place
 from hecate.passes.joint.additions import added, adds_in_any_order, is_zeros, same_sizes, value_of, writes_sums
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -44,14 +44,12 @@ def _rewrite(addition: Node, zeros: Node, index: Node, rows: Node) -> bool:
     (room, *sizes), (count, *row) = value_of(zeros).shape, value_of(rows).shape
     if not same_sizes([count, *row], [room * each, *sizes]) or not same_sizes(value_of(order).shape, [count]):
         return False
-    here, inverse = Builder(addition.graph, before=addition), _inverse_of(order, addition)
-    read = _noted(here.call(aten.index.Tensor, rows, [inverse]), addition, value_of(rows))
+    here, inverse = Builder(addition.graph, before=addition, like=addition), _inverse_of(order, addition)
+    read = here.call(aten.index.Tensor, rows, [inverse])
     if each > 1:
-        value = value_of(addition)
         split = here.call(aten.view.default, read, [-1, each, *_sizes_of(row, rows, here)])
-        split = _noted(split, addition, value.new_empty([room, each, *row]))
-        read = _noted(here.call(aten.sum.dim_IntList, split, [1]), addition, value)
-    addition.replace_all_uses_with(read)
+        read = here.call(aten.sum.dim_IntList, split, [1])
+    take_place(addition, read)
     for node in (addition, zeros):
         if not node.users:
             node.graph.erase_node(node)
@@ -69,7 +67,7 @@ def _shared_by(index: Node) -> tuple[Node, int]:
 def _sizes_of(sizes: Sequence[Any], rows: Node, here: Builder) -> list[Any]:
     """Of a row, as a graph may hold them: symbols by nodes that ask for them."""
     return [
-        size if isinstance(size, int) else _noted(here.call(aten.sym_size.int, rows, place), rows, size)
+        size if isinstance(size, int) else here.call(aten.sym_size.int, rows, place)
         for place, size in enumerate(sizes, start=1)
     ]
 
@@ -124,18 +122,10 @@ def _inverse_of(order: Node, user: Node) -> Node:
         for part in other.users if calls(other, aten.sort, aten.sort.stable) else {other: None}:
             if part < user and (order is _inverted_from(part) or (order is _sorted_from(part) and _ascends(part))):
                 return part
-    here, like = Builder(order.graph, after=order), value_of(order)
-    length: Any = like.shape[0]
-    if not isinstance(length, int):
-        length = _noted(here.length(order), order, length)
+    here, like = Builder(order.graph, after=order, like=order), value_of(order)
+    length: Any = like.shape[0] if isinstance(like.shape[0], int) else here.length(order)
     # What Inductor has made of arange by now.
-    numbers = _noted(here.call(prims.iota.default, length), order, like)
-    numbers.kwargs = {"start": 0, "step": 1, "dtype": like.dtype, "device": like.device, "requires_grad": False}
-    return _noted(here.call(aten.index_put.default, order, [order], numbers), order, like)
-
-
-def _noted(node: Node, of: Node, value: Any) -> Node:
-    """With what is known of the node that it stands for, and what it returns."""
-    made = value.new_empty(value.shape) if isinstance(value, torch.Tensor) else value
-    node.meta = {key: known for key, known in of.meta.items() if key != "eager_input_vals"} | {"val": made}
-    return node
+    numbers = here.call(
+        prims.iota.default, length, start=0, step=1, dtype=like.dtype, device=like.device, requires_grad=False
+    )
+    return here.call(aten.index_put.default, order, [order], numbers)

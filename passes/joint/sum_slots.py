@@ -12,13 +12,11 @@ time. The product sums them in float32, in their order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls
+from hecate.passes.fx import Builder, arg, calls, take_place
 from hecate.passes.joint.additions import added, adds_in_any_order, is_zeros, same_sizes, value_of
 
 aten, hecate = torch.ops.aten, torch.ops.hecate
@@ -41,18 +39,12 @@ def _rewrite(addition: Node, zeros: Node, slots: Node, rows: Node) -> bool:
         return False
     if not same_sizes(value.shape, [*value_of(offsets).shape, entries.shape[1]]):
         return False
-    here = Builder(addition.graph, before=addition)
+    here = Builder(addition.graph, before=addition, like=addition)
     count = here.call(aten.sym_size.int, rows, 0) if not isinstance(entries.shape[0], int) else entries.shape[0]
-    ones = here.call(aten.full.default, [count, 1], 1)
-    ones.kwargs = {"dtype": entries.dtype, "device": entries.device, "pin_memory": False}
+    ones = here.call(aten.full.default, [count, 1], 1, dtype=entries.dtype, device=entries.device, pin_memory=False)
     sums = here.call(hecate.grouped_mm_weight_grad.default, ones, rows, offsets, False)
     new = here.call(aten.squeeze.dim, sums, 1)
-    values: dict[Node, Any] = {ones: entries.new_empty([entries.shape[0], 1]), sums: value.unsqueeze(1), new: value}
-    if isinstance(count, Node):
-        values[count] = entries.shape[0]
-    for node, known in values.items():
-        node.meta = {key: told for key, told in addition.meta.items() if key != "eager_input_vals"} | {"val": known}
-    addition.replace_all_uses_with(new)
+    take_place(addition, new)
     for node in (addition, zeros):
         if not node.users:
             node.graph.erase_node(node)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, is_getitem
+from hecate.passes.fx import Builder, arg, calls, is_getitem, take_place
 from hecate.passes.joint.additions import adds_in_any_order, is_zeros, value_of
 
 aten = torch.ops.aten
@@ -30,9 +30,9 @@ def write_choices(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         zeros, dimension, places, rows = node.args
         if is_zeros(zeros) and _are_found_along(places, dimension % value_of(node).dim()):
-            written = Builder(gm.graph, before=node).call(aten.scatter.src, zeros, dimension, places, rows)
-            written.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
-            node.replace_all_uses_with(written)
+            here = Builder(gm.graph, before=node, like=node)
+            written = here.call(aten.scatter.src, zeros, dimension, places, rows)
+            take_place(node, written)
             gm.graph.erase_node(node)
             count += 1
     return Outcome(rewritten=count)

@@ -182,6 +182,9 @@ define_collective(
     gathered_again="always",
     # A layer's dense parameters are used at the beginning of its gap, where nothing would hide them.
     gaps_ahead=2,
+    results="whole",
+    whole="wholes",
+    records=DENSE_SHARDS,
 )
 define_collective(
     "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
@@ -189,6 +192,9 @@ define_collective(
     _reduce_scatter_dense_fake,
     role="reduce",
     carries="dense",
+    results="shard_grad",
+    whole="shard_grads",
+    records=DENSE_SHARDS,
 )
 
 

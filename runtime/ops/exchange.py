@@ -109,12 +109,15 @@ define_collective(
     carries="counts",
     ring_rounds=1,
     saved_in_checkpoints="always",
+    results="counts",
 )
 define(
     "calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)",
     _calibrate,
     _calibrate_fake,
     plans=True,
+    results="placement, slots[K]",
+    whole="calibrated",
 )
 define(
     "route(Tensor counts, Tensor placement, Tensor offsets, SymInt slots, SymInt rows, int chunks, int layer) "
@@ -122,8 +125,15 @@ define(
     _route,
     _route_fake,
     plans=True,
+    results="offsets[S], splits, send_index[R], receive_index[R']",
+    whole="ticket",
 )
-define("count_rows(Tensor offsets, int layer) -> Tensor", _count_rows, _count_rows_fake)
+define(
+    "count_rows(Tensor offsets, int layer) -> Tensor",
+    _count_rows,
+    _count_rows_fake,
+    results="offsets",
+)
 define_collective(
     "exchange(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, int layer) -> Tensor",
     _exchange,
@@ -131,6 +141,7 @@ define_collective(
     role="exchange",
     carries="rows",
     saved_in_checkpoints="always",
+    results="rows",
 )
 define_collective(
     "exchange_back(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, "
@@ -141,6 +152,7 @@ define_collective(
     carries="rows",
     homeward=True,
     saved_in_checkpoints="always",
+    results="results",
 )
 
 

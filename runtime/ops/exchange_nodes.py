@@ -109,6 +109,8 @@ define_collective(
     role="exchange",
     carries="tickets",
     saved_in_checkpoints="always",
+    results="node_splits, node_send_index, node_middle_index, node_receive_index[R']",
+    whole="node_ticket",
 )
 define_collective(
     "exchange_nodes(Tensor rows, Tensor splits, Tensor send_index, Tensor middle_index, Tensor receive_index, "
@@ -119,6 +121,7 @@ define_collective(
     carries="rows",
     hops=2,
     saved_in_checkpoints="always",
+    results="rows",
 )
 define_collective(
     "exchange_nodes_back(Tensor rows, Tensor splits, Tensor send_index, Tensor middle_index, Tensor receive_index, "
@@ -130,6 +133,7 @@ define_collective(
     homeward=True,
     hops=2,
     saved_in_checkpoints="always",
+    results="results",
 )
 
 

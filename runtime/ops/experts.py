@@ -24,7 +24,7 @@ from torch import Tensor
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops import sparse_collectives
-from hecate.runtime.ops.registration import define, define_collective, differentiate
+from hecate.runtime.ops.registration import define, define_collective, differentiate, name_results
 from hecate.runtime.state.layer import get_layer
 
 # --- dense materialization: the specification, and the fallback for what no pass understands ---
@@ -70,6 +70,7 @@ define_collective(
     carries="experts",
     ring_rounds=1,
     gathered_again="if rematerialized",
+    results="experts",
 )
 define_collective(
     "reduce_scatter_experts(Tensor grad, SymInt owned, int layer) -> Tensor",
@@ -77,6 +78,7 @@ define_collective(
     _reduce_scatter_experts_fake,
     role="reduce",
     carries="experts",
+    results="own_grad",
 )
 
 
@@ -168,7 +170,14 @@ def _top_up_fake(
     return _sparse_all_gather_fake(shards, after, replicas, layer)
 
 
-define("place(Tensor shard, int layer) -> (Tensor, Tensor)", _place, placement_fake, plans=True)
+define(
+    "place(Tensor shard, int layer) -> (Tensor, Tensor)",
+    _place,
+    placement_fake,
+    plans=True,
+    results="placement, slots[K]",
+    whole="placed",
+)
 define_collective(
     "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor replicas, int layer) -> Tensor[]",
     _sparse_all_gather,
@@ -177,6 +186,8 @@ define_collective(
     carries="replicas",
     saved_in_checkpoints="unless rematerialized",
     gathered_again="if rematerialized",
+    results="replica",
+    whole="replicas",
 )
 define_collective(
     "sparse_reduce_scatter(Tensor[] own, Tensor[] replicas, Tensor placement, SymInt owned, int layer) -> Tensor[]",
@@ -184,6 +195,8 @@ define_collective(
     _sparse_reduce_scatter_fake,
     role="reduce",
     carries="replicas",
+    results="own_grad",
+    whole="own_grads",
 )
 define_collective(
     "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor replicas, int layer) -> Tensor[]",
@@ -192,6 +205,8 @@ define_collective(
     role="exchange",
     carries="replicas",
     saved_in_checkpoints="unless rematerialized",
+    results="replica",
+    whole="replicas",
 )
 
 
@@ -260,3 +275,7 @@ class _OwnExperts(torch.autograd.Function):
 def own_experts(shard: Tensor, world_size: int) -> Tensor:
     """A view of ``shard`` ``[E_r, ...]`` whose gradient is divided by the number of ranks."""
     return _OwnExperts.apply(shard, world_size)
+
+
+name_results(hold, "own, replica", whole="held")
+name_results(own_experts, "own")

@@ -22,7 +22,7 @@ from hecate.private import foreach_copy_, parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.registration import define_collective
+from hecate.runtime.ops.registration import define_collective, name_results
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.registry import Registry
 
@@ -178,6 +178,9 @@ define_collective(
     carries="bucket",
     ring_rounds=2,
     wait_needs_arguments=True,
+    results="mean_grad",
+    whole="mean_grads",
+    records=REPLICATED,
 )
 
 
@@ -209,3 +212,7 @@ def replicate(parameter: Tensor, id: int) -> Tensor:
 def replicate_bucket(parameters: list[Tensor], ids: list[int]) -> tuple[Tensor, ...]:
     """:func:`replicate` for several parameters of one dtype: one all-reduce when all their gradients are there."""
     return _Replicate.apply(tuple(ids), *parameters)
+
+
+name_results(replicate, "whole", records=REPLICATED)
+name_results(replicate_bucket, "whole", whole="wholes", records=REPLICATED)

@@ -193,25 +193,44 @@ def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:
     return like.new_empty((len(sizes),), dtype=torch.int32)
 
 
-define("grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake)
+define(
+    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor",
+    _grouped_mm,
+    _grouped_mm_fake,
+    results="product",
+)
 define(
     "grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offs, bool transposed) -> Tensor",
     _grouped_mm_weight_grad,
     _grouped_mm_weight_grad_fake,
+    results="weight_grad",
 )
 define(
     "grouped_mm_pair(Tensor x, Tensor own, Tensor replicas, Tensor offs) -> Tensor",
     _grouped_mm_pair,
     _grouped_mm_pair_fake,
+    results="product",
 )
 define(
     "grouped_mm_pair_weight_grad(Tensor x, Tensor grad, Tensor offs, SymInt owned, SymInt replicas, bool transposed) "
     "-> (Tensor, Tensor)",
     _grouped_mm_pair_weight_grad,
     _grouped_mm_pair_weight_grad_fake,
+    results="own_weight_grad, replica_weight_grad",
+    whole="weight_grads",
 )
-define("row_slots(Tensor offs, SymInt num_rows) -> Tensor", _row_slots, _row_slots_fake)
-define("sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor", _sizes_to_offsets, _sizes_to_offsets_fake)
+define(
+    "row_slots(Tensor offs, SymInt num_rows) -> Tensor",
+    _row_slots,
+    _row_slots_fake,
+    results="row_slots",
+)
+define(
+    "sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor",
+    _sizes_to_offsets,
+    _sizes_to_offsets_fake,
+    results="offsets",
+)
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -14,7 +14,9 @@ be computed before the wait.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,54 @@ from torch import Tensor
 from hecate.private import OpOverload
 from hecate.runtime.comm import queue
 from hecate.runtime.comm.collective import Carries, Collective, Role, add_collective
+from hecate.runtime.state.registry import Registry
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
 # They talk to the host, to other ranks and to records of layers: a captured CUDA graph would skip all that.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Names of what an operator returns, for people who read graphs.
+
+    Attributes:
+        names: of its results; where there are more, they begin again.
+        letters: of each, the glossary's letter for dimension 0 where only data decide it, else "".
+        whole: several results before they are taken apart; "" of a single one.
+        records: where the dense parameters are that it returns one result for each of.
+    """
+
+    names: tuple[str, ...]
+    letters: tuple[str, ...]
+    whole: str
+    records: Registry[Any] | None
+
+
+# By operator, or by function of Hecate that Dynamo leaves in its graphs as it is.
+RESULTS: dict[object, Results] = {}
+
+
+def name_results(target: object, text: str, *, whole: str = "", records: Registry[Any] | None = None) -> None:
+    """Register names of what ``target`` returns, such as ``"placement, slots[K]"``."""
+    names, letters = zip(*re.findall(r"(\w+)(?:\[(.+?)\])?", text), strict=True)
+    RESULTS[target] = Results(names=names, letters=letters, whole=whole, records=records)
+
+
 # Operators that decide something for one step. Computed again, they would decide for another.
 PLANS: set[OpOverload] = set()
 
 
-def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> OpOverload:
+def define(
+    schema: str,
+    kernel: Any,
+    fake: Any,
+    *,
+    plans: bool = False,
+    results: str = "",
+    whole: str = "",
+    records: Registry[Any] | None = None,
+) -> OpOverload:
     """Register an operator with one kernel for all devices.
 
     ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
@@ -41,6 +81,7 @@ def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> OpOve
 
     Args:
         plans: its result is a decision about this step, and must be saved wherever a layer is computed again.
+        results, whole, records: names for people, see :func:`name_results`.
     """
     name = schema.split("(")[0]
     _lib.define(schema, tags=_TAGS)
@@ -49,6 +90,8 @@ def define(schema: str, kernel: Any, fake: Any, *, plans: bool = False) -> OpOve
     operator: OpOverload = getattr(torch.ops.hecate, name).default
     if plans:
         PLANS.add(operator)
+    if results:
+        name_results(operator, results, whole=whole, records=records)
     return operator
 
 
@@ -63,18 +106,28 @@ def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> 
 
 
 def define_collective(
-    schema: str, prepare: Callable[..., queue.Job], fake: Any, *, role: Role, carries: Carries, **described: Any
+    schema: str,
+    prepare: Callable[..., queue.Job],
+    fake: Any,
+    *,
+    role: Role,
+    carries: Carries,
+    results: str = "",
+    whole: str = "",
+    records: Registry[Any] | None = None,
+    **described: Any,
 ) -> Collective:
     """Register a collective and its halves.
 
     Args:
         prepare: packs what travels and returns the rest as a job, which must not touch the arguments.
         role, carries, described: the attributes of :class:`Collective`.
+        results, whole, records: names for people, see :func:`name_results`.
     """
     name, rest = schema.split("(", 1)
     arguments, result = rest.rsplit(") -> ", 1)
 
-    def whole(*args: Any) -> Any:
+    def at_once(*args: Any) -> Any:
         return queue.run(prepare(*args))
 
     def start(*given: Any) -> Tensor:
@@ -95,7 +148,7 @@ def define_collective(
     return add_collective(
         Collective(
             name=name,
-            whole=define(schema, whole, fake),
+            whole=define(schema, at_once, fake, results=results, whole=whole, records=records),
             start=define(f"{name}_start({arguments}, Tensor[] after, str note) -> Tensor", start, token),
             wait=define(f"{name}_wait(Tensor token, {arguments}, Tensor[] beside) -> {result}", wait, waited),
             role=role,

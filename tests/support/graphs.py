@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hecate.passes import Outcome, Pass, PassContext
 from hecate.passes.invariants import verify
@@ -39,7 +40,7 @@ class GraphUnderTest:
     def __init__(self) -> None:
         self.graph = Graph()
         self.inputs: list[torch.Tensor] = []
-        self.mode = FakeTensorMode()
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         self.layer = number_of(add_layer(name="test", owners=Owners.contiguous(E, 1), world=SINGLE))
 
     def input(self, value: torch.Tensor) -> Node:

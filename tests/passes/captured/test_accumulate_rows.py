@@ -41,7 +41,7 @@ def data_dependent_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Dynamic(FakeTensorMode):
-        def __init__(self) -> None:
+        def __init__(self, **options: Any) -> None:
             super().__init__(shape_env=ShapeEnv())
 
     monkeypatch.setattr("tests.support.graphs.FakeTensorMode", Dynamic)

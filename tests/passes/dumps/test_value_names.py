@@ -9,16 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hecate
 from hecate.passes import FINAL_PASSES, PassContext
 from hecate.passes.dumps.printing import Line, literal, print_graph
 from hecate.passes.dumps.regions import expert_regions
-from hecate.passes.dumps.shapes import Known, known, text_of, values_of
+from hecate.passes.dumps.shapes import letters_of, text_of, value_of
 from hecate.passes.dumps.sources import source_of
 from hecate.passes.dumps.value_names import name_values, short_names
-from hecate.passes.fx import describe, forget_value, line_of
+from hecate.passes.fx import Builder, describe, line_of
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import start_of, wait_of
@@ -79,29 +81,45 @@ def test_attention_is_in_no_region() -> None:
     assert matmuls and not any(node in regions for node in matmuls)
 
 
-def test_values_as_text() -> None:
-    assert text_of(known(torch.zeros(2, 3, dtype=torch.bfloat16))) == "bf16[2, 3]"
-    assert text_of((Known("i8", ("E", "W")), None)) == "(i8[E, W], ?)"
-    assert text_of(None) == ""
+def test_literals_parse() -> None:
     for value in ((1,), [2, (3, None)], slice(1, None), torch.float32, torch.device("cpu"), "a'b", {"k": 1.5}):
         ast.parse(literal(value))
     assert literal((1,)) == "(1,)" and literal(torch.bool) == "torch.bool"
 
 
-def test_copies_with_rows_of_others_have_the_sizes_of_all_results() -> None:
+def test_sizes_that_data_decide_have_letters() -> None:
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    replicas = environment.create_unbacked_symint()
+    with mode:
+        placed = (torch.empty(4, 2, dtype=torch.int8), torch.empty(replicas, dtype=torch.int64))
     graph = Graph()
-    rows = graph.placeholder("rows")
-    rows.meta["hecate_was"] = ("torch.float32", ("R'", "8"))
-    x = graph.call_function(torch.relu, (rows,))
-    x.meta["example_value"] = torch.zeros(6, 8, device="cpu")
-    cut = graph.call_method("chunk", (x, 2, -1))
-    cut.meta["example_value"] = x.meta["example_value"].chunk(2, -1)
-    half = graph.call_function(operator.getitem, (cut, 1))
-    rows.meta["example_value"] = torch.zeros(5, 8, device="cpu")
-    for node in (x, cut):
-        forget_value(node)
-    values = values_of(graph)
-    assert [text_of(values[node]) for node in (x, cut, half)] == ["f32[5, 8]", "(f32[5, 4], f32[5, 4])", "f32[5, 4]"]
+    node = graph.call_function(torch.ops.hecate.place.default, (graph.placeholder("shard"), 0))
+    node.meta["example_value"] = placed
+    letters = letters_of(graph)
+    assert text_of(value_of(node), letters) == "(i8[4, 2], i64[K])"
+    assert text_of(torch.zeros(2, 3, dtype=torch.bfloat16), letters) == "bf16[2, 3]"
+    assert text_of((replicas, None, 1, 2, 3), letters) == "(Sym(K), ?, int, int, ...)"
+    assert text_of(None, letters) == ""
+
+
+def test_a_builder_knows_what_it_writes() -> None:
+    """Values of new nodes, with no guard and no size that the graph's maker would have to account for."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = mode.from_tensor(torch.zeros(6, 8, device="cpu"))
+    here = Builder(graph, after=x)
+    cut = here.method("chunk", x, 2, -1)
+    half = here.call(operator.getitem, cut, 1)
+    found = here.method("nonzero", half)
+    unknown = here.call(torch.add, found, here.graph.get_attr("nothing"))
+    square = here.call(torch.mm, x, here.method("t", x))
+    assert not environment.guards and not environment.pending_fresh_unbacked_symbols
+    assert str(half.meta["example_value"].shape[0]) == str(x.meta["example_value"].shape[0])
+    assert isinstance(found.meta["example_value"].shape[0], torch.SymInt)
+    assert "example_value" not in unknown.meta and square.meta["example_value"].dim() == 2
 
 
 def test_dense_parameters_have_their_names() -> None:
