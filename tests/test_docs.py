@@ -16,7 +16,7 @@ from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = ("Write a pass", "A policy", "A transport", "A collective")
+SECTIONS = ("Write a pass", "A policy", "A checkpoint field", "A transport", "A collective")
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_extending(title: str) -> None:
     )
     expected = {
         "Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A transport": "Counted",
-        "A collective": "MOST_ROWS",
+        "A collective": "MOST_ROWS", "A checkpoint field": "Recording",
     }  # fmt: skip
     assert all(expected[title] in names for names in ranks)
 

@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; raised on every rank, and says which rank had what."""
 
 
+class MismatchError(CheckpointError):
+    """What is in the files is of another model or optimizer."""
+
+
 class Ranks:
     """The ranks that have one model between them.
 

@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hecate.checkpoints.manifest import CorruptError, FileRecord, Manifest, read_manifest, write_manifest
+from hecate.checkpoints.manifest import Manifest, read_manifest, write_manifest
+from hecate.checkpoints.safety.files import CorruptError, FileRecord
 
 _OWNER = ".owner"
 # Seconds; what is done under the lock takes less than one, but for the removal of old steps.

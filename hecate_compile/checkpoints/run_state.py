@@ -17,12 +17,37 @@ from hecate.wrap.attention_config import attention_config
 
 # Of a model's configuration, what says nothing of the function that it computes, or only of training.
 _IRRELEVANT = {
-    "_name_or_path", "architectures", "attn_implementation", "_attn_implementation", "dtype",
-    "experts_implementation", "torch_dtype", "transformers_version", "use_cache", "output_router_logits",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "chunk_size_feed_forward",
-    "initializer_range", "router_aux_loss_coef", "router_jitter_noise", "attention_dropout", "hidden_dropout",
-    "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-}  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "_attn_implementation",
+    "dtype",
+    "experts_implementation",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "id2label",
+    "label2id",
+    "chunk_size_feed_forward",
+    "initializer_range",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+}
+
+
+# Of what the planner remembers. It begins anew where another version was saved: raise it when a field that is there
+# means something else. A field that is added is read with a default.
+_MEMORY = 1
 
 
 # --- random numbers, of each rank ---
@@ -121,7 +146,8 @@ def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
         return False
     compiled = compiled_model_of(model, "load")
     layers = {layer.name: layer for layer in _layers(compiled)}
-    if state["conditions"] != _conditions(compiled) or list(state["layers"]) != list(layers):
+    saved = {"memory": 1} | state["conditions"]
+    if saved != _conditions(compiled) or list(state["layers"]) != list(layers):
         return False
     if any(list(layer.owners.ranks) != state["owners"][name] for name, layer in layers.items()):
         return False
@@ -143,6 +169,7 @@ def _conditions(compiled: CompiledModel) -> dict[str, Any]:
     """What a plan is for."""
     device = compiled.world.device
     return {
+        "memory": _MEMORY,
         "ranks": compiled.world.size,
         "nodes": list(compiled.placer.topology.node_of),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -17,25 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.optim import Optimizer
 
 from hecate.checkpoints import publish
+from hecate.checkpoints.adapters import frozen_base, has_adapters
 from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
 from hecate.checkpoints.logical_tensor import LogicalTensor
-from hecate.checkpoints.manifest import FileRecord, record_files
-from hecate.checkpoints.plain_data import check_plain, write_plain
-from hecate.checkpoints.plain_pickle import METADATA
-from hecate.checkpoints.plain_view import has_adapters
+from hecate.checkpoints.optimizer_tensors import as_optimizers, optimizer_name, optimizer_tensors
 from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
-from hecate.checkpoints.state_dicts import (
-    as_optimizers,
-    frozen_base,
-    get_model_state_dict,
-    optimizer_name,
-    optimizer_tensors,
-    persistent_buffers,
-)
+from hecate.checkpoints.safety.files import FileRecord, record_files
+from hecate.checkpoints.safety.plain_data import check_plain, write_plain
+from hecate.checkpoints.safety.tensor_index import INDEX, write_index
+from hecate.checkpoints.state_dicts import get_model_state_dict, persistent_buffers
 from hecate.compiled_model import compiled_model_of, is_compiled
 
 # One thread, so that steps are published in the order in which they were saved.
@@ -243,24 +237,29 @@ def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
         with warnings.catch_warnings():
             # A single process is no mistake.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+            metadata = dcp.save(
+                snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
+            )
     except CheckpointException as error:
         # torch's writer of tensors says of a full disk no more than that a position is another.
         ranks.together(lambda: _require_space(draft))
         rank, (problem, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error
-    plain = ranks.together(lambda: _write_plain_files(draft, snapshot, ranks))
+    plain = ranks.together(lambda: _write_plain_files(draft, snapshot, ranks, metadata))
     mine = [path.name for path in draft.iterdir() if path.name.startswith(before)]
-    return [*mine, *plain, *([METADATA] if ranks.first else [])]
+    return [*mine, *plain, *([".metadata"] if ranks.first else [])]
 
 
-def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
+def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks, metadata: Metadata) -> list[str]:
     """Write what is no tensor, and see to it that it is on the disk; returns the names."""
     _require_space(draft)
     parts = {f"rank{ranks.rank}": snapshot.own} | ({"run": snapshot.run} if ranks.first else {})
     for stem, value in parts.items():
         write_plain(value, draft / f"{stem}.json")
     names = [path.name for path in draft.iterdir() if path.stem in parts]
+    if ranks.first:
+        write_index(metadata, draft / INDEX)
+        names.append(INDEX)
     for name in names:
         publish.sync(draft / name)
     return names

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hecate.checkpoints.load import MismatchError
-from hecate.checkpoints.state_dicts import as_optimizers, sites_of
+from hecate.checkpoints.coordination import MismatchError
+from hecate.checkpoints.optimizer_tensors import as_optimizers
+from hecate.checkpoints.state_dicts import sites_of
 from hecate.training.optimizer_state import note_owners, noted, options_of
 from hecate.wrap.shard import shard_of
 
@@ -34,13 +35,12 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
             }
     # Torch's own takes care of dtypes, devices and hooks. It numbers parameters group by group.
     numbers = {parameter: n for n, parameter in enumerate(p for group in inner.param_groups for p in group["params"])}
-    inner.load_state_dict({
-        "state": {numbers[parameter]: values for parameter, values in taken.items() if values},
-        "param_groups": [
-            {**options_of(saved), "params": [numbers[parameter] for parameter in group["params"]]}
-            for group, saved in zip(inner.param_groups, state["param_groups"], strict=True)
-        ],
-    })  # fmt: skip
+    groups = [
+        {**options_of(saved), "params": [numbers[parameter] for parameter in group["params"]]}
+        for group, saved in zip(inner.param_groups, state["param_groups"], strict=True)
+    ]
+    states = {numbers[parameter]: values for parameter, values in taken.items() if values}
+    inner.load_state_dict({"state": states, "param_groups": groups})
     note_owners(inner)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import nn
 
+from hecate.checkpoints.adapters import has_adapters
+from hecate.checkpoints.hub.load_pretrained import load_pretrained
 from hecate.checkpoints.load import load as load_checkpoint
-from hecate.checkpoints.load_pretrained import load_pretrained
-from hecate.checkpoints.plain_view import has_adapters
 from hecate.checkpoints.save import save as save_checkpoint
 from hecate.checkpoints.whole_optimizer import take_whole_state
 from hecate.compiled_model import is_compiled

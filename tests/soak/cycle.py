@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hecate.checkpoints.manifest import CorruptError, check_files
 from hecate.checkpoints.publish import published
+from hecate.checkpoints.safety.files import CorruptError, check_files
 from tests.soak import launch
 from tests.soak.kill import EVERYWHERE, FIRST_ONLY, WHOM, Kill
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hecate.checkpoints import load, manifest, publish, save
+from hecate.checkpoints import load, manifest, publish, restore, save
 from hecate.runtime.comm import collectives
 
 # Places that every rank comes to, and those of rank 0 alone.
@@ -89,7 +89,7 @@ class Killer:
         _before(publish, "_remove", lambda steps: self.at("removing") if steps else None)
         _before(collectives, "move_shards", lambda *_: self.at("moving"))
         _before(load, "check_files", lambda *_: self.at("verifying"))
-        _before(load.SafeReader, "read_data", lambda *_: self.at("reading"))
+        _before(restore.TensorReader, "read_data", lambda *_: self.at("reading"))
 
     def _half_a_manifest(self, whole: manifest.Manifest, folder: Path) -> None:
         if self._kill.place == "half a manifest" and self._count + 1 == self._kill.time:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hecate
-from hecate.checkpoints import export as exporting
-from hecate.checkpoints.export_folder import RECORD, ExportFolder
-from hecate.checkpoints.safe_files import SafeFiles
+from hecate.checkpoints.hub import export as exporting
+from hecate.checkpoints.hub.layouts import PlainLayout, PretrainedLayout
+from hecate.checkpoints.hub.safe_files import SafeFiles
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.placement.owners import Owners
 from tests.hecate_compile.checkpoints.model_kinds import KINDS, State, is_pretrained, model_of, on_meta, same
@@ -141,7 +141,7 @@ def errors_on_ranks(folder: Path) -> dict[str, str]:
         patch.setattr(exporting, "save_file", full)
         found["full"] = message_of(lambda: hecate.export(model, folder / "full", max_shard_size=_LIMIT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting._PlainLayout, "convert", _fail_on_data)
+        patch.setattr(PlainLayout, "convert", _fail_on_data)
         found["converts"] = message_of(lambda: hecate.export(model, folder / "full"))
     found["unchanged"] = str(same(model.state_dict(), before))
     return found
@@ -321,7 +321,7 @@ def test_dtype_is_that_of_parameters(tmp_path: Path) -> None:
 def test_a_conversion_of_the_whole_model_goes_by_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str
 ) -> None:
-    convert = exporting._PretrainedLayout.convert
+    convert = PretrainedLayout.convert
 
     def whole_alone(layout: Any, tensors: State) -> State:
         if len(tensors) > 3:
@@ -330,7 +330,7 @@ def test_a_conversion_of_the_whole_model_goes_by_rank_0(
             return {}
         raise KeyError("a tensor that is not there")
 
-    monkeypatch.setattr(exporting._PretrainedLayout, "convert", whole_alone)
+    monkeypatch.setattr(PretrainedLayout, "convert", whole_alone)
     steps: list[int] = []
     take = exporting._Writer.take
 
@@ -390,79 +390,56 @@ def test_adapters_and_extra_state_are_refused(tmp_path: Path) -> None:
 # --- the folder ---
 
 
-def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    hecate.export(model_of("plain"), folder, max_shard_size=_LIMIT)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "more").mkdir()
-    (folder / "more" / "notes.txt").write_text("mine")
-    (tmp_path / "model.tmp-01234567").mkdir()
-    hecate.export(model_of("plain", seed=1), folder)
-    assert sorted(path.name for path in folder.iterdir()) == [RECORD, "model.safetensors", "more", "tokenizer.json"]
-    assert (folder / "more" / "notes.txt").read_text() == "mine"
-    assert same(read(folder), model_of("plain", seed=1).state_dict())
-    assert list(tmp_path.iterdir()) == [folder], "what a killed run left is gone"
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    model: Any = model_of("olmoe")
-    model.save_pretrained(tmp_path / "mine")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
-    said = message_of(lambda: hecate.export(model_of("olmoe", seed=1), tmp_path / "mine"))
-    assert said.startswith("CheckpointError") and "is not empty, and no export" in said
-    assert before == {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        said = message_of(lambda: hecate.export(model_of("plain", seed=1), tmp_path / "model"))
+    assert said.startswith("CheckpointError") and "is not empty" in said
+    assert same(read(tmp_path / "model"), model_of("plain", seed=1).state_dict())
     (tmp_path / "file").write_text("")
-    assert "is a file" in message_of(lambda: hecate.export(model, tmp_path / "file"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+    assert "is a file" in message_of(lambda: hecate.export(model_of("plain"), tmp_path / "file"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
 
 
-@pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_kill_leaves_nothing_half(tmp_path: Path, exists: bool, renames: int) -> None:
-    """Killed at the first rename, the second, or after both."""
-    folder = tmp_path / "model"
-    if exists:
-        write_export(folder, "old")
-        (folder / "tokenizer.json").write_text("{}")
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    hecate.export(model_of("plain"), tmp_path / "link")
+    assert same(read(tmp_path / "empty"), model_of("plain").state_dict())
+    hecate.export(model_of("plain"), tmp_path / "new" / "model")
+    assert same(read(tmp_path / "new" / "model"), model_of("plain").state_dict())
+
+
+def test_what_comes_into_the_folder_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = exporting._finish
+
+    def meanwhile(*arguments: Any) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "theirs").write_text("theirs")
+        finish(*arguments)
+
+    monkeypatch.setattr(exporting, "_finish", meanwhile)
+    said = message_of(lambda: hecate.export(model_of("plain"), tmp_path / "model"))
+    assert said.startswith("CheckpointError") and "not empty" in said
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "theirs"]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_kill_leaves_nothing_half(tmp_path: Path, renamed: bool) -> None:
+    """Killed before the rename, or after it; then the next one has its way."""
     child = os.fork()
     if child == 0:
-        rename, left, path_class = Path.rename, [renames], cast(Any, Path)
+        rename, path_class = Path.rename, cast(Any, Path)
 
-        def killed(path: Path, target: Path) -> Path:
-            if left[0] == 0:
-                os._exit(9)
-            left[0] -= 1
-            return rename(path, target)
+        def killed(path: Path, target: Path) -> None:
+            if renamed:
+                rename(path, target)
+            os._exit(9)
 
         path_class.rename = killed
-        write_export(folder, "new")
+        hecate.export(model_of("plain"), tmp_path / "model")
         os._exit(0)
-    os.waitpid(child, 0)
-    published = renames > (1 if exists else 0)
-    whole = [path for path in (folder, *tmp_path.glob("model.replaced-*")) if path.exists()]
-    assert len(whole) == int(exists or published)
-    for path in whole:
-        assert (path / "model.safetensors").read_text() == ("new" if published else "old")
-    write_export(folder, "next")
-    assert (folder / "model.safetensors").read_text() == "next"
-    assert (folder / "tokenizer.json").exists() is exists
-    assert list(tmp_path.iterdir()) == [folder]
-
-
-def write_export(folder: Path, text: str) -> None:
-    place = ExportFolder(folder)
-    place.open()
-    (place.draft / "model.safetensors").write_text(text)
-    place.publish()
-
-
-def test_the_draft_of_a_run_that_lives_stays(tmp_path: Path) -> None:
-    place = ExportFolder(tmp_path / "model")
-    place.open()
-    write_export(tmp_path / "model", "theirs")
-    assert place.draft.is_dir()
-    (place.draft / "model.safetensors").write_text("ours")
-    place.publish()
-    assert (tmp_path / "model" / "model.safetensors").read_text() == "ours"
-    place.discard()
-    assert (tmp_path / "model").is_dir()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert (tmp_path / "model").exists() is renamed
+    if not renamed:
+        hecate.export(model_of("plain"), tmp_path / "model")
+    assert same(read(tmp_path / "model"), model_of("plain").state_dict())

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hecate
-from hecate.checkpoints.plain_data import check_plain, read_plain, write_plain
+from hecate.checkpoints.safety.plain_data import check_plain, read_plain, write_plain
 from tests.support.extent import ALL
 from tests.support.ranks import message_of
 

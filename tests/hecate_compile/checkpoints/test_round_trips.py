@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import hecate
-from hecate.checkpoints.manifest import record_files
-from hecate.checkpoints.safe_metadata import read_metadata
-from hecate.checkpoints.safe_reader import SafeReader
+from hecate.checkpoints.safety.files import record_files
+from hecate.checkpoints.safety.tensor_index import INDEX, read_index, write_index
+from hecate.checkpoints.safety.tensor_reader import TensorReader
 from hecate.checkpoints.state_dicts import Site
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm.world import World
@@ -102,12 +102,13 @@ def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
     metadata.storage_meta = None
     writers[0].storage_meta = lambda: None
     writers[0].finish(metadata, results)
+    write_index(metadata, folder / INDEX)
 
 
 def _load(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
-    metadata = read_metadata(folder, record_files(folder, [path.name for path in folder.iterdir()]))
+    metadata = read_index(folder, record_files(folder, [path.name for path in folder.iterdir()]))
     for state in states:
-        reader, planner = SafeReader(folder, metadata), DefaultLoadPlanner()
+        reader, planner = TensorReader(folder, metadata), DefaultLoadPlanner()
         planner.set_up_planner({"model": state}, metadata, False)
         reader.set_up_storage_reader(metadata, False)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()

@@ -1,113 +1,26 @@
-"""``hecate.load_pretrained``: a folder of ``save_pretrained``, or of ``hecate.export``, into a model's shards.
+"""Which tensors of files make which of a model, by transformers' own converters, made of names and shapes alone.
 
-Each rank reads what it keeps: its experts, its rows. Where transformers makes a tensor of the model out of several in
-the files, its own converters do so, on this rank's experts alone if they treat every expert alike, and else on one
-tensor's worth at a time. What comes out is first tried on the meta device, so nothing changes that does not fit.
+What comes out is tried on the meta device, so that nothing changes that does not fit.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
-from hecate.checkpoints.load import MismatchError
-from hecate.checkpoints.plain_view import PlainTensor, PlainView, check_no_adapters
-from hecate.checkpoints.safe_files import SafeFiles
-from hecate.wrap.dense_shards import is_dense_shard
+from hecate.checkpoints.coordination import describe
+from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
+from hecate.checkpoints.hub.safe_files import SafeFiles
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
 
-class IncompatibleKeys(NamedTuple):
-    """What ``strict=False`` left out; named as in ``load_state_dict``.
-
-    Attributes:
-        missing_keys: of the model, not in the files.
-        unexpected_keys: in the files, not of the model.
-    """
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
-    """Fill ``model`` from the safetensors files in ``directory``. All ranks call it together.
-
-    Each rank reads the experts and rows that it keeps, and at most one parameter whole at a time. So a model that was
-    built on the meta device and compiled needs no rank that has room for all of it. Names may be those in the hub's
-    files. As with ``from_pretrained``, tensors take the dtype that the model's have.
-
-    Args:
-        model: compiled, or any other with storage.
-        directory: a local folder, which all ranks see, such as ``huggingface_hub.snapshot_download`` returns.
-        strict: the files must have the model's parameters and buffers, and no others but those that transformers
-            leaves out, too. Otherwise what is in both is loaded.
-
-    Returns:
-        What was left out.
-
-    Raises:
-        MismatchError: names, shapes or kinds of numbers differ; nothing was changed.
-        CheckpointError: a rank cannot read, ranks see different files, or the weights are quantized; says which.
-            Nothing was changed, unless the disk fails after all files were checked.
-        RuntimeError: another rank is in something else.
-        ValueError: the model is on the meta device, or has adapters of PEFT.
-    """
-    name = "hecate.load_pretrained"
-    check_no_adapters(model, name, "Load the weights before the adapters are added.")
-    view = PlainView(model, name)
-    for tensor in view.tensors.values():
-        if tensor.here.is_meta:
-            raise ValueError(f"{name}: {tensor.name} is on the meta device; compile the model first")
-    ranks = ranks_of(model, name)
-    folder = Path(directory)
-    files = ranks.together(lambda: SafeFiles(folder))
-    _check_same(files, ranks)
-    plan = ranks.together(lambda: _Plan.of(view, files))
-    problems = plan.problems + (_differences(plan) if strict else [])
-    told = list(dict.fromkeys(line for lines in ranks.gather(problems[:_SHOWN]) for line in lines))
-    if told:
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise MismatchError(
-            f"{name}: {folder} does not fit the model:" + "".join(f"\n  {line}" for line in told[:_SHOWN]) + more
-        )
-    ranks.together(lambda: _fill(plan, files))
-    if view.is_pretrained:
-        # As from_pretrained does: the model is saved again under the names that it was loaded by.
-        pretrained: Any = model
-        pretrained._weight_conversions = plan.conversions
-    return IncompatibleKeys(plan.missing, plan.unexpected)
-
-
-_SHOWN = 12
-
-
-def _check_same(files: SafeFiles, ranks: Ranks) -> None:
-    inside = [(name, list(like.shape), str(like.dtype)) for name, like in files.likes.items()]
-    digests = ranks.gather(hashlib.sha256(json.dumps(inside).encode()).hexdigest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise CheckpointError(
-                f"hecate.load_pretrained: ranks 0 and {rank} see different files in {files.folder}: all ranks must "
-                "see the same folder"
-            )
-
-
-# --- what is read into what ---
-
-
 @dataclass
-class _Group:
+class Group:
     """Tensors of the files that make tensors of the model together.
 
     Attributes:
@@ -174,7 +87,7 @@ def _is_by_line(operations: Sequence[Any]) -> bool:
 
 
 @dataclass
-class _Plan:
+class ReadPlan:
     """What is read into what, and what does not fit.
 
     Attributes:
@@ -182,16 +95,16 @@ class _Plan:
     """
 
     view: PlainView
-    groups: list[_Group]
+    groups: list[Group]
     missing: list[str]
     unexpected: list[str]
     problems: list[str]
     conversions: list[Any]
 
     @staticmethod
-    def of(view: PlainView, files: SafeFiles) -> _Plan:
+    def of(view: PlainView, files: SafeFiles) -> ReadPlan:
         """Made of names and shapes alone."""
-        plan = _Plan(view, [], [], [], [], [])
+        plan = ReadPlan(view, [], [], [], [], [])
         if view.is_pretrained:
             plan._group_as_transformers_does(files)
         else:
@@ -210,7 +123,7 @@ class _Plan:
     def _group_by_name(self, files: SafeFiles) -> None:
         for name in files.likes:
             if name in self.view.tensors:
-                self.groups.append(_Group(name, sources=[(name, name)]))
+                self.groups.append(Group(name, sources=[(name, name)]))
             else:
                 self.unexpected.append(name)
 
@@ -229,7 +142,7 @@ class _Plan:
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         likes = {name: tensor.like for name, tensor in view.tensors.items()}
-        groups: dict[str, _Group] = {}
+        groups: dict[str, Group] = {}
         for name in sorted(files.likes, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, view.base_model_prefix, likes)
             if target not in likes and name in likes:
@@ -238,7 +151,7 @@ class _Plan:
                 self.unexpected.append(name)
                 continue
             converter = None if pattern is None else by_pattern[pattern]
-            group = groups.setdefault(target, _Group(target, converter))
+            group = groups.setdefault(target, Group(target, converter))
             if group.sources and (group.converter is None or converter is None):
                 self.problems.append(f"{target} is in the files as {group.sources[0][0]}, and as {name} again")
             else:
@@ -246,7 +159,7 @@ class _Plan:
         self.groups = list(groups.values())
         self.conversions = [one for one in mapping if one.was_used()]
 
-    def _try(self, group: _Group, files: SafeFiles) -> set[str]:
+    def _try(self, group: Group, files: SafeFiles) -> set[str]:
         """Convert shapes alone, and note what does not fit; returns the names that come out."""
         names = [name for name, _ in group.sources]
         for pattern in dict.fromkeys(pattern for _, pattern in group.sources if "*" in pattern):
@@ -283,7 +196,7 @@ class _Plan:
         self.unexpected = [name for name in self.unexpected if name in info.unexpected_keys]
 
 
-def _differences(plan: _Plan) -> list[str]:
+def differences_of(plan: ReadPlan) -> list[str]:
     missing = [f"{name} is not in the files" for name in plan.missing]
     return missing + [f"{name} is not in the model" for name in plan.unexpected]
 
@@ -304,54 +217,3 @@ def _can_become(source: torch.dtype, target: torch.dtype) -> bool:
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-# --- reading ---
-
-
-@torch.no_grad()
-def _fill(plan: _Plan, files: SafeFiles) -> None:
-    for group in plan.groups:
-        if not group.targets:
-            continue
-        if group.converter is None:
-            _read_into(group.targets[0], group.sources[0][0], files)
-        elif (experts := group.by_expert) is not None:
-            _convert_own_experts(group, experts, plan.view, files)
-        else:
-            made = group.convert(plan.view, files.read, [name for name, _ in group.sources])
-            for tensor in group.targets:
-                _copy_part(made.pop(tensor.name), tensor)
-
-
-def _convert_own_experts(group: _Group, experts: dict[int, list[str]], view: PlainView, files: SafeFiles) -> None:
-    (tensor,) = group.targets
-    shard: Any = shard_of(tensor.here)
-    names = [name for expert in shard.experts for name in experts[expert]]
-    if names:
-        tensor.here.detach().copy_(group.convert(view, files.read, names)[tensor.name])
-
-
-def _copy_part(whole: torch.Tensor, tensor: PlainTensor) -> None:
-    here, shard = tensor.here.detach(), shard_of(tensor.here)
-    if tensor.expert is not None:
-        if tensor.row is not None:
-            here[tensor.row].copy_(whole)
-    else:
-        here.copy_(whole if shard is None else shard.slice(whole))
-
-
-def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
-    """Read this rank's part of a tensor that is in the files as it is in the model."""
-    here, shard = tensor.here.detach(), shard_of(tensor.here)
-    if tensor.expert is not None or shard is None:
-        if tensor.expert is None or tensor.row is not None:
-            _copy_part(files.read(name), tensor)
-    elif is_dense_shard(shard):
-        rank, counts = shard.world.rank, shard.counts
-        start = sum(counts[:rank])
-        here[: counts[rank]].copy_(files.read(name, start, start + counts[rank]))
-    else:
-        assert is_expert_shard(shard)
-        for row, expert in enumerate(shard.experts):
-            here[row].copy_(files.read(name, expert, expert + 1)[0])

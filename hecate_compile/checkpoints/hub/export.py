@@ -1,42 +1,38 @@
 """``hecate.export``: a folder that transformers loads, written without a whole model on any rank.
 
-Names, and what of a tensor goes under which of them, are those of ``save_pretrained``: its own function makes the
-files' tensors from the model's, a few at a time. Which ones belong together is tried out on the meta device first.
-Tensors travel to rank 0 alone, which keeps those of the file that it writes next.
-
-How the folder comes to be is in ``export_folder``.
+Names, and what of a tensor goes under which of them, are those of ``save_pretrained`` (``layouts``). Tensors travel
+to rank 0 alone, a few at a time; it keeps those of the file that it writes next. The folder is written beside its
+place and renamed, so it appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from hecate.checkpoints.adapters import check_no_adapters
 from hecate.checkpoints.coordination import Ranks, ranks_of
-from hecate.checkpoints.export_folder import ExportFolder
-from hecate.checkpoints.plain_view import PlainTensor, PlainView, check_no_adapters
+from hecate.checkpoints.hub.layouts import Layout, PlainLayout, PretrainedLayout, Tensors
+from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
+from hecate.checkpoints.publish import discard, sync
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
-log = logging.getLogger("hecate")
-
 _INDEX = "model.safetensors.index.json"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-Tensors = dict[str, torch.Tensor]
 
 
 def export(
@@ -54,7 +50,7 @@ def export(
 
     Args:
         model: compiled, or any other.
-        directory: what an earlier export wrote there is replaced, and other files, such as a tokenizer's, stay.
+        directory: a new folder, or an empty one. It appears when all of it is on the disk.
         max_shard_size: of a file, in bytes, or as ``"5GB"``; a tensor that is larger has a file of its own.
         dtype: of parameters in the files; by default their own. Buffers, and what transformers keeps in float32,
             stay as they are.
@@ -63,8 +59,7 @@ def export(
         ``directory``.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write, or ``directory`` holds something else than an export;
-            it is as it was before.
+        CheckpointError: on every rank, if rank 0 cannot write, or ``directory`` is not empty; it is as it was before.
         RuntimeError: another rank is in something else.
         ValueError: a wrong argument, or a model with adapters of PEFT, whose own ``save_pretrained`` writes them.
     """
@@ -75,18 +70,17 @@ def export(
     _check_no_extra_state(model)
     view = PlainView(model, "hecate.export")
     ranks = ranks_of(model, "hecate.export")
-    final = Path(directory)
-    place = ExportFolder(final)
     plan = ranks.together(lambda: _Plan.of(view, limit, dtype) if ranks.first else None)
     steps = [_Step(*step) for step in ranks.from_first(plan and [[step.names, step.ends] for step in plan.steps])]
+    draft = Path(ranks.on_first(lambda: str(_open_draft(Path(directory)))))
     try:
-        ranks.together(lambda: place.open() if ranks.first else None)
-        _write(view, steps, plan, place, ranks)
-        ranks.together(lambda: _finish(view, plan, place, dtype) if plan else None)
+        _write(view, steps, plan, draft, ranks)
+        ranks.together(lambda: _finish(view, plan, draft, dtype, Path(directory)) if plan else None)
     except BaseException:
-        place.discard()
+        if ranks.first:
+            discard(draft)
         raise
-    return final
+    return Path(directory)
 
 
 def _bytes_of(size: int | str) -> int:
@@ -104,128 +98,6 @@ def _check_no_extra_state(model: nn.Module) -> None:
             raise ValueError(
                 f"hecate.export: {name or 'the model'} has extra state, for which safetensors files have no place"
             )
-
-
-# --- which tensors make which ---
-
-
-class _Layout(Protocol):
-    """How a library writes a model."""
-
-    def kept(self, likes: Tensors) -> Tensors:
-        """Those of the model's tensors that are written."""
-        ...
-
-    def groups(self, likes: Tensors) -> list[list[str]]:
-        """Names of those that are converted together."""
-        ...
-
-    def convert(self, tensors: Tensors) -> Tensors:
-        """What the files have in place of a group, in order."""
-        ...
-
-
-class _PlainLayout:
-    """As the state dict has it."""
-
-    def __init__(self, view: PlainView) -> None:
-        sharing: dict[int, int] = {}
-        for tensor in view.tensors.values():
-            sharing[id(tensor.like)] = sharing.get(id(tensor.like), 0) + 1
-        self._tied = {name for name, tensor in view.tensors.items() if sharing[id(tensor.like)] > 1}
-
-    def kept(self, likes: Tensors) -> Tensors:
-        return likes
-
-    def groups(self, likes: Tensors) -> list[list[str]]:
-        return [[name] for name in likes]
-
-    def convert(self, tensors: Tensors) -> Tensors:
-        # In a file no two tensors share memory.
-        return {name: tensor.clone() if name in self._tied else tensor for name, tensor in tensors.items()}
-
-
-class _PretrainedLayout:
-    """As transformers' ``save_pretrained`` has it."""
-
-    def __init__(self, view: PlainView) -> None:
-        # Any: it answers what the model answers.
-        self._view: Any = view
-        self._converts = True
-        self._renamed: dict[str, str] = {}
-
-    def kept(self, likes: Tensors) -> Tensors:
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-        ignored = self._view._keys_to_ignore_on_save or ()
-        saved = {name: like for name, like in likes.items() if name not in ignored}
-        kept: Tensors = remove_tied_weights_from_state_dict(saved, self._view)
-        return kept
-
-    def groups(self, likes: Tensors) -> list[list[str]]:
-        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
-        whole = self.convert(dict(likes))
-        self._remember_conversions()
-        if not self._converts:
-            return [[name] for name in likes]
-        reverse = [one.reverse_transform() for one in self._view._weight_conversions][::-1]
-        converters = [one for one in reverse if isinstance(one, WeightConverter)]
-        groups: dict[tuple[str, bool], list[str]] = {}
-        for name in sorted(likes, key=dot_natural_key):
-            target, pattern = rename_source_key(name, [], converters, reverse=True)
-            groups.setdefault((name, False) if pattern is None else (target, True), []).append(name)
-        found = list(groups.values())
-        try:
-            self._renamed = self._names_of_renamed(groups, likes, whole)
-            if self._gives(found, likes, whole):
-                return found
-        except Exception as problem:
-            log.info("hecate.export: group by group: %r", problem)
-        # A conversion that looks at more than its own tensors.
-        log.warning("hecate.export: transformers converts this model as a whole, so rank 0 holds all of it")
-        self._renamed = {}
-        return [list(likes)]
-
-    def _names_of_renamed(
-        self, groups: Mapping[tuple[str, bool], list[str]], likes: Tensors, whole: Tensors
-    ) -> dict[str, str]:
-        """The file's name of each tensor that is taken as it is; others that are there may have a say in it."""
-        renamed, left = {}, iter(whole)
-        for (name, is_converted), names in groups.items():
-            if not is_converted:
-                renamed[name] = next(left, name)
-            else:
-                for _ in self.convert({name: likes[name] for name in names}):
-                    next(left, None)
-        return renamed
-
-    def _remember_conversions(self) -> None:
-        """Look them up once; transformers does so in every call of a model that it did not load."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange
-
-        found = getattr(self._view, "_weight_conversions", None)
-        if found is None:
-            every = get_model_conversion_mapping(self._view, add_legacy=False)
-            found = [one for one in every if not isinstance(one, PrefixChange)] or None
-        self._view._weight_conversions = found
-        self._converts = found is not None
-
-    def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:
-        """Whether group by group comes out what the whole model gives."""
-        parts = [part for names in groups for part in self.convert({name: likes[name] for name in names}).items()]
-        return [(n, t.shape, t.dtype) for n, t in parts] == [(n, t.shape, t.dtype) for n, t in whole.items()]
-
-    def convert(self, tensors: Tensors) -> Tensors:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        if not self._converts:
-            return tensors
-        if tensors.keys() <= self._renamed.keys():
-            return {self._renamed[name]: tensor for name, tensor in tensors.items()}
-        converted: Tensors = revert_weight_conversion(self._view, tensors)
-        return converted
 
 
 @dataclass(frozen=True)
@@ -251,7 +123,7 @@ class _Plan:
         size: of all tensors, in bytes.
     """
 
-    layout: _Layout
+    layout: Layout
     steps: list[_Step]
     dtypes: dict[str, torch.dtype]
     files: dict[str, list[str]]
@@ -260,7 +132,7 @@ class _Plan:
     @staticmethod
     def of(view: PlainView, limit: int, dtype: torch.dtype | None) -> _Plan:
         """Made of shapes alone."""
-        layout: _Layout = _PretrainedLayout(view) if view.is_pretrained else _PlainLayout(view)
+        layout: Layout = PretrainedLayout(view) if view.is_pretrained else PlainLayout(view)
         if view.is_pretrained and getattr(view, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized. model.save_pretrained writes it")
         dtypes = _dtypes_of(view, dtype)
@@ -308,12 +180,40 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
+# --- the folder ---
+
+
+def _open_draft(final: Path) -> Path:
+    """A new folder beside ``final``, which it replaces when it is complete.
+
+    Raises:
+        FileExistsError: ``final`` is a file, or not empty.
+    """
+    final = final.resolve()
+    if final.exists() and not final.is_dir():
+        raise FileExistsError(f"{final} is a file")
+    if final.exists() and any(final.iterdir()):
+        raise FileExistsError(f"{final} is not empty. Give another folder, or remove what is in it")
+    draft = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+    draft.mkdir(parents=True)
+    return draft
+
+
+def _publish(draft: Path, final: Path) -> None:
+    for path in draft.iterdir():
+        sync(path)
+    sync(draft)
+    # Fails if something has come into an empty folder since.
+    draft.rename(final)
+    sync(final.parent)
+
+
 # --- to rank 0, and to the disk ---
 
 
-def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, place: ExportFolder, ranks: Ranks) -> None:
+def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, draft: Path, ranks: Ranks) -> None:
     """Bring group after group to rank 0, and write each file as soon as it is complete."""
-    writer = None if plan is None else _Writer(plan, place)
+    writer = None if plan is None else _Writer(plan, draft)
     for step in steps:
         with doing("hecate.export"):
             whole = {name: _to_first(view.tensors[name], ranks.first) for name in step.names}
@@ -361,8 +261,8 @@ class _Writer:
     It never raises before all ranks listen: the others are on their way to the next tensor.
     """
 
-    def __init__(self, plan: _Plan, place: ExportFolder) -> None:
-        self._plan, self._place = plan, place
+    def __init__(self, plan: _Plan, draft: Path) -> None:
+        self._plan, self._draft = plan, draft
         self._pending: Tensors = {}
         self._left = dict(plan.files)
         self._problem: Exception | None = None
@@ -384,11 +284,11 @@ class _Writer:
         for file, names in list(self._left.items()):
             if all(name in self._pending for name in names):
                 tensors = {name: self._pending.pop(name).contiguous() for name in names}
-                save_file(tensors, self._place.draft / file, metadata={"format": "pt"})
+                save_file(tensors, self._draft / file, metadata={"format": "pt"})
                 del self._left[file]
 
 
-def _finish(view: PlainView, plan: _Plan, place: ExportFolder, dtype: torch.dtype | None) -> None:
+def _finish(view: PlainView, plan: _Plan, draft: Path, dtype: torch.dtype | None, final: Path) -> None:
     """All but the weights, and the name; of rank 0."""
     if len(plan.files) > 1:
         whole = {id(t.like): t.like.numel() for t in view.tensors.values() if isinstance(t.here, nn.Parameter)}
@@ -396,10 +296,10 @@ def _finish(view: PlainView, plan: _Plan, place: ExportFolder, dtype: torch.dtyp
             "metadata": {"total_parameters": sum(whole.values()), "total_size": plan.size},
             "weight_map": {name: file for file, names in plan.files.items() for name in names},
         }
-        (place.draft / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (draft / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if view.is_pretrained:
-        _write_config(view, place.draft, dtype)
-    place.publish()
+        _write_config(view, draft, dtype)
+    _publish(draft, final.resolve())
 
 
 def _write_config(view: PlainView, folder: Path, dtype: torch.dtype | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 
-from hecate.checkpoints.manifest import open_plain
+from hecate.checkpoints.safety.files import open_plain
 
 DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -25,9 +25,8 @@ _KIND = "~"
 _DEPTH = 100
 # Python refuses to write integers of more than 4300 digits as a text.
 _BITS = 8192
-_CONTAINERS: dict[str, Any] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
-}  # fmt: skip
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, collections.deque)}
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError, SafetensorError)
 
 
 def write_plain(value: Any, path: Path) -> None:
@@ -62,9 +61,7 @@ def read_plain(path: Path) -> Any:
             with open_plain(path.with_suffix(".safetensors")) as file:
                 tensors = load(file.read())
         return _decode(value, tensors)
-    except (
-        KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError, SafetensorError,
-    ) as error:  # fmt: skip
+    except _MALFORMED as error:
         said = repr(error)
         raise ValueError(
             f"{path.name} does not hold what hecate.save writes: {said if len(said) < 200 else said[:200] + '...'}"

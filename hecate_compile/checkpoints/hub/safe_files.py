@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hecate.checkpoints.manifest import CorruptError
+from hecate.checkpoints.safety.files import CorruptError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

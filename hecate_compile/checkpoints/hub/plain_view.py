@@ -78,17 +78,6 @@ def is_pretrained(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into it, which have other names, and files of their own."""
-    return any("peft_config" in module.__dict__ for module in model.modules())
-
-
-def check_no_adapters(model: nn.Module, function: str, way_out: str) -> None:
-    """Raise ValueError for a model with PEFT's adapters."""
-    if has_adapters(model):
-        raise ValueError(f"{function}: the model has adapters of PEFT. {way_out}")
-
-
 def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
     members = {}
     if is_compiled(model):

@@ -1,0 +1,138 @@
+"""Which tensors of a model make which of the files, as ``save_pretrained`` of a library has them.
+
+transformers' own function makes the files' tensors from the model's. Which ones belong together is tried out on the
+meta device first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hecate.checkpoints.hub.plain_view import PlainView
+
+log = logging.getLogger("hecate")
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Layout(Protocol):
+    """How a library writes a model."""
+
+    def kept(self, likes: Tensors) -> Tensors:
+        """Those of the model's tensors that are written."""
+        ...
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        """Names of those that are converted together."""
+        ...
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        """What the files have in place of a group, in order."""
+        ...
+
+
+class PlainLayout:
+    """As the state dict has it."""
+
+    def __init__(self, view: PlainView) -> None:
+        sharing: dict[int, int] = {}
+        for tensor in view.tensors.values():
+            sharing[id(tensor.like)] = sharing.get(id(tensor.like), 0) + 1
+        self._tied = {name for name, tensor in view.tensors.items() if sharing[id(tensor.like)] > 1}
+
+    def kept(self, likes: Tensors) -> Tensors:
+        return likes
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        return [[name] for name in likes]
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        # In a file no two tensors share memory.
+        return {name: tensor.clone() if name in self._tied else tensor for name, tensor in tensors.items()}
+
+
+class PretrainedLayout:
+    """As transformers' ``save_pretrained`` has it."""
+
+    def __init__(self, view: PlainView) -> None:
+        # Any: it answers what the model answers.
+        self._view: Any = view
+        self._converts = True
+        self._renamed: dict[str, str] = {}
+
+    def kept(self, likes: Tensors) -> Tensors:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        ignored = self._view._keys_to_ignore_on_save or ()
+        saved = {name: like for name, like in likes.items() if name not in ignored}
+        kept: Tensors = remove_tied_weights_from_state_dict(saved, self._view)
+        return kept
+
+    def groups(self, likes: Tensors) -> list[list[str]]:
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+        whole = self.convert(dict(likes))
+        self._remember_conversions()
+        if not self._converts:
+            return [[name] for name in likes]
+        reverse = [one.reverse_transform() for one in self._view._weight_conversions][::-1]
+        converters = [one for one in reverse if isinstance(one, WeightConverter)]
+        groups: dict[tuple[str, bool], list[str]] = {}
+        for name in sorted(likes, key=dot_natural_key):
+            target, pattern = rename_source_key(name, [], converters, reverse=True)
+            groups.setdefault((name, False) if pattern is None else (target, True), []).append(name)
+        found = list(groups.values())
+        try:
+            self._renamed = self._names_of_renamed(groups, likes, whole)
+            if self._gives(found, likes, whole):
+                return found
+        except Exception as problem:
+            log.info("hecate.export: group by group: %r", problem)
+        # A conversion that looks at more than its own tensors.
+        log.warning("hecate.export: transformers converts this model as a whole, so rank 0 holds all of it")
+        self._renamed = {}
+        return [list(likes)]
+
+    def _names_of_renamed(
+        self, groups: Mapping[tuple[str, bool], list[str]], likes: Tensors, whole: Tensors
+    ) -> dict[str, str]:
+        """The file's name of each tensor that is taken as it is; others that are there may have a say in it."""
+        renamed, left = {}, iter(whole)
+        for (name, is_converted), names in groups.items():
+            if not is_converted:
+                renamed[name] = next(left, name)
+            else:
+                for _ in self.convert({name: likes[name] for name in names}):
+                    next(left, None)
+        return renamed
+
+    def _remember_conversions(self) -> None:
+        """Look them up once; transformers does so in every call of a model that it did not load."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        found = getattr(self._view, "_weight_conversions", None)
+        if found is None:
+            every = get_model_conversion_mapping(self._view, add_legacy=False)
+            found = [one for one in every if not isinstance(one, PrefixChange)] or None
+        self._view._weight_conversions = found
+        self._converts = found is not None
+
+    def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:
+        """Whether group by group comes out what the whole model gives."""
+        parts = [part for names in groups for part in self.convert({name: likes[name] for name in names}).items()]
+        return [(n, t.shape, t.dtype) for n, t in parts] == [(n, t.shape, t.dtype) for n, t in whole.items()]
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if not self._converts:
+            return tensors
+        if tensors.keys() <= self._renamed.keys():
+            return {self._renamed[name]: tensor for name, tensor in tensors.items()}
+        converted: Tensors = revert_weight_conversion(self._view, tensors)
+        return converted

@@ -1,0 +1,273 @@
+"""An optimizer's state as tensors that ``torch.distributed.checkpoint`` saves and loads, by names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hecate.checkpoints.logical_tensor import LogicalTensor
+from hecate.checkpoints.state_dicts import Site, sites_of
+from hecate.training.optimizer_state import (
+    bring_along,
+    note_owners,
+    options_of,
+    state_that_cannot_be_saved,
+    stepping_does_not_count,
+)
+from hecate.wrap.shard import shard_of
+
+
+def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """None, one or several; without wrappers such as accelerate's."""
+    several = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
+    return [_unwrapped(optimizer) for optimizer in several]
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def optimizer_name(number: int) -> str:
+    """The prefix of an optimizer's tensors; that of the first is what users of torch write."""
+    return "optimizer" if number == 0 else f"optimizer{number}"
+
+
+@dataclass
+class OptimizerTensors:
+    """An optimizer's state as tensors and plain data.
+
+    Attributes:
+        tensors: parameter name, then key; see :meth:`Site.split`.
+        plain: what is no tensor, likewise.
+        groups: each group's options, and the names of its parameters.
+        finish: called when the tensors have been loaded into.
+    """
+
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
+    """The state of ``optimizer``, which shares memory with it. All ranks call it together.
+
+    Raises:
+        ValueError: it has a parameter that the model has not, or state that cannot be split.
+    """
+    bring_along(optimizer)
+    problem = state_that_cannot_be_saved(optimizer)
+    if problem is not None:
+        raise ValueError(problem)
+    sites = _first_sites(model)
+    out = OptimizerTensors(groups=_groups(optimizer, sites))
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        site = sites[id(parameter)]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                for name, tensor in site.split(value).items():
+                    out.tensors.setdefault(name, {})[key] = tensor
+            elif value is not None:
+                for name in site.names:
+                    out.plain.setdefault(name, {})[key] = value
+    return out
+
+
+def prepare_optimizer(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
+) -> OptimizerTensors:
+    """Make room in ``optimizer`` for state that was saved, in the place of what it has.
+
+    Args:
+        saved: by parameter name and key, what the checkpoint has.
+
+    Raises:
+        ValueError: it has a parameter that the model has not, or something was saved that cannot be split over ranks.
+    """
+    sites = _first_sites(model)
+    out = OptimizerTensors(groups=_groups(optimizer, sites))
+    optimizer.state.clear()
+    note_owners(optimizer)
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            site = sites[id(parameter)]
+            for key, found in saved.get(site.names[0], {}).items():
+                if found.size != _whole_shape(site) and len(found.size) and shard_of(parameter) is not None:
+                    raise ValueError(
+                        f"{key} of {site.names[0]} has the shape {list(found.size)}, and the parameter, which is "
+                        f"split over ranks, {list(_whole_shape(site))}"
+                    )
+                if found.size == _whole_shape(site):
+                    room = torch.zeros_like(parameter, dtype=found.properties.dtype, requires_grad=False)
+                    parts = site.split(room)
+                else:
+                    # One value for the whole parameter: a count of steps.
+                    device = parameter.device if on_device or key != "step" else torch.device("cpu")
+                    room = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
+                    parts = {name: torch.zeros_like(room) for name in site.names}
+                    out.finish.append(_take_largest(room, tuple(parts.values())))
+                optimizer.state[parameter][key] = room
+                for name, tensor in parts.items():
+                    out.tensors.setdefault(name, {})[key] = tensor
+    return out
+
+
+def _take_largest(room: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """Experts that were trained one by one may have taken another number of steps each."""
+
+    def finish() -> None:
+        room.copy_(torch.stack(parts).amax(0) if len(parts) > 1 else parts[0])
+
+    return finish
+
+
+def _whole_shape(site: Site) -> torch.Size:
+    shard = shard_of(site.parameter)
+    if shard is None:
+        return site.parameter.shape
+    return shard.full_shape[1:] if site.members else shard.full_shape
+
+
+def set_plain(model: nn.Module, optimizer: Optimizer, plain: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give ``optimizer`` the state that is no tensor."""
+    sites = _first_sites(model)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        optimizer.state[parameter].update(plain.get(sites[id(parameter)].names[0], {}))
+
+
+def set_options(optimizer: Optimizer, groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Give each group the options that were saved with the same parameters.
+
+    Args:
+        groups: as saved.
+        own: those of ``optimizer``, of its :class:`OptimizerTensors`.
+
+    Raises:
+        ValueError: the optimizer groups its parameters in another way.
+    """
+    for number, (group, mine) in enumerate(zip(optimizer.param_groups, own, strict=True)):
+        # In any order of groups, since names tell them apart.
+        match = [saved for saved in groups if set(saved["params"]) == set(mine["params"])]
+        if not match:
+            raise ValueError(_no_such_group(optimizer, number, mine["params"]))
+        for key, value in match[0].items():
+            if key == "params":
+                continue
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, float)):
+                current.fill_(float(value))
+            else:
+                group[key] = value
+
+
+def compare_groups(model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[str]:
+    """Why :func:`set_options` could not give ``optimizer`` the options of ``groups``, a line each."""
+    try:
+        own = _groups(optimizer, _first_sites(model))
+    except ValueError as error:
+        return [str(error)]
+    known = [frozenset(group["params"]) for group in groups]
+    return [
+        _no_such_group(optimizer, number, group["params"])
+        for number, group in enumerate(own)
+        if frozenset(group["params"]) not in known
+    ]
+
+
+def _no_such_group(optimizer: Optimizer, number: int, names: list[str]) -> str:
+    return (
+        f"group {number} of {type(optimizer).__name__} has {_shown(names)}, and no group in the checkpoint has the "
+        "same parameters. Build the optimizer as it was built when it was saved"
+    )
+
+
+def _shown(names: list[str]) -> str:
+    return f"{len(names)} parameters ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+
+
+def _first_sites(model: nn.Module) -> dict[int, Site]:
+    """The first site of each parameter, by its identity."""
+    sites: dict[int, Site] = {}
+    for site in sites_of(model):
+        sites.setdefault(id(site.parameter), site)
+    return sites
+
+
+def _groups(optimizer: Optimizer, sites: Mapping[int, Site]) -> list[dict[str, Any]]:
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        names: list[str] = []
+        for parameter in group["params"]:
+            if id(parameter) not in sites:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter of the shape {list(parameter.shape)} in group "
+                    f"{number} that is not in the model. Build it from model.parameters() after hecate.compile"
+                )
+            names += sites[id(parameter)].names
+        groups.append({"params": names, **options_of(group)})
+    return groups
+
+
+# --- for torch.distributed.checkpoint, without hecate.save ---
+
+
+def get_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of ``optimizer`` for ``torch.distributed.checkpoint``, by names. All ranks call it together.
+
+    Of an optimizer that has not stepped it is state to load into. ``torch.distributed.checkpoint.load`` fills tensors
+    in place; then give the whole to :func:`set_optimizer_state_dict`.
+
+    Returns:
+        ``{"state": {name: {key: tensor or number}}, "param_groups": [{"params": names, ...options}]}``.
+
+    Raises:
+        ValueError: it has a parameter that the model has not, or state that cannot be split over ranks.
+    """
+    if not optimizer.state:
+        with stepping_does_not_count(optimizer):
+            _init_optim_state(optimizer)
+    found = optimizer_tensors(model, optimizer)
+    state: dict[str, dict[str, Any]] = {name: dict(tensors) for name, tensors in found.tensors.items()}
+    for name, plain in found.plain.items():
+        state.setdefault(name, {}).update(plain)
+    return {"state": state, "param_groups": found.groups}
+
+
+def set_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Take what :func:`get_optimizer_state_dict` gave and ``torch.distributed.checkpoint.load`` filled.
+
+    Raises:
+        ValueError: another optimizer's, or other groups of parameters.
+    """
+    own = optimizer_tensors(model, optimizer)
+    for name, tensors in own.tensors.items():
+        for key, tensor in tensors.items():
+            given = state_dict["state"].get(name, {}).get(key)
+            if given is None:
+                raise ValueError(f"hecate.set_optimizer_state_dict: no {key!r} of {name}")
+            _copy(given, tensor)
+    plain = {
+        name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        for name, state in state_dict["state"].items()
+    }
+    set_plain(model, optimizer, plain)
+    set_options(optimizer, state_dict["param_groups"], own.groups)
+    note_owners(optimizer)
+
+
+def _copy(given: torch.Tensor, tensor: torch.Tensor) -> None:
+    source = given.part if isinstance(given, LogicalTensor) else given
+    target = tensor.part if isinstance(tensor, LogicalTensor) else tensor
+    if isinstance(target, DTensor) or source.data_ptr() != target.data_ptr():
+        target.copy_(source)

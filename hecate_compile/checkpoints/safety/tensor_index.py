@@ -1,0 +1,132 @@
+"""Which tensor is where in the files that ``torch.distributed.checkpoint`` (DCP) wrote, as JSON.
+
+DCP's own metadata is a pickle, which runs what it says. It is written too, for DCP's own ``load``, and not read here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hecate.checkpoints.safety.files import CorruptError, FileRecord, open_plain, short
+from hecate.checkpoints.safety.plain_data import DTYPES
+
+INDEX = "tensors.json"
+# The others cannot be made, or not copied.
+_TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not re.match(r"q|u?int[1-7]$", name)}
+
+
+def write_index(metadata: Metadata, path: Path) -> None:
+    """Write what DCP's ``save`` returned: by name, dtype and size of a tensor, and the place of each chunk.
+
+    Raises:
+        TypeError: something was saved that is no tensor.
+    """
+    index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor, and only tensors are saved by name")
+        chunks = []
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            chunks.append([chunk.offsets, chunk.sizes, place.relative_path, place.offset, place.length])
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        index[name] = {"dtype": dtype, "size": tensor.size, "chunks": chunks}
+    path.write_text(json.dumps(index))
+
+
+def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
+    """What :func:`write_index` wrote.
+
+    Args:
+        files: those that it may refer to.
+
+    Raises:
+        CorruptError: it is no such thing, or what it says cannot be.
+    """
+    if INDEX not in files:
+        raise CorruptError(f"{INDEX} is missing")
+    with open_plain(folder / INDEX) as file:
+        content = file.read()
+    try:
+        return metadata_of(json.loads(content), files)
+    except Exception as error:
+        # Whatever a file that was tampered with leads to: it is not what was saved.
+        raise CorruptError(f"{INDEX}: {error if isinstance(error, CorruptError) else short(error)}") from error
+
+
+def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
+    """An index as DCP's reader takes it. Every element of a tensor is in one chunk, every chunk in bytes of its own.
+
+    Raises:
+        Exception: it is of another form; a :class:`CorruptError` says what cannot be.
+    """
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for name, entry in index.items():
+        dtype, size, chunks = _TENSOR_DTYPES[entry["dtype"]], _size(entry["size"]), []
+        for offsets, sizes, file, start, length in entry["chunks"]:
+            chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
+            _expect(file in files, f"{name} is in {str(file)[:255]!r}, which is no file of the checkpoint")
+            _size([start, length])
+            # So that no more memory is asked for than there is on the disk.
+            _expect(length >= math.prod(chunk.sizes) * dtype.itemsize, f"{name} is larger than its file")
+            chunks.append(chunk)
+            places[file].append((start, start + length))
+            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
+        _check_cover(name, size, chunks)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    for file, spans in places.items():
+        spans.sort()
+        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        _expect(apart and spans[-1][1] <= files[file].bytes, f"tensors in {file} are not where they were written")
+    return Metadata(tensors, storage_data=storage)
+
+
+def _expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise CorruptError(problem)
+
+
+def _size(numbers: Sequence[Any]) -> torch.Size:
+    _expect(len(numbers) <= 64 and all(type(n) is int and n >= 0 for n in numbers), "a size is none")
+    return torch.Size(numbers)
+
+
+def _check_cover(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Every element is in exactly one chunk. Experts that are missing would load as whatever was there before."""
+    for chunk in chunks:
+        sides = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        _expect(all(o + n <= length for o, n, length in sides), f"{name} has a chunk outside of it")
+    if 0 in size:
+        return
+    full = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    covered, elements = sum(math.prod(chunk.sizes) for chunk in full), math.prod(size)
+    _expect(covered == elements, f"{name} has {covered} of {elements} elements")
+    split = [d for d, length in enumerate(size) if any(chunk.sizes[d] != length for chunk in full)]
+    _expect(len(split) <= 8, f"{name} is split in {len(split)} dimensions")
+    # Corners, with alternating signs, say all about a sum of boxes: equal corners, equal sums.
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    for sign, chunk in [(-1, whole), *((1, chunk) for chunk in full)]:
+        for ends in itertools.product((0, 1), repeat=len(split)):
+            corner = tuple(chunk.offsets[d] + end * chunk.sizes[d] for d, end in zip(split, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    _expect(not any(corners.values()), f"{name} has chunks that overlap")
