@@ -259,6 +259,10 @@ def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
     )
 
 
+# Older releases of torch do not have it.
+_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
 def _dynamo_options(sharded: bool) -> dict[str, Any]:
     """What Dynamo must do differently while it traces the model.
 
@@ -270,6 +274,9 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
+        # What a checkpointed layer appends to a list outside of it, such as the router logits that transformers
+        # records, is a graph break otherwise. Recomputing the layer does not append again.
+        **({_SIDE_EFFECTS: True} if hasattr(torch._dynamo.config, _SIDE_EFFECTS) else {}),
         # Routing makes sizes that depend on data; without these every one of them is a graph break.
         **(CAPTURED if sharded else {}),
         # So is a line in a log (the last two are what transformers adds); traced code does not log.

@@ -97,6 +97,7 @@ def _needs_whole(kind: type) -> str:
     return (
         f"hecate: {kind.__name__} needs whole parameters, to take norms, means or products of one or of all of them, "
         "and this rank holds a part of each; tried on small parameters, its numbers depend on how these are split. "
+        "State in eight bits or fewer is in blocks of numbers, which ranks cut where parameters are small or odd. "
         "Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or Lion, or leave sharded parameters "
         "to such a one."
     )
@@ -273,9 +274,14 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         stand_in = memo.get(id(key))
         if stand_in is None:
             twin_state[key] = copy.deepcopy(value, memo)
-        elif all(not torch.is_tensor(part) or not part.ndim or part.shape == key.shape for part in value.values()):
+        elif all(not torch.is_tensor(part) or _can_be_resized(part, key) for part in value.values()):
             twin_state[stand_in] = {name: _resized(part, key, stand_in, memo) for name, part in value.items()}
     return twin
+
+
+def _can_be_resized(value: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """True for a number and for plain state of the parameter's shape. Subclasses may be without most operators."""
+    return type(value) in (torch.Tensor, nn.Parameter) and (not value.ndim or value.shape == parameter.shape)
 
 
 def _resized(value: Any, parameter: nn.Parameter, stand_in: nn.Parameter, memo: dict[int, Any]) -> Any:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hecate
-from tests.support.models import PlainLanguageModel, PlainMoE, batch
-from tests.support.parity import clear_gradients, error_of, rank_and_size, run_step, state_error
+from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
+from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, run_step, state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_graph_breaks"
@@ -276,3 +276,29 @@ def tower() -> float:
 @pytest.mark.distributed
 def test_numbers_of_data_outside_of_experts_stay_python() -> None:
     assert max(run_ranks(f"{_HERE}:tower", 2)) < 1e-5
+
+
+def recorded_in_checkpoints() -> dict[str, Any]:
+    """Router logits, which hooks append to a list, of layers that are computed again in the backward."""
+    reference = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    model = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    model.train()
+    model.gradient_checkpointing_enable()
+    hecate.compile(model, EAGER)
+    worst = 0.0
+    for step in range(2):
+        clear_gradients(model, reference)
+        ids = batch(step)
+        loss = run_step(model, ids)
+        # The loss that balances load is no mean over tokens.
+        expected = sum(reference(input_ids=part, labels=part)["loss"] for part in ids.chunk(2)) / 2
+        expected.backward()
+        worst = max(worst, compare(model, loss, reference, expected.detach()).gradient)
+    return {"worst": worst, "graphs": len(hecate.explain(model).graphs), "exchanged": len(hecate.stats(model).layers)}
+
+
+@pytest.mark.distributed
+def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> None:
+    for found in run_ranks(f"{_HERE}:recorded_in_checkpoints", 2):
+        assert found["worst"] < 1e-5
+        assert (found["graphs"], found["exchanged"]) == (1, 2)

@@ -154,6 +154,13 @@ def eight_bits(folder: str) -> dict[str, Any]:
         said = [str(w.message) for w in caught if "cannot write" in str(w.message)]
         save = message_of(lambda o=optimizer, m=model, k=kind: hecate.save(f"{folder}/{k.__name__}", m, o, step=1))
         found[kind.__name__] = [said, save]
+        if kind is InSubclass:
+            other = kind(model.parameters())
+            other.state.update(optimizer.state)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                other.step()
+            found["not tried"] = [str(w.message) for w in caught if "could not be tried" in str(w.message)]
         if kind is not InBlocks:
             continue
         hecate.save(f"{folder}/model", model, step=1)
@@ -239,6 +246,7 @@ def test_state_that_no_checkpoint_can_have_is_told_after_the_first_step_with_a_w
         assert "CheckpointError: hecate.save: rank 0: ValueError: " in save and said.removeprefix("hecate: ") in save
         assert second[kind][0] == [] and second[kind][1] == save
     assert first["resumed"] and second["resumed"]
+    assert first["not tried"] == second["not tried"] == []
 
 
 @pytest.mark.distributed
