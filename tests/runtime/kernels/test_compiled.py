@@ -226,10 +226,10 @@ def compiled_attention(
 
 def spills_of(ptx: str, folder: Path) -> int:
     """Bytes for which a thread has no registers, as Triton's own assembler counts them for capability 9.0."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     (folder / "kernel.ptx").write_text(ptx)
-    command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(folder / "kernel.ptx"), "-o", str(folder / "cubin")]
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(folder / "kernel.ptx"), "-o", str(folder / "cubin")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", said))
 
