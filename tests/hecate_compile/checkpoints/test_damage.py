@@ -205,10 +205,6 @@ def test_truncated_files(run: Run) -> None:
         path.write_bytes(content)
 
 
-def _append(path: Path, _: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
 def _remove(path: Path, _: Path) -> None:
     path.unlink()
 
@@ -224,16 +220,6 @@ def _link_to_the_same(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
 
-def _link_to_nothing(path: Path, outside: Path) -> None:
-    path.unlink()
-    path.symlink_to(outside)
-
-
-def _link_to_folder(path: Path, outside: Path) -> None:
-    path.unlink()
-    path.symlink_to(outside.parent)
-
-
 def _zeros(path: Path, _: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
@@ -244,12 +230,8 @@ def _pipe(path: Path, _: Path) -> None:
     os.mkfifo(path)
 
 
-def _same_length(path: Path, _: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 DAMAGES: list[Callable[[Path, Path], None]] = [
-    _append, _remove, _folder, _link_to_the_same, _link_to_nothing, _link_to_folder, _zeros, _pipe, _same_length,
+    _remove, _folder, _link_to_the_same, _zeros, _pipe,
 ]  # fmt: skip
 
 
