@@ -192,7 +192,7 @@ def _why_unreadable(folder: Path, content: bytes) -> str:
         with pytest.raises(hecate.NoCheckpointError) as error, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hecate.load(folder, small(seed=1))
-    assert not ran()
+    assert not ran() and "MemoryError" not in str(error.value)
     return str(error.value)
 
 
