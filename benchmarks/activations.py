@@ -65,12 +65,22 @@ def build_model(size: Size) -> torch.nn.Module:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=256, hidden_size=size.hidden, intermediate_size=size.hidden, moe_intermediate_size=size.ffn,
-            num_hidden_layers=size.layers, num_attention_heads=4, num_key_value_heads=4, head_dim=size.hidden // 4,
-            num_experts=size.experts, num_experts_per_tok=size.top_k, max_position_embeddings=size.sequence,
-            use_cache=False, bos_token_id=None, eos_token_id=None,
+            vocab_size=256,
+            hidden_size=size.hidden,
+            intermediate_size=size.hidden,
+            moe_intermediate_size=size.ffn,
+            num_hidden_layers=size.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=size.hidden // 4,
+            num_experts=size.experts,
+            num_experts_per_tok=size.top_k,
+            max_position_embeddings=size.sequence,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def counts_of(workload: str, size: Size) -> NDArray[np.int64]:
@@ -78,9 +88,14 @@ def counts_of(workload: str, size: Size) -> NDArray[np.int64]:
     from hecate.simulator.workloads import make
 
     return make(
-        workload, steps=STEPS, layers=size.layers, ranks=size.ranks, experts=size.experts,
-        rows=size.tokens * size.top_k, skew=size.skew,
-    )  # fmt: skip
+        workload,
+        steps=STEPS,
+        layers=size.layers,
+        ranks=size.ranks,
+        experts=size.experts,
+        rows=size.tokens * size.top_k,
+        skew=size.skew,
+    )
 
 
 def config_of(system: str) -> Any:
@@ -156,9 +171,14 @@ def predict(system: str, size: Size, workloads: Sequence[str] = WORKLOADS) -> di
     for workload in workloads:
         ((_, routed),) = walk(
             # A policy remembers steps.
-            copy.deepcopy(config.policy), counts_of(workload, size), [layer.owners for layer in made.layers],
-            topology=cluster.topology, rates=config.rates, sizes=made.sizes, steps=[STEPS - 1],
-        )  # fmt: skip
+            copy.deepcopy(config.policy),
+            counts_of(workload, size),
+            [layer.owners for layer in made.layers],
+            topology=cluster.topology,
+            rates=config.rates,
+            sizes=made.sizes,
+            steps=[STEPS - 1],
+        )
         held = vars(live.step(routed, optimizer_bytes=ADAMW))
         found[workload] = {key: np.round(value).astype(int).tolist() for key, value in held.items()}
         found[workload]["rows"] = [layer.rows.sum(0).tolist() for layer in routed]

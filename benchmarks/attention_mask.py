@@ -69,11 +69,22 @@ def build_model(attention: str, length: int) -> torch.nn.Module:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=64, hidden_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=64, num_experts=4, num_experts_per_tok=2, max_position_embeddings=length,
-            use_cache=False, bos_token_id=None, eos_token_id=None, attn_implementation=attention,
+            vocab_size=64,
+            hidden_size=128,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=length,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation=attention,
         )
-    )  # fmt: skip
+    )
 
 
 def launch(length: int, rounds: int) -> dict[str, list[float]]:
@@ -112,8 +123,10 @@ def run_child(length: int, rounds: int, caches: str) -> dict[str, list[float]]:
         numbers = ["--length", str(length), "--rounds", str(rounds)]
         subprocess.run(
             [sys.executable, "-m", "benchmarks.attention_mask", *numbers, "--child", str(out)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": caches}, check=True, timeout=1200,
-        )  # fmt: skip
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": caches},
+            check=True,
+            timeout=1200,
+        )
         found: dict[str, list[float]] = json.loads(out.read_text())
         return found
 

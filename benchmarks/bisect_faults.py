@@ -34,9 +34,10 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 300.0
 # Where the engine reads its passes, in the order in which they run.
 _TABLES: tuple[tuple[str, Any, str], ...] = (
-    ("captured", hecate.graph.backend, "PASSES"), ("joint", hecate.graph.lowering, "JOINT_PASSES"),
+    ("captured", hecate.graph.backend, "PASSES"),
+    ("joint", hecate.graph.lowering, "JOINT_PASSES"),
     ("final", hecate.graph.lowering, "FINAL_PASSES"),
-)  # fmt: skip
+)
 SCRIPT = """
 import runpy
 
@@ -113,15 +114,21 @@ def find(name: str, fault: Fault = scale_outputs) -> dict[str, Any]:
         began = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "hecate.cli", "bisect", str(script), "--ranks", "2"],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         seconds = time.perf_counter() - began
     found = done.returncode == 1 and f"\n{name} changes the result" in done.stdout
     return {
-        "pass": name, "in": places_of(name)[0], "found": found, "seconds": round(seconds, 1),
+        "pass": name,
+        "in": places_of(name)[0],
+        "found": found,
+        "seconds": round(seconds, 1),
         "runs": done.stdout.count(": loss ") + done.stdout.count(": no result"),
         "said": "" if found else done.stdout + done.stderr,
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

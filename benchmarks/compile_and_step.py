@@ -46,12 +46,22 @@ def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=256,
-            num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-            num_experts=16, num_experts_per_tok=2, max_position_embeddings=128, use_cache=False,
-            bos_token_id=None, eos_token_id=None,
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=512,
+            moe_intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_experts=16,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def compile_plain(model: torch.nn.Module) -> torch.nn.Module:
@@ -177,14 +187,28 @@ def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: flo
     """Run ``child_<mode>(argument)`` on ``ranks`` processes; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                    "--rdzv-endpoint", "127.0.0.1:0"] if ranks > 1 else []  # fmt: skip
+        launcher = (
+            [
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(ranks),
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "127.0.0.1:0",
+            ]
+            if ranks > 1
+            else []
+        )
         module = "benchmarks.compile_and_step"
         command = [sys.executable, *launcher, "-m", module, "--child", mode, argument, str(out)]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         environment = os.environ | {
-            "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": caches, "HECATE_BENCHMARK_FOLDER": folder,
-        }  # fmt: skip
+            "OMP_NUM_THREADS": threads,
+            "TORCHINDUCTOR_CACHE_DIR": caches,
+            "HECATE_BENCHMARK_FOLDER": folder,
+        }
         subprocess.run(command, env=environment, check=True, timeout=timeout, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())
 
@@ -231,10 +255,12 @@ def main() -> None:
     results = results_folder() / "compile_and_step.json"
     found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     found["machine"] = {
-        "cpu cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__,
+        "cpu cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "torch": torch.__version__,
         "python": platform.python_version(),
         "command": " ".join(["python", "benchmarks/compile_and_step.py", *sys.argv[1:]]),
-    }  # fmt: skip
+    }
     if args.only in (None, "compile"):
         samples: dict[str, list[float]] = {"plain": [], "hecate": []}
         for _ in range(args.compiles):

@@ -98,12 +98,22 @@ def build_model(layers: int) -> torch.nn.Module:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
-            num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
-            num_experts=16, num_experts_per_tok=2, max_position_embeddings=64, use_cache=False,
-            bos_token_id=None, eos_token_id=None,
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            num_experts=16,
+            num_experts_per_tok=2,
+            max_position_embeddings=64,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def measure(options: dict[str, Any], layers: int) -> dict[str, int]:

@@ -53,11 +53,21 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=128,
-        num_hidden_layers=args.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=args.experts, num_experts_per_tok=2, max_position_embeddings=128, use_cache=False,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=args.experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return hecate.compile(Qwen3MoeForCausalLM(config), hecate.Config(backend=args.backend))
 
 
@@ -121,9 +131,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         blocks.append(seconds)
     size = sum(path.stat().st_size for path in folder.rglob(f"rank{dist.get_rank()}.steps"))
     return {
-        "blocks": blocks, "inside_seconds": watch.seconds, "steps": args.steps * args.rounds,
+        "blocks": blocks,
+        "inside_seconds": watch.seconds,
+        "steps": args.steps * args.rounds,
         "bytes_per_step": size / (args.steps * args.rounds),
-    }  # fmt: skip
+    }
 
 
 def summarize(ranks: list[dict[str, Any]]) -> dict[str, float]:
@@ -134,10 +146,12 @@ def summarize(ranks: list[dict[str, Any]]) -> dict[str, float]:
         ranks[0]["steps"] / len(ranks[0]["blocks"])
     )
     return {
-        "inside": inside, "beside": statistics.median(ratios) - 1, "step_seconds": step,
+        "inside": inside,
+        "beside": statistics.median(ratios) - 1,
+        "step_seconds": step,
         "inside_microseconds_per_step": max(rank["inside_seconds"] / rank["steps"] for rank in ranks) * 1e6,
         "bytes_per_step": max(rank["bytes_per_step"] for rank in ranks),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

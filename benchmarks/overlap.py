@@ -66,12 +66,22 @@ def build_model(layers: int) -> torch.nn.Module:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=512, hidden_size=512, intermediate_size=512, moe_intermediate_size=128,
-            num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=64,
-            num_experts=16, num_experts_per_tok=2, max_position_embeddings=256, use_cache=False,
-            bos_token_id=None, eos_token_id=None,
+            vocab_size=512,
+            hidden_size=512,
+            intermediate_size=512,
+            moe_intermediate_size=128,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            head_dim=64,
+            num_experts=16,
+            num_experts_per_tok=2,
+            max_position_embeddings=256,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -124,10 +134,17 @@ def run_rank(args: argparse.Namespace) -> None:
                 hecate.save_timeline(systems[name], results_folder() / f"overlap_timeline.rank{rank}.json")
                 timeline = [vars(span) | {} for span in spans_of(systems[name])]
     if rank == 0:
-        Path(args.out).write_text(json.dumps({
-            "attention_ms": float(attention) * 1e3, "link_bytes_per_second": rate,
-            "expert_bytes_per_layer": REPLICAS * layer.sizes.expert_bytes, "samples": samples, "spans": timeline,
-        }))  # fmt: skip
+        Path(args.out).write_text(
+            json.dumps(
+                {
+                    "attention_ms": float(attention) * 1e3,
+                    "link_bytes_per_second": rate,
+                    "expert_bytes_per_layer": REPLICAS * layer.sizes.expert_bytes,
+                    "samples": samples,
+                    "spans": timeline,
+                }
+            )
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -170,8 +187,14 @@ def draw(spans: list[dict[str, Any]], path: Path) -> None:
         axes.broken_barh([still], (0, 0.8), color="grey")
     axes.set_yticks([0.4, 1.4], ["compute stands still", "collectives"])
     axes.set_xlabel("ms since the first collective of the step, rank 0")
-    axes.legend([plt.Rectangle((0, 0), 1, 1, color=colours[k]) for k in kinds], kinds, loc="upper center",
-                bbox_to_anchor=(0.5, 1.25), ncols=len(kinds), fontsize=8)  # fmt: skip
+    axes.legend(
+        [plt.Rectangle((0, 0), 1, 1, color=colours[k]) for k in kinds],
+        kinds,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.25),
+        ncols=len(kinds),
+        fontsize=8,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -46,12 +46,22 @@ def _build(
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=32000, hidden_size=hidden, intermediate_size=hidden,
-        moe_intermediate_size=ffn or round(4 * hidden / 3 / 8) * 8, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, head_dim=64, num_experts=experts,
-        num_experts_per_tok=top_k, max_position_embeddings=sequence, use_cache=False, bos_token_id=None,
-        eos_token_id=None, dtype="bfloat16",
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        moe_intermediate_size=ffn or round(4 * hidden / 3 / 8) * 8,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        max_position_embeddings=sequence,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="bfloat16",
+    )
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(TOKENS // sequence, sequence, dtype=torch.int64)

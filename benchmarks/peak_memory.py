@@ -62,8 +62,10 @@ def run_rank() -> None:
     if dist.get_rank() == 0:
         for name, (scheduled, *others) in zip(("forward", "backward"), estimates.graphs, strict=False):
             best = min(scheduled, *others)
-            print(f"{name}: schedule {scheduled / 1e6:.1f} MB, Inductor's best {best / 1e6:.1f} MB, "
-                  f"{scheduled / best - 1:.1%} more")  # fmt: skip
+            print(
+                f"{name}: schedule {scheduled / 1e6:.1f} MB, Inductor's best {best / 1e6:.1f} MB, "
+                f"{scheduled / best - 1:.1%} more"
+            )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -50,9 +50,14 @@ def measure(world_size: int, experts: int, steps: int, zipf: float, objective: O
         weights = np.exp(logits)
         counts = rng.multinomial(4096, weights / weights.sum(), size=world_size)
         view = LayerView(
-            id=0, owners=owners, loads=tuple(history[-policy.window :]), long_load=counts.sum(0),
-            topology=topology, sizes=SIZES, rates=RATES,
-        )  # fmt: skip
+            id=0,
+            owners=owners,
+            loads=tuple(history[-policy.window :]),
+            long_load=counts.sum(0),
+            topology=topology,
+            sizes=SIZES,
+            rates=RATES,
+        )
         start = time.perf_counter()
         placement = policy.place(view)
         middle = time.perf_counter()
@@ -75,9 +80,15 @@ def main() -> None:
                 found = measure(world_size, experts, steps, zipf, objective)
                 both = np.add(found["place"], found["assign"])
                 table.add_row(
-                    objective, str(world_size), str(experts), str(zipf),
-                    spread(found["place"]), spread(found["assign"]), spread(both), str(allowed),
-                )  # fmt: skip
+                    objective,
+                    str(world_size),
+                    str(experts),
+                    str(zipf),
+                    spread(found["place"]),
+                    spread(found["assign"]),
+                    spread(both),
+                    str(allowed),
+                )
                 results.append(
                     dict(
                         objective=objective, ranks=world_size, experts=experts, zipf=zipf, allowed_ms=allowed, **found

@@ -95,10 +95,12 @@ def make_workload(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 def rivals(replicas: int) -> dict[str, Policy]:
     """Other systems' policies; see ``benchmarks.policies``."""
     return {
-        "FasterMoE": FasterMoE(), "SmartMoE": SmartMoE(), "FlexMoE": FlexMoE(replicas=replicas),
+        "FasterMoE": FasterMoE(),
+        "SmartMoE": SmartMoE(),
+        "FlexMoE": FlexMoE(replicas=replicas),
         "LAER": Laer(replicas=replicas),
         "post-gate": PostGate(replicas=replicas),
-    }  # fmt: skip
+    }
 
 
 # Steps of a cell before any are counted, and workloads that are not recorded.
@@ -132,16 +134,26 @@ def play_cell(
             counts = scale(counts[:, : shape.layers], shape.rows)
         else:
             counts = make(
-                workload, steps=STEPS, layers=shape.layers, ranks=ranks, experts=shape.experts, rows=shape.rows,
+                workload,
+                steps=STEPS,
+                layers=shape.layers,
+                ranks=ranks,
+                experts=shape.experts,
+                rows=shape.rows,
                 seed=seed,
-            )  # fmt: skip
+            )
         found[workload] = {
             system: replay(
-                counts, owners, copy.deepcopy(policy), topology, rates=rates,
-                sizes=[sizes] * shape.layers, keeps_states=isinstance(policy, FlexMoE),
+                counts,
+                owners,
+                copy.deepcopy(policy),
+                topology,
+                rates=rates,
+                sizes=[sizes] * shape.layers,
+                keeps_states=isinstance(policy, FlexMoE),
             )
             for system, policy in policies.items()
-        }  # fmt: skip
+        }
     return found
 
 
@@ -180,9 +192,11 @@ def main() -> None:
         parser.error("give a trace, --workload or --cell, one of them")
     if args.cell:
         played = {
-            "static": Static(), "hecate": Hecate(replicas=args.replicas),
-            "paper": Hecate(objective="paper", replicas=args.replicas, reshard_every=100), **rivals(args.replicas),
-        }  # fmt: skip
+            "static": Static(),
+            "hecate": Hecate(replicas=args.replicas),
+            "paper": Hecate(objective="paper", replicas=args.replicas, reshard_every=100),
+            **rivals(args.replicas),
+        }
         for name in args.cell:
             print_cell(name, play_cell(name, played, seed=args.seed))
         return
@@ -203,26 +217,44 @@ def main() -> None:
         policies |= rivals(args.replicas)
     results = {
         name: replay(
-            counts * scale, owners, policy, topology, rates=CLUSTERS[args.cluster], sizes=[SIZES] * layers,
+            counts * scale,
+            owners,
+            policy,
+            topology,
+            rates=CLUSTERS[args.cluster],
+            sizes=[SIZES] * layers,
             keeps_states=isinstance(policy, FlexMoE),
         )
         for name, policy in policies.items()
-    }  # fmt: skip
+    }
     table = Table(
-        "policy", "max/mean rows", "99th percentile", "replicas", "GB of experts", "rows that leave their node",
-        "owners changed", "predicted ms", "of it moves", "static takes",
+        "policy",
+        "max/mean rows",
+        "99th percentile",
+        "replicas",
+        "GB of experts",
+        "rows that leave their node",
+        "owners changed",
+        "predicted ms",
+        "of it moves",
+        "static takes",
         title=f"{args.workload or args.trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {args.nodes} "
         f"node(s), {experts} experts, rows x {scale}; per layer and step",
-    )  # fmt: skip
+    )
     static = results["static"].mean_seconds()
     for name, result in results.items():
         table.add_row(
-            name, f"{result.imbalance.mean():.3f}", f"{np.percentile(result.imbalance, 99):.3f}",
-            f"{result.replicas.mean():.1f}", f"{2 * result.replicas.mean() * SIZES.expert_bytes / 1e9:.3f}",
-            f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}", str(result.moved),
-            f"{result.mean_seconds() * 1e3:.2f}", f"{result.moves.mean() * 1e3:.2f}",
+            name,
+            f"{result.imbalance.mean():.3f}",
+            f"{np.percentile(result.imbalance, 99):.3f}",
+            f"{result.replicas.mean():.1f}",
+            f"{2 * result.replicas.mean() * SIZES.expert_bytes / 1e9:.3f}",
+            f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
+            str(result.moved),
+            f"{result.mean_seconds() * 1e3:.2f}",
+            f"{result.moves.mean() * 1e3:.2f}",
             f"{static / result.mean_seconds():.2f} times as long",
-        )  # fmt: skip
+        )
     Console(width=150).print(table)
     if args.png:
         draw(args.png, counts, results, args.layer)

@@ -26,23 +26,36 @@ ZIPF = ("--workload", "zipf")
 # What is simulated: model, clusters, policies, options.
 STUDIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "GPT-MoE-S, 32 experts, natural trace": (
-        PAPER_S, ("paper-a-16", "paper-a", "paper-b"), ("static", "paper", "hecate"), NATURAL,
+        PAPER_S,
+        ("paper-a-16", "paper-a", "paper-b"),
+        ("static", "paper", "hecate"),
+        NATURAL,
     ),
     "the same, re-materialized": (
-        PAPER_S, ("paper-a-16",), ("static", "paper", "hecate"), (*NATURAL, "--rematerialize"),
+        PAPER_S,
+        ("paper-a-16",),
+        ("static", "paper", "hecate"),
+        (*NATURAL, "--rematerialize"),
     ),
     "GPT-MoE-S, 64 experts, zipf 1.0": (
-        "benchmarks/paper_models.py:gpt_moe_s", ("paper-a", "paper-b"), ("static", "paper", "hecate"),
+        "benchmarks/paper_models.py:gpt_moe_s",
+        ("paper-a", "paper-b"),
+        ("static", "paper", "hecate"),
         (*ZIPF, "--skew", "1.0", "--replicas", "5", "--optimizer-bytes", "12"),
     ),
     "modern, top 8 of 128 experts, zipf 0.8": (
-        "benchmarks/paper_models.py:modern", ("h100-64",), ("static", "paper", "hecate"), (*ZIPF, "--skew", "0.8"),
-    ),
-    "the same on more": (
-        "benchmarks/paper_models.py:modern", ("h100-256", "h100-1024"), ("static", "hecate"),
+        "benchmarks/paper_models.py:modern",
+        ("h100-64",),
+        ("static", "paper", "hecate"),
         (*ZIPF, "--skew", "0.8"),
     ),
-}  # fmt: skip
+    "the same on more": (
+        "benchmarks/paper_models.py:modern",
+        ("h100-256", "h100-1024"),
+        ("static", "hecate"),
+        (*ZIPF, "--skew", "0.8"),
+    ),
+}
 
 
 def command_of(study: str) -> list[str]:
@@ -61,8 +74,11 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     ]
     for study, rows in results.items():
         lines += ["", f"## {study}", "", f"`hecate {shlex.join(command_of(study))}`", ""]
-        lines += ["| cluster | policy | step, ms | times as fast as static | max/mean rows | replicas per layer "
-                  "| GB of states | GB of slots |", "|---" * 8 + "|"]  # fmt: skip
+        lines += [
+            "| cluster | policy | step, ms | times as fast as static | max/mean rows | replicas per layer "
+            "| GB of states | GB of slots |",
+            "|---" * 8 + "|",
+        ]
         static: dict[str, float] = {}
         for row in rows:
             base = static.setdefault(row["cluster"], row["seconds"])

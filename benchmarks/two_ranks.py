@@ -26,8 +26,18 @@ def run_on_ranks(module: str, ranks: int, *, timeout: float) -> None:
         subprocess.TimeoutExpired: after ``timeout`` seconds; the ranks are ended.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", "--module", module, *sys.argv[1:],
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--module",
+        module,
+        *sys.argv[1:],
+    ]
     root = Path(__file__).parents[1]
     subprocess.run(command, check=True, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=timeout)

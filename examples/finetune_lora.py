@@ -49,9 +49,18 @@ def train(model: torch.nn.Module, name: str, steps: int, lr: float) -> None:
 
 def build() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_experts=8, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_experts=8,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return Qwen3MoeForCausalLM(config)
 
 
@@ -64,9 +73,11 @@ weights = pretrained.state_dict()  # on all ranks, whole
 model = build().to(DEVICE)
 model.load_state_dict(weights)
 lora = LoraConfig(
-    r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"],
+    r=8,
+    lora_alpha=16,
+    target_modules=["q_proj", "v_proj"],
     target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-)  # fmt: skip
+)
 model = hecate.compile(get_peft_model(model, lora), config)  # 4; after get_peft_model
 train(model, "ast.py", steps=60, lr=5e-3)
 

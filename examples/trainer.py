@@ -27,10 +27,19 @@ def sequences(name: str, length: int = 64) -> list[dict[str, list[int]]]:
 
 model = Qwen3MoeForCausalLM(
     Qwen3MoeConfig(
-        vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_experts=8, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
+        vocab_size=256,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_experts=8,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
-)  # fmt: skip
+)
 if torch.cuda.is_available():
     # Where the Trainer will want it: behind hecate.compile a model stays where it is.
     model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
@@ -38,11 +47,18 @@ hecate.compile(model, hecate.Config(backend="aot_eager"))  # 2; without the Conf
 trainer = Trainer(
     model,
     TrainingArguments(
-        sys.argv[1] if len(sys.argv) > 1 else "build/trainer", max_steps=40, per_device_train_batch_size=8,
-        learning_rate=3e-3, logging_steps=20, eval_strategy="steps", eval_steps=20, save_steps=20, report_to="none",
+        sys.argv[1] if len(sys.argv) > 1 else "build/trainer",
+        max_steps=40,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        logging_steps=20,
+        eval_strategy="steps",
+        eval_steps=20,
+        save_steps=20,
+        report_to="none",
     ),
     train_dataset=sequences("argparse.py"),
     eval_dataset=sequences("shlex.py"),
-)  # fmt: skip
+)
 trainer.train()
 trainer.save_model()

@@ -174,9 +174,16 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     transformers_trainer.adopt()
     accelerate_state.adopt()
     backend = Backend(
-        config=config, world=world, placer=placer, layers=layers, step=step, dense_parameters=_count_dense(model),
-        key_heads=known.key_heads, sparse_layers=_sparse_layers(config, known), source_diff=loops.diff,
-    )  # fmt: skip
+        config=config,
+        world=world,
+        placer=placer,
+        layers=layers,
+        step=step,
+        dense_parameters=_count_dense(model),
+        key_heads=known.key_heads,
+        sparse_layers=_sparse_layers(config, known),
+        source_diff=loops.diff,
+    )
     # What runs outside of graphs has full attention, and nobody would notice.
     changes = Changes()
     traces = Traces(model, backend, changes, fullgraph=config.attention is not None)
@@ -190,28 +197,51 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         outside_gradients.watch(record)
     buffers = Buffers(model, sync, enabled=config.broadcast_buffers)
     additions = Additions(
-        model, replicated, sync=sync, step=step, param_dtype=param_dtype, added=outside_gradients.watch,
-        changed=buffers.find, changes=changes,
-    )  # fmt: skip
+        model,
+        replicated,
+        sync=sync,
+        step=step,
+        param_dtype=param_dtype,
+        added=outside_gradients.watch,
+        changed=buffers.find,
+        changes=changes,
+    )
     drift = DriftCheck(
         lambda: additions.records, sync, every=config.compare_every, in_forwards=config.policy != "replicate"
     )
     forward = CompiledForward(
-        traces, model=model, world=world, records=(*layers, *shards), experts=experts, step=step,
+        traces,
+        model=model,
+        world=world,
+        records=(*layers, *shards),
+        experts=experts,
+        step=step,
         owner_mover=owner_mover,
-        hidden_time=HiddenTime(placer, world) if measures else None, precision=precision,
-        additions=additions, outside_gradients=outside_gradients, drift=drift,
+        hidden_time=HiddenTime(placer, world) if measures else None,
+        precision=precision,
+        additions=additions,
+        outside_gradients=outside_gradients,
+        drift=drift,
         same_batches=SameBatches(world, enabled=config.policy != "replicate"),
         check_compiled=backend.check_sparse if config.attention is not None else None,
         one_graph=config.attention is not None,
-        buffers=buffers, carrier=carrier,
-    )  # fmt: skip
+        buffers=buffers,
+        carrier=carrier,
+    )
     set_compiled_call(model, forward)
     CompiledModel(
-        config=config, world=world, experts=tuple(experts), passed_over=tuple(passed_over), layers=tuple(layers),
-        sync=sync, backend=backend, placer=placer, owner_mover=owner_mover, forward=forward,
+        config=config,
+        world=world,
+        experts=tuple(experts),
+        passed_over=tuple(passed_over),
+        layers=tuple(layers),
+        sync=sync,
+        backend=backend,
+        placer=placer,
+        owner_mover=owner_mover,
+        forward=forward,
         loops=loops.places,
-    ).attach(model)  # fmt: skip
+    ).attach(model)
     # As wrappers for data parallelism have it; accelerate looks for it.
     model.__dict__["no_sync"] = no_sync(sync)
     return model
@@ -254,10 +284,17 @@ def explain(model: nn.Module) -> Explanation:
     if state.world.size > 1:
         policy += f", {rates_text(rates)}, {state.placer.rates_from}"
     return Explanation(
-        world=state.world, policy=policy, experts=state.experts, passed_over=state.passed_over, layers=state.layers,
-        graphs=tuple(state.backend.graphs), spans=tuple(state.world.queue.spans), disabled=state.backend.disabled,
-        loops=state.loops, parameters=kept_parameters(model),
-    )  # fmt: skip
+        world=state.world,
+        policy=policy,
+        experts=state.experts,
+        passed_over=state.passed_over,
+        layers=state.layers,
+        graphs=tuple(state.backend.graphs),
+        spans=tuple(state.world.queue.spans),
+        disabled=state.backend.disabled,
+        loops=state.loops,
+        parameters=kept_parameters(model),
+    )
 
 
 def capture(
@@ -324,9 +361,17 @@ def captured_step(
 ) -> CapturedStep:
     """:func:`capture` with anything that records and replays."""
     return CapturedStep(
-        model, state.forward, forward, inputs, layers=state.layers, placer=state.placer, world=state.world,
-        gathers=2 if state.config.rematerialize else 1, warm_up=warm_up, recorder=recorder,
-    )  # fmt: skip
+        model,
+        state.forward,
+        forward,
+        inputs,
+        layers=state.layers,
+        placer=state.placer,
+        world=state.world,
+        gathers=2 if state.config.rematerialize else 1,
+        warm_up=warm_up,
+        recorder=recorder,
+    )
 
 
 def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -124,9 +124,14 @@ class Config:
 
     def __post_init__(self) -> None:
         choices = {
-            "dense": Dense, "backend": Backend, "policy": PolicyName, "objective": Objective, "dispatch": RowDispatch,
-            "dump_ranks": DumpRanks, "transport": RowTransport,
-        }  # fmt: skip
+            "dense": Dense,
+            "backend": Backend,
+            "policy": PolicyName,
+            "objective": Objective,
+            "dispatch": RowDispatch,
+            "dump_ranks": DumpRanks,
+            "transport": RowTransport,
+        }
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
@@ -233,6 +238,10 @@ class Config:
         if self.policy != "hecate":
             return Static()
         return Hecate(
-            objective=self.objective, replicas=self.replicas, window=self.window,
-            reshard_every=self.reshard_every, calibrates=self.calibrate, replica_memory=self.replica_memory,
-        )  # fmt: skip
+            objective=self.objective,
+            replicas=self.replicas,
+            window=self.window,
+            reshard_every=self.reshard_every,
+            calibrates=self.calibrate,
+            replica_memory=self.replica_memory,
+        )

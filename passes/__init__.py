@@ -39,17 +39,19 @@ from hecate.passes.joint.write_choices import write_choices
 
 SOURCE_REWRITES: tuple[Rewrite, ...] = (
     Rewrite(  # for expert in hit: ... -> for expert in range(E): ...
-        name="make_loops_traceable", file="hecate_compile/wrap/loops/rewrite.py",
+        name="make_loops_traceable",
+        file="hecate_compile/wrap/loops/rewrite.py",
         does="loops over the experts that tokens have chosen take a turn for every expert",
     ),
-)  # fmt: skip
+)
 
 TRACE_REWRITES: tuple[Rewrite, ...] = (
     Rewrite(  # module.weight -> gather_experts(shard), replicate(parameter) or gather_dense([shard])
-        name="install_reads", file="hecate_compile/wrap/parameter_reads.py",
+        name="install_reads",
+        file="hecate_compile/wrap/parameter_reads.py",
         does="a parameter that is read is gathered from all ranks, or its gradient is averaged",
     ),
-)  # fmt: skip
+)
 
 PASSES: tuple[Pass, ...] = (
     drop_causal_masks,    # a mask that is causal -> is_causal=True
@@ -107,9 +109,23 @@ REQUIRED = {
 }
 
 __all__ = [
-    "EAGER_JOINT_PASSES", "EAGER_PASSES", "FINAL_PASSES", "JOINT_PASSES", "PASSES", "REQUIRED", "STAGES", "Outcome",
-    "Pass", "PassContext", "Remark", "Rewrite", "Skip", "Stage", "name_of", "summary_of",
-]  # fmt: skip
+    "EAGER_JOINT_PASSES",
+    "EAGER_PASSES",
+    "FINAL_PASSES",
+    "JOINT_PASSES",
+    "PASSES",
+    "REQUIRED",
+    "STAGES",
+    "Outcome",
+    "Pass",
+    "PassContext",
+    "Remark",
+    "Rewrite",
+    "Skip",
+    "Stage",
+    "name_of",
+    "summary_of",
+]
 
 
 def name_of(entry: Pass | Rewrite) -> str:

@@ -65,8 +65,14 @@ def run_passes(
             record = _record(name, outcomes, time.perf_counter() - start)
             for body, known in before.items():
                 _name_new(body, known, name, layers)
-            log.info("%02d %s: %d rewritten, %d skipped, %.0f ms", index, name, record.rewritten,
-                     len(record.skipped), record.seconds * 1e3)  # fmt: skip
+            log.info(
+                "%02d %s: %d rewritten, %d skipped, %.0f ms",
+                index,
+                name,
+                record.rewritten,
+                len(record.skipped),
+                record.seconds * 1e3,
+            )
         records.append(record)
         if dump:
             dump.after(index, record, gm, summary_of(function))

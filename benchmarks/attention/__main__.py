@@ -42,8 +42,12 @@ from benchmarks.attention.timing import Call, joined
 from benchmarks.results_folder import results_folder
 
 PARTS: dict[str, ModuleType] = {
-    "alone": alone, "decode": decode, "step": step, "language": language, "retrieval": retrieval,
-}  # fmt: skip
+    "alone": alone,
+    "decode": decode,
+    "step": step,
+    "language": language,
+    "retrieval": retrieval,
+}
 
 
 # Parts whose spread is over seeds, or that have none.

@@ -69,10 +69,12 @@ def run(lengths: list[int], rounds: int, *, with_flex: bool, heads: int = 16, wi
 
 def table(rows: list[Any]) -> list[str]:
     lines = [
-        "", "16 heads of 64, float32: times as fast as causal SDPA, in brackets the launches", "",
+        "",
+        "16 heads of 64, float32: times as fast as causal SDPA, in brackets the launches",
+        "",
         "| tokens | blocks | bound | forward | forward and backward | of the bound | flex, forward |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         forward, both = (ratios(row[key], "s2", "dense") for key in ("forward", "both"))
         bound = 1 / row["share"]
@@ -104,6 +106,11 @@ def block_mask(length: int, p: Pattern, device: torch.device) -> BlockMask:
     # The numbers of the blocks that are there stand first.
     order, own = (blocks.argsort(dim=-1, descending=True, stable=True).int() for blocks in (whole, diagonal))
     return BlockMask.from_kv_blocks(
-        diagonal.sum(-1).int(), own, whole.sum(-1).int(), order, BLOCK_SIZE=p.block,
-        mask_mod=lambda b, h, query, key: query >= key, seq_lengths=(length, length),
-    )  # fmt: skip
+        diagonal.sum(-1).int(),
+        own,
+        whole.sum(-1).int(),
+        order,
+        BLOCK_SIZE=p.block,
+        mask_mod=lambda b, h, query, key: query >= key,
+        seq_lengths=(length, length),
+    )

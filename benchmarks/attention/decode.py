@@ -44,9 +44,12 @@ def run(lengths: list[int], rounds: int, *, width: int = 64) -> list[Any]:
 
 def table(rows: list[Any]) -> list[str]:
     lines = [
-        "", "One new token, float32, blocks of 64, 4 local: times as fast, and the cache of one layer", "",
-        "| keys | heads, of keys | attention | appending | cache, MB | part |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        "One new token, float32, blocks of 64, 4 local: times as fast, and the cache of one layer",
+        "",
+        "| keys | heads, of keys | attention | appending | cache, MB | part |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         before, after = row["bytes"]
         attention = said(ratios(row["samples"], "s2", "dense"))

@@ -32,11 +32,21 @@ def run(steps: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                vocab_size=256, hidden_size=96, moe_intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-                num_key_value_heads=4, head_dim=24, num_experts=8, num_experts_per_tok=2,
-                max_position_embeddings=length, use_cache=False, bos_token_id=None, eos_token_id=None,
+                vocab_size=256,
+                hidden_size=96,
+                moe_intermediate_size=96,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                head_dim=24,
+                num_experts=8,
+                num_experts_per_tok=2,
+                max_position_embeddings=length,
+                use_cache=False,
+                bos_token_id=None,
+                eos_token_id=None,
             )
-        )  # fmt: skip
+        )
         hecate.compile(model, hecate.Config(attention=attention))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses: dict[int, float] = {}

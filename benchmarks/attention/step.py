@@ -25,12 +25,21 @@ def run(length: int, rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                vocab_size=64, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads, head_dim=width, num_experts=8,
-                num_experts_per_tok=2, max_position_embeddings=length, use_cache=False, bos_token_id=None,
+                vocab_size=64,
+                hidden_size=128,
+                moe_intermediate_size=64,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                head_dim=width,
+                num_experts=8,
+                num_experts_per_tok=2,
+                max_position_embeddings=length,
+                use_cache=False,
+                bos_token_id=None,
                 eos_token_id=None,
             )
-        )  # fmt: skip
+        )
         hecate.compile(model, hecate.Config(attention=attention))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         ids = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(0))
@@ -56,7 +65,8 @@ def table(found: dict[str, Any]) -> list[str]:
     part = statistics.median(ratios(samples, "dense", "attention of dense"))
     times = {name: seconds(samples, name) for name in samples}
     return [
-        "", f"A training step of 2 layers, {found['length']:,} tokens, 16 heads of 64: dense {times['dense']:.1f} s, "
+        "",
+        f"A training step of 2 layers, {found['length']:,} tokens, 16 heads of 64: dense {times['dense']:.1f} s, "
         f"S2 {times['s2']:.1f} s, {said(ratios(samples, 's2', 'dense'))} times as fast. Attention is {part:.0%} of "
         f"the dense step, so with {share:.1%} of the blocks the bound is {1 / (1 - part + part * share):.1f}",
-    ]  # fmt: skip
+    ]

@@ -68,11 +68,18 @@ def run_cell(
 def environment(*, skipped: bool) -> dict[str, Any]:
     """Machine and versions."""
     return {
-        "cpu cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version(),
-        "torch": version("torch"), "transformers": version("transformers"), "ranks": shapes.WORLD_SIZE,
-        "nodes": shapes.NODES, "cores per rank": shapes.CORES, "self-test": not skipped,
-        "commit": _commit(), "command": " ".join(["python -m benchmarks.compare", *sys.argv[1:]]),
-    }  # fmt: skip
+        "cpu cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "ranks": shapes.WORLD_SIZE,
+        "nodes": shapes.NODES,
+        "cores per rank": shapes.CORES,
+        "self-test": not skipped,
+        "commit": _commit(),
+        "command": " ".join(["python -m benchmarks.compare", *sys.argv[1:]]),
+    }
 
 
 def _commit() -> str:

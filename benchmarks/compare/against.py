@@ -87,8 +87,10 @@ def launch(tree: Path, given: Sequence[Any]) -> dict[str, Any]:
         paths = [str(tree.parent / "path"), str(tree)] if tree != ROOT else [str(tree)]
         subprocess.run(
             [sys.executable, "-c", _LAUNCH, json.dumps([*given, str(out)])],
-            cwd=tree, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=True,
-        )  # fmt: skip
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            check=True,
+        )
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

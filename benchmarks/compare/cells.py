@@ -12,9 +12,18 @@ from benchmarks.compare.workloads import RECORDED, WORKLOADS
 
 # Policies on Hecate's engine, systems as they ship, and bounds, which are no systems.
 ON_ENGINE = (
-    "static EP", "hecate", "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)", "hecate (paper)",
-    "FasterMoE", "SmartMoE", "FlexMoE", "LAER", "post-gate",
-)  # fmt: skip
+    "static EP",
+    "hecate",
+    "hecate (auto)",
+    "hecate (calibrate)",
+    "hecate (LAER's memory)",
+    "hecate (paper)",
+    "FasterMoE",
+    "SmartMoE",
+    "FlexMoE",
+    "LAER",
+    "post-gate",
+)
 EXTERNAL = ("transformers EP", "FSDP2", "DDP")
 # Whatever can be measured.
 NAMES = (*ON_ENGINE, *VARIANTS, IN_NODES, *EXTERNAL, *BOUNDS)
@@ -98,8 +107,9 @@ _FULL = {
 
 # Hecate in other settings, and the cells that show them.
 _SETTINGS: dict[str, tuple[str, ...]] = {
-    "hecate (calibrate)": (), "hecate (LAER's memory)": ("gpt-moe-s.a", "modern.a"),
-}  # fmt: skip
+    "hecate (calibrate)": (),
+    "hecate (LAER's memory)": ("gpt-moe-s.a", "modern.a"),
+}
 
 
 def systems_on(shape: str, link: str) -> tuple[str, ...]:
@@ -124,9 +134,11 @@ def known() -> list[Cell]:
     """Every shape on every link."""
     return [
         Cell(
-            shape=shape, link=link, systems=systems_on(shape, link),
+            shape=shape,
+            link=link,
+            systems=systems_on(shape, link),
             workloads=_FULL.get(f"{shape}.{link}", fitting(shape)),
         )
         for shape in SHAPES
         for link in LINKS
-    ]  # fmt: skip
+    ]

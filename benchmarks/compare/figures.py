@@ -19,9 +19,12 @@ BASE, OURS, PAPER = "static EP", "hecate", "hecate (paper)"
 LIKE = {"LAER": "hecate (LAER's memory)", "static EP (node-wise)": "hecate (node-wise)"}
 # The time objective in all settings, which is not compared with itself.
 OWN = (
-    OURS, "hecate (auto)", "hecate (calibrate)", "hecate (LAER's memory)",
+    OURS,
+    "hecate (auto)",
+    "hecate (calibrate)",
+    "hecate (LAER's memory)",
     *(name for name, one in VARIANTS.items() if one.of == OURS),
-)  # fmt: skip
+)
 # Other settings that the summary has beside it: the default, and with rows that cross to each node once.
 SETTINGS = ("hecate (auto)", "hecate (node-wise)")
 FREE = "bound: free links"
@@ -86,9 +89,7 @@ def line_of(cell: dict[str, Any], workload: str, system: str) -> dict[str, Any]:
     """One line of a table."""
 
     def middle(number: Callable[[dict[str, Any]], float]) -> float:
-        return over_launches(
-            cell, workload, lambda samples: statistics.median(map(number, samples[system]))
-        ).middle  # fmt: skip
+        return over_launches(cell, workload, lambda samples: statistics.median(map(number, samples[system]))).middle
 
     first = cell["launches"][0]["samples"][workload][system][0]
     line: dict[str, Any] = {
@@ -210,11 +211,15 @@ def means(cells: dict[str, Any]) -> list[Mean]:
             memory.setdefault((other, ours), []).append(more)
     found = [
         Mean(
-            other, ours, _geometric(by_kind[False]), _geometric(by_kind[True]),
-            (len(by_kind[False]), len(by_kind[True])), statistics.geometric_mean(memory[other, ours]),
+            other,
+            ours,
+            _geometric(by_kind[False]),
+            _geometric(by_kind[True]),
+            (len(by_kind[False]), len(by_kind[True])),
+            statistics.geometric_mean(memory[other, ours]),
         )
         for (other, ours), by_kind in ratios.items()
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda mean: mean.skewed or mean.even or 0.0)
 
 

@@ -78,9 +78,13 @@ def cluster_of(launch: dict[str, Any], shape: shapes.Shape) -> ClusterSpec:
     # In the steps on free links ranks wait for counts only.
     start = (beyond - (starts - shape.layers) * for_nothing) / starts
     return replace(
-        measured, flops=measured.flops / slower, memory_bytes=measured.memory_bytes / slower,
-        operator=measured.operator * slower, routed=per_row / slower, start=max(0.0, start),
-    )  # fmt: skip
+        measured,
+        flops=measured.flops / slower,
+        memory_bytes=measured.memory_bytes / slower,
+        operator=measured.operator * slower,
+        routed=per_row / slower,
+        start=max(0.0, start),
+    )
 
 
 def _seconds_alone(shape: shapes.Shape, times: int, cluster: ClusterSpec) -> float:
@@ -89,9 +93,13 @@ def _seconds_alone(shape: shapes.Shape, times: int, cluster: ClusterSpec) -> flo
     made = _capture(small, one, Static())
     even = make("balanced", steps=1, layers=shape.layers, ranks=1, experts=small.experts, rows=small.rows)
     ((_, routed),) = walk(
-        Static(), even, [layer.owners for layer in made.layers], topology=one.topology, rates=one.rates,
+        Static(),
+        even,
+        [layer.owners for layer in made.layers],
+        topology=one.topology,
+        rates=one.rates,
         sizes=made.sizes,
-    )  # fmt: skip
+    )
     return Simulator(made, one).step(routed).seconds
 
 
@@ -138,9 +146,14 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
             owners = [Owners.contiguous(shape.experts, cluster.ranks)] * shape.layers
             # A policy remembers steps, so each workload gets its own.
             walked = walk(
-                copy.deepcopy(policy), counts, owners, topology=cluster.topology, rates=rates, sizes=made.sizes,
+                copy.deepcopy(policy),
+                counts,
+                owners,
+                topology=cluster.topology,
+                rates=rates,
+                sizes=made.sizes,
                 steps=steps,
-            )  # fmt: skip
+            )
             done = [
                 beside(Simulator(made, _slowed(cluster, times)), layers, update, launch["alone"]["beside"])
                 for (_, layers), times in zip(walked, paces(launch, workload, name), strict=True)
@@ -198,9 +211,12 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 def _slowed(cluster: ClusterSpec, times: float) -> ClusterSpec:
     return replace(
-        cluster, flops=cluster.flops / times, memory_bytes=cluster.memory_bytes / times,
-        operator=cluster.operator * times, start=cluster.start * times,
-    )  # fmt: skip
+        cluster,
+        flops=cluster.flops / times,
+        memory_bytes=cluster.memory_bytes / times,
+        operator=cluster.operator * times,
+        start=cluster.start * times,
+    )
 
 
 def planned(planning: Mapping[str, Sequence[float]], spans: Sequence[PredictedSpan], layers: int) -> float:
@@ -270,9 +286,12 @@ def errors(cells: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]
                 seconds[a] < seconds[b] for a in seconds for b in seconds if measured[a].most < measured[b].least
             ]
     return {
-        "median": statistics.median(off), "worst": max(off), "order": statistics.mean(right) if right else 1.0,
-        "relative": statistics.median(off_relative[1:] or off_relative), "relative_worst": max(off_relative),
-    }  # fmt: skip
+        "median": statistics.median(off),
+        "worst": max(off),
+        "order": statistics.mean(right) if right else 1.0,
+        "relative": statistics.median(off_relative[1:] or off_relative),
+        "relative_worst": max(off_relative),
+    }
 
 
 def said_of(cells: dict[str, Any], predicted: dict[str, Any]) -> list[str]:

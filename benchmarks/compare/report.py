@@ -52,10 +52,11 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
     """All tables of one cell."""
     shape, launches = shapes.SHAPES[cell["cell"]["shape"]], cell["launches"]
     lines = [
-        f"## {name}", "",
+        f"## {name}",
+        "",
         f"{shape.layers} layers, hidden {shape.hidden}, expert {shape.ffn}, {shape.experts} experts, "
         f"top {shape.top_k}, {shape.tokens} tokens per rank.",
-    ]  # fmt: skip
+    ]
     for number, launch in enumerate(launches, 1):
         ratios = shapes.ratios(shape, launch["link"], launch["attention"])
         said = {**launch["environment"], **{key: f"{value:.2f}" for key, value in ratios.items()}}
@@ -71,12 +72,14 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
         ]
     for workload in workloads_of(cell):
         lines += [
-            "", f"### {workload}", "",
+            "",
+            f"### {workload}",
+            "",
             "| system | step, s | of it moves, ms | times as fast as static EP | max/mean rows | MB leaving a node "
             f"| MB of a rank | CPU ms: in its quota / beside it | of it planning: before / after the gate "
             f"| waits, %: {' / '.join(KINDS)} | of the bound | overlaps |",
             f"|{'---|' * 12}",
-        ]  # fmt: skip
+        ]
         lines += [_row(line) for line in lines_of(cell, workload)]
     return "\n".join(lines) + "\n"
 
@@ -84,11 +87,19 @@ def markdown(name: str, cell: dict[str, Any]) -> str:
 def _row(line: dict[str, Any]) -> str:
     waits = line.get("waits")
     columns = [
-        line["system"], line["seconds"], f"{line['moves'] * 1e3:.0f}", line["speed-up"],
-        _shown(line.get("imbalance")), f"{line['sent'] / 1e6:.1f}", f"{line['bytes'] / 1e6:.1f}",
-        f"{line['cpu'] * 1e3:.0f} / {line['beside'] * 1e3:.0f}", _planning(line), _percents(waits),
-        _shown(line.get("bound")), OVERLAPS.get(line["system"], "all"),
-    ]  # fmt: skip
+        line["system"],
+        line["seconds"],
+        f"{line['moves'] * 1e3:.0f}",
+        line["speed-up"],
+        _shown(line.get("imbalance")),
+        f"{line['sent'] / 1e6:.1f}",
+        f"{line['bytes'] / 1e6:.1f}",
+        f"{line['cpu'] * 1e3:.0f} / {line['beside'] * 1e3:.0f}",
+        _planning(line),
+        _percents(waits),
+        _shown(line.get("bound")),
+        OVERLAPS.get(line["system"], "all"),
+    ]
     return "| " + " | ".join(map(str, columns)) + " |"
 
 

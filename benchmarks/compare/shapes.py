@@ -73,9 +73,7 @@ def _paper(name: str, hidden: int, sequence: int, layers: int) -> Shape:
     hidden, sequence, tokens = hidden // SCALE, sequence // SCALE, 8192 // SCALE
     # Three matrices instead of two, in whole vectors.
     ffn = round(4 * hidden / 3 / 4) * 4
-    return Shape(
-        name=name, hidden=hidden, ffn=ffn, sequence=sequence, sequences=tokens // sequence, layers=layers
-    )  # fmt: skip
+    return Shape(name=name, hidden=hidden, ffn=ffn, sequence=sequence, sequences=tokens // sequence, layers=layers)
 
 
 SHAPES = {
@@ -86,11 +84,9 @@ SHAPES = {
         _paper("bert-moe", 1024, 512, 2),
         _paper("bert-moe-deep", 1024, 512, 4),
         # Many small experts: Qwen3-MoE's ratio of hidden to feed-forward size, top 8 of 64, and a shared expert.
-        Shape(
-            name="modern", hidden=96, ffn=36, sequence=256, sequences=2, experts=64, top_k=8, shared=96
-        ),
+        Shape(name="modern", hidden=96, ffn=36, sequence=256, sequences=2, experts=64, top_k=8, shared=96),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +137,20 @@ def build(shape: Shape) -> Any:
 
     torch.manual_seed(0)
     options: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=shape.hidden, intermediate_size=shape.hidden,
-        moe_intermediate_size=shape.ffn, num_hidden_layers=shape.layers, num_attention_heads=4,
-        num_key_value_heads=4, num_experts=shape.experts, num_experts_per_tok=shape.top_k,
-        max_position_embeddings=shape.sequence, use_cache=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        max_position_embeddings=shape.sequence,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     if shape.shared:
         config = Qwen2MoeConfig(**options, shared_expert_intermediate_size=shape.shared)
         return Qwen2MoeForCausalLM(config)

@@ -13,16 +13,28 @@ from benchmarks.compare.cells import Cell
 ROOT = Path(__file__).parents[2]
 # What a sample depends on: the engine, and of the benchmark what ranks run.
 _MEASURES = (
-    "rank", "systems", "shipped", "variants", "moves", "waits", "routing", "shapes", "workloads", "machine",
+    "rank",
+    "systems",
+    "shipped",
+    "variants",
+    "moves",
+    "waits",
+    "routing",
+    "shapes",
+    "workloads",
+    "machine",
     "calibrate",
-)  # fmt: skip
+)
 _CODE = ("hecate_compile", "passes", "runtime", "benchmarks/policies", "benchmarks/emulator", "benchmarks/traces")
 _KINDS = (".py", ".npz")
 # Parts of these that no step of a launch runs, so that the simulator can be mended with the samples that show how.
 # Workloads are made up with it; whether samples are of the same ones is a test (test_compare.py).
 _NOT_RUN = (
-    "hecate_compile/checkpoints", "hecate_compile/commands", "hecate_compile/reports", "hecate_compile/simulator",
-)  # fmt: skip
+    "hecate_compile/checkpoints",
+    "hecate_compile/commands",
+    "hecate_compile/reports",
+    "hecate_compile/simulator",
+)
 
 
 def load(folder: Path) -> dict[str, Any]:

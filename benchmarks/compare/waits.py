@@ -8,9 +8,14 @@ from typing import Any
 from hecate.runtime.ops import collective_named
 
 _KINDS = {
-    "rows": "rows", "counts": "counts", "tickets": "counts", "replicas": "experts", "experts": "experts",
-    "dense": "dense gradients", "bucket": "dense gradients",
-}  # fmt: skip
+    "rows": "rows",
+    "counts": "counts",
+    "tickets": "counts",
+    "replicas": "experts",
+    "experts": "experts",
+    "dense": "dense gradients",
+    "bucket": "dense gradients",
+}
 KINDS = tuple(dict.fromkeys(_KINDS.values()))
 
 

@@ -50,8 +50,11 @@ def run(cluster: Cluster, command: Sequence[str], *, timeout: float = 3600.0) ->
     prefix = f"hecate-{os.getpid()}"
     reaper = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.emulator.reaper", prefix],
-        stdin=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
     assert reaper.stdin is not None
     try:
         nodes, groups = _build(cluster, prefix)
@@ -95,13 +98,18 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     number, local = divmod(rank, cluster.ranks)
     environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(number),
-        "WORLD_SIZE": str(cluster.world_size), "LOCAL_WORLD_SIZE": str(cluster.ranks),
-        "MASTER_ADDR": nodes[0].address if nodes else "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(number),
+        "WORLD_SIZE": str(cluster.world_size),
+        "LOCAL_WORLD_SIZE": str(cluster.ranks),
+        "MASTER_ADDR": nodes[0].address if nodes else "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "HECATE_CLUSTER_CORES": str(cluster.cores or 0),
         "HECATE_CLUSTER_BY_SCRIPT": str(int(cluster.quota_by_script)),
-    }  # fmt: skip
+    }
     if nodes:
         environment["GLOO_SOCKET_IFNAME"] = "eth0"
     if group is not None:

@@ -54,9 +54,22 @@ def make_network(prefix: str, nodes: int, bytes_per_second: float | None) -> lis
                 # A small bucket, or a link that was idle carries the next bytes for nothing. A long queue, because
                 # networks of clusters drop nothing, and a dropped packet costs its sender 200 ms.
                 _run(
-                    "tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
-                    "rate", rate, "burst", "32kb", "latency", "5000ms",
-                )  # fmt: skip
+                    "tc",
+                    "-n",
+                    namespace,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    device,
+                    "root",
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    "32kb",
+                    "latency",
+                    "5000ms",
+                )
         made.append(node)
     return made
 

@@ -100,9 +100,16 @@ def _cells(name: str, result: dict[str, Any]) -> tuple[str, ...]:
     if result["graphs"] > 1:
         remark += f"{'; ' if remark else ''}{result['graphs'] - 1} graph breaks or recompiles"
     return (
-        name, str(result["layers"]), str(result["experts"]), str(result["rewritten"]), f"{result['loss_error']:.0e}",
-        f"{result['gradient_error']:.0e}", str(result["graphs"]), f"{result['seconds']:.0f}", remark,
-    )  # fmt: skip
+        name,
+        str(result["layers"]),
+        str(result["experts"]),
+        str(result["rewritten"]),
+        f"{result['loss_error']:.0e}",
+        f"{result['gradient_error']:.0e}",
+        str(result["graphs"]),
+        f"{result['seconds']:.0f}",
+        remark,
+    )
 
 
 def _short(error: str) -> str:

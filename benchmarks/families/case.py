@@ -56,12 +56,18 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
     gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
     exchanged = len(hecate.stats(model).layers)
     return dict(
-        layers=exchanged + len(gathered), found=len(explanation.experts),
-        experts=max((one.num_experts for one in explanation.experts), default=0), rewritten=exchanged,
+        layers=exchanged + len(gathered),
+        found=len(explanation.experts),
+        experts=max((one.num_experts for one in explanation.experts), default=0),
+        rewritten=exchanged,
         reasons=sorted(set(gathered.values())),
-        loss=expected[0][0], loss_error=loss_error, gradient_error=gradient_error, worst=worst,
-        graphs=len(explanation.graphs), seconds=seconds,
-    )  # fmt: skip
+        loss=expected[0][0],
+        loss_error=loss_error,
+        gradient_error=gradient_error,
+        worst=worst,
+        graphs=len(explanation.graphs),
+        seconds=seconds,
+    )
 
 
 def _or_infinite(error: float) -> float:

@@ -69,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every kernel equals its reference and every test passes."""
     parser = argparse.ArgumentParser(description="One GPU: its tests, training steps, kernels.")
     parser.add_argument(
-        "--only", nargs="+", choices=[TRAINING, ALL_KERNELS, *SYSTEMS, *KERNELS], metavar="NAME",
+        "--only",
+        nargs="+",
+        choices=[TRAINING, ALL_KERNELS, *SYSTEMS, *KERNELS],
+        metavar="NAME",
         help="training or kernels, or some systems or some kernels",
-    )  # fmt: skip
+    )
     parser.add_argument("--to", type=Path, help="with --only: where its results are written")
     parser.add_argument("--no-times", action="store_true", help="with --only: compare kernels, and do not time them")
     parser.add_argument("--here", action="store_true", help="with --only: in this process, behind what --to has")
@@ -113,9 +116,14 @@ def check_all(until: float, place: Place, *, tests: bool) -> int:
     folder, until = results_folder(), until - TO_END
     stages = [stage for stage in STAGES if tests or isinstance(stage, Measured)]
     report: dict[str, Any] = {
-        "machine": machine(place.device), "environment": _environment(), "seconds": {},
-        "compared": [], "tests": [], "training": [], "kernels": [],
-    }  # fmt: skip
+        "machine": machine(place.device),
+        "environment": _environment(),
+        "seconds": {},
+        "compared": [],
+        "tests": [],
+        "training": [],
+        "kernels": [],
+    }
 
     def save() -> str:
         text = text_of(report)

@@ -35,9 +35,18 @@ class Sizes:
 
 
 SMALL = Sizes(
-    tokens=24, choices=3, hidden=40, inner=24, owned=3, replicas=2, ranks=6, heads=4, head_width=16, context=50,
+    tokens=24,
+    choices=3,
+    hidden=40,
+    inner=24,
+    owned=3,
+    replicas=2,
+    ranks=6,
+    heads=4,
+    head_width=16,
+    context=50,
     block=8,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,17 @@ def put(make: Maker, dtype: torch.dtype) -> Case:
         return torch.stack([window[:, ME].view(dtype) for window in theirs.data])
 
     return Case(
-        dtype, by_kernel, by_reference, None, EQUAL,
+        dtype,
+        by_kernel,
+        by_reference,
+        None,
+        EQUAL,
         timed=(
             lambda: put_rows.put_rows(leaving, chunk, ours.data, addresses, ME, dtype),
             lambda: put_rows.put_rows_reference(leaving, chunk, theirs.data, ME, dtype),
         ),
         bytes=2 * bytes_of(leaving.tensor),
-    )  # fmt: skip
+    )
 
 
 def take(make: Maker, dtype: torch.dtype) -> Case:

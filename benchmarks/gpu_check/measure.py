@@ -66,16 +66,23 @@ def _measure_kernel(name: str, results: Results, place: Place, *, timed: bool) -
 def measure(case: Case, place: Place, *, timed: bool) -> dict[str, Any]:
     """Parity and times of one case."""
     found: dict[str, Any] = {
-        "dtype": str(case.dtype).removeprefix("torch."), "note": case.note, "bytes": case.bytes, "flops": case.flops,
-        "most_ms": case.most_ms, "limit": case.limits[case.dtype],
-    }  # fmt: skip
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "note": case.note,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "most_ms": case.most_ms,
+        "limit": case.limits[case.dtype],
+    }
     try:
         compare(case, found)
         if timed:
             kernel, reference = case.timed or (case.ours, case.reference)
             candidates = {
-                "kernel": kernel, "reference": reference, "bound": _bound_of(case, place.device), "torch": case.torch,
-            }  # fmt: skip
+                "kernel": kernel,
+                "reference": reference,
+                "bound": _bound_of(case, place.device),
+                "torch": case.torch,
+            }
             found["samples"] = times({name: call for name, call in candidates.items() if call is not None}, place)
     except Exception:
         found["error"] = traceback.format_exc()[-3000:]

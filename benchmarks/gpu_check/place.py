@@ -36,9 +36,19 @@ class Shape:
 
 
 TINY = Shape(
-    layers=1, hidden=32, inner=16, experts=8, choices=2, heads=2, key_heads=1, head_width=16, vocabulary=64, batch=2,
-    length=16, dtype=torch.float32,
-)  # fmt: skip
+    layers=1,
+    hidden=32,
+    inner=16,
+    experts=8,
+    choices=2,
+    heads=2,
+    key_heads=1,
+    head_width=16,
+    vocabulary=64,
+    batch=2,
+    length=16,
+    dtype=torch.float32,
+)
 
 
 @dataclass(frozen=True)

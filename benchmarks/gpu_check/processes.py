@@ -29,9 +29,13 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] =
     # A file, not a pipe: a process that outlives the command would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
             env={**os.environ, **environment, mark: "1"},
-        )  # fmt: skip
+        )
         try:
             code = process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:

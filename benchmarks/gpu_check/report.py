@@ -21,9 +21,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(device) if gpu else "none: a CPU stands for it",
         "capability": list(torch.cuda.get_device_capability(device)) if gpu else None,
-        "torch": torch.__version__, "cuda": torch.version.cuda, "triton": launch.triton and launch.triton.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": launch.triton and launch.triton.__version__,
         "float32": grouped_mm.precision(),
-    }  # fmt: skip
+    }
 
 
 def text_of(report: dict[str, Any]) -> str:

@@ -139,9 +139,11 @@ STAGES: Sequence[Pytest | Measured] = (
     Measured("kernels", "kernel", [*KERNELS], 80),
     Pytest(
         [
-            "tests/hecate_compile/test_parity.py", "tests/hecate_compile/test_one_gpu.py",
+            "tests/hecate_compile/test_parity.py",
+            "tests/hecate_compile/test_one_gpu.py",
             "tests/hecate_compile/test_captured_step.py",
         ],
-        50, f"not ({_ONE_RANK})",
+        50,
+        f"not ({_ONE_RANK})",
     ),
-)  # fmt: skip
+)

@@ -38,12 +38,21 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=4 * shape.hidden,
-        moe_intermediate_size=shape.inner, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads, head_dim=shape.head_width, num_experts=shape.experts,
-        num_experts_per_tok=shape.choices, max_position_embeddings=shape.length, use_cache=False,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=4 * shape.hidden,
+        moe_intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        head_dim=shape.head_width,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.choices,
+        max_position_embeddings=shape.length,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=shape.dtype)
     return model.to(device).train()

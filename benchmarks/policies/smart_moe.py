@@ -47,9 +47,11 @@ def _relabelled(new: Owners, old: Owners) -> Owners:
     for group, rank in zip(new.ranks, old.ranks, strict=True):
         common[group][rank] += 1
     pairs = sorted(
-        (-common[g][r], g, r) for g in range(old.world_size) for r in range(old.world_size)
-         if new.counts[g] == old.counts[r]
-    )  # fmt: skip
+        (-common[g][r], g, r)
+        for g in range(old.world_size)
+        for r in range(old.world_size)
+        if new.counts[g] == old.counts[r]
+    )
     rank_of: dict[int, int] = {}
     for _, group, rank in pairs:
         if group not in rank_of and rank not in rank_of.values():

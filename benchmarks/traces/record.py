@@ -29,14 +29,39 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "raw.npz"
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES),
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "examples/train.py",
-                "--steps", "300", "--batch", str(4 * PROCESSES), "--micro-batches", str(MICRO_BATCHES),
-                "--experts", "32",
-                "--layers", "4", "--top-k", "2", "--auxiliary-loss", str(auxiliary), "--generate", "0",
-                "--policy", "static",
-                "--record", str(raw), "--dump", folder,
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(PROCESSES),
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "127.0.0.1:0",
+                "examples/train.py",
+                "--steps",
+                "300",
+                "--batch",
+                str(4 * PROCESSES),
+                "--micro-batches",
+                str(MICRO_BATCHES),
+                "--experts",
+                "32",
+                "--layers",
+                "4",
+                "--top-k",
+                "2",
+                "--auxiliary-loss",
+                str(auxiliary),
+                "--generate",
+                "0",
+                "--policy",
+                "static",
+                "--record",
+                str(raw),
+                "--dump",
+                folder,
+            ]
             subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
             trace = np.load(raw)
             counts = trace["counts"]

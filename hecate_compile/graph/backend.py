@@ -207,9 +207,7 @@ class Backend:
         self._refuse_dense(records)
         records = [replace(record, skipped=tuple(map(_with_break, record.skipped))) for record in records]
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-        record = GraphRecord(
-            nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots,
-        )  # fmt: skip
+        record = GraphRecord(nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots)
         self.graphs.append(record)
         self._warn_fallbacks(records)
         # Where nothing is communicated inside a graph, ranks may run different ones.

@@ -81,12 +81,14 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
     rows = _rows(graphs[0]) if cluster.ranks > 1 else torch.empty(0, device="cpu")
     _learn_choices(graphs[0], state.layers)
     return Capture(
-        graphs=tuple(graphs), layers=state.layers, rows=rows.shape[0],
+        graphs=tuple(graphs),
+        layers=state.layers,
+        rows=rows.shape[0],
         row_bytes=rows.shape[1:].numel() * state.layers[0].travels_as(rows.dtype).itemsize,
         tokens=max(t.numel() for t in inputs.values() if isinstance(t, torch.Tensor) and not t.is_floating_point()),
         dense_parameters=state.backend.dense_parameters,
         dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if not is_expert_shard(shard_of(p))),
-    )  # fmt: skip
+    )
 
 
 def _learn_choices(forward: Captured, layers: Sequence[Layer]) -> None:

@@ -140,9 +140,13 @@ class LiveBytes:
         when, ranks = total.argmax(0), np.arange(world_size)
         parts = {kind: alive[kind][when, ranks] for kind in KINDS}
         return StepMemory(
-            states=states, peak=states + total[when, ranks], most_activations=alive["activations"].max(0),
-            gradients=parts["gradients"], gathered=parts["gathered"], activations=parts["activations"],
-        )  # fmt: skip
+            states=states,
+            peak=states + total[when, ranks],
+            most_activations=alive["activations"].max(0),
+            gradients=parts["gradients"],
+            gathered=parts["gathered"],
+            activations=parts["activations"],
+        )
 
 
 class _Walk:

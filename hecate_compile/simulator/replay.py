@@ -48,8 +48,9 @@ def load_recorded(path: Path) -> Recorded:
     names = ("flops", "rank_bytes", "node_bytes", "memory_bytes", "hidden_seconds")
     return Recorded(
         sizes=tuple(_sizes(*line) for line in sizes.tolist()),
-        rates=Rates(**dict(zip(names, rates.tolist(), strict=True))), topology=Topology(tuple(nodes.tolist())),
-    )  # fmt: skip
+        rates=Rates(**dict(zip(names, rates.tolist(), strict=True))),
+        topology=Topology(tuple(nodes.tolist())),
+    )
 
 
 def _sizes(
@@ -57,9 +58,12 @@ def _sizes(
 ) -> LayerSizes:
     """A line of a file; older ones do not say how often replicas cross the link, nor whether rows cross together."""
     return LayerSizes(
-        row_flops=row_flops, row_bytes=row_bytes, expert_bytes=expert_bytes,
-        expert_transfers=int(expert_transfers), together=int(together),
-    )  # fmt: skip
+        row_flops=row_flops,
+        row_bytes=row_bytes,
+        expert_bytes=expert_bytes,
+        expert_transfers=int(expert_transfers),
+        together=int(together),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,14 @@ def walk(
 
     def view(layer: int) -> LayerView:
         return LayerView(
-            id=layer, owners=current[layer], loads=tuple(recent[layer]), long_load=total[layer] // max(1, seen),
-            topology=topology, sizes=sizes[layer], rates=rates,
-        )  # fmt: skip
+            id=layer,
+            owners=current[layer],
+            loads=tuple(recent[layer]),
+            long_load=total[layer] // max(1, seen),
+            topology=topology,
+            sizes=sizes[layer],
+            rates=rates,
+        )
 
     for step in range(len(counts)):
         moved = [0] * layers

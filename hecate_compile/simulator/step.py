@@ -87,9 +87,7 @@ class Simulator:
         """
         of = dict(zip(self.layers, layers, strict=True))
         topology = self.cluster.topology
-        links = _Links(
-            self.cluster, {id: _Carried(layer, topology, self.together[id]) for id, layer in of.items()}
-        )  # fmt: skip
+        links = _Links(self.cluster, {id: _Carried(layer, topology, self.together[id]) for id, layer in of.items()})
         sizes = rank_sizes(self.layers, layers)
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []

@@ -112,9 +112,14 @@ def _run(
     wanted = sorted(later.tolist())
     hidden = dense_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
     walked = walk(
-        policy, counts[: wanted[-1] + 1], [layer.owners for layer in made.layers], topology=cluster.topology,
-        rates=replace(cluster.rates, hidden_seconds=hidden), sizes=made.sizes, steps=wanted,
-    )  # fmt: skip
+        policy,
+        counts[: wanted[-1] + 1],
+        [layer.owners for layer in made.layers],
+        topology=cluster.topology,
+        rates=replace(cluster.rates, hidden_seconds=hidden),
+        sizes=made.sizes,
+        steps=wanted,
+    )
     simulator, live, found = Simulator(made, cluster), LiveBytes(made), []
     for _, routed in walked:
         update = made.dense_bytes + sum(
@@ -128,13 +133,20 @@ def _run(
         held = live.step(routed, optimizer_bytes=options.optimizer_bytes)
         loads = [step.computed.sum(0) for step in routed]
         result = Result(
-            cluster=cluster.name, policy=name, seconds=predicted.seconds, waited=float(predicted.waited.max()),
+            cluster=cluster.name,
+            policy=name,
+            seconds=predicted.seconds,
+            waited=float(predicted.waited.max()),
             imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
             replicas=float(np.mean([step.placement.num_replicas for step in routed])),
-            node_bytes=float(predicted.sent.max()), states=memory.states, slot_bytes=memory.slots,
-            peak=float(held.peak.max()), mean_peak=float(held.peak.mean()),
-            activations=float(held.most_activations.max()), mean_activations=float(held.most_activations.mean()),
-        )  # fmt: skip
+            node_bytes=float(predicted.sent.max()),
+            states=memory.states,
+            slot_bytes=memory.slots,
+            peak=float(held.peak.max()),
+            mean_peak=float(held.peak.mean()),
+            activations=float(held.most_activations.max()),
+            mean_activations=float(held.most_activations.mean()),
+        )
         found.append(result)
     numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
     means: dict[str, Any] = {key: float(np.mean([getattr(one, key) for one in found])) for key in numbers}

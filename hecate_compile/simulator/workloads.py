@@ -138,5 +138,9 @@ def _one_hot(rng: np.random.Generator, steps: int, experts: int, skew: float) ->
 
 
 WORKLOADS: dict[str, Callable[[np.random.Generator, int, int, float], Weights]] = {
-    "balanced": _balanced, "zipf": _zipf, "drift": _drift, "burst": _burst, "one_hot": _one_hot,
-}  # fmt: skip
+    "balanced": _balanced,
+    "zipf": _zipf,
+    "drift": _drift,
+    "burst": _burst,
+    "one_hot": _one_hot,
+}

@@ -33,10 +33,19 @@ from hecate.wrap.shard import shard_of
 
 # Torch's own that treat each element alone. A class derived from one may not.
 _ELEMENTWISE = {
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-    torch.optim.SGD, torch.optim.SparseAdam,
-}  # fmt: skip
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+}
 # These do not show it in a trial: they begin after more steps, or where numbers happen to be so.
 _WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
 # The largest two dimensions of a made-up parameter are at most the first, the others at most the second: some

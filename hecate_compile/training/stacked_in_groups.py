@@ -46,9 +46,10 @@ def warn_of_empty_groups(optimizer: Optimizer) -> None:
         return
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     shards = [
-        shard for parameter, shard in shards_with_gradients()
+        shard
+        for parameter, shard in shards_with_gradients()
         if id(parameter) not in own and is_expert_shard(shard) and shard.stacked
-    ]  # fmt: skip
+    ]
     if not shards:
         return
     name, theirs = type(optimizer).__name__, shards[0].name

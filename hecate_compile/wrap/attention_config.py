@@ -45,8 +45,10 @@ def attention_config(model: nn.Module) -> AttentionConfig:
     layers, positions = (config_value(found, name) for name in ("num_hidden_layers", "max_position_embeddings"))
     kinds = config_value(found, "layer_types") or ()
     return AttentionConfig(
-        heads=heads, key_heads=key_heads, layers=layers if isinstance(layers, int) else None,
+        heads=heads,
+        key_heads=key_heads,
+        layers=layers if isinstance(layers, int) else None,
         all_attend=not getattr(found, "is_encoder_decoder", False) and set(kinds) <= set(_WITH_ATTENTION),
         implementation=getattr(found, ATTENTION_IMPLEMENTATION, None),
         positions=positions if isinstance(positions, int) else None,
-    )  # fmt: skip
+    )

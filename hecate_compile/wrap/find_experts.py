@@ -143,9 +143,15 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
         return PassedOver(name=name, reason="a list of experts on the meta device; build the model on the CPU")
     names = {key: key.replace(".", "_") for key, _, _ in shapes[0]}
     return ExpertsModule(
-        name=name, module=module, parameters=tuple(names.values()), num_experts=len(members), sign=sign,
-        members=members, names=names, vectors=tuple(names[key] for key, shape, _ in shapes[0] if len(shape) == 1),
-    )  # fmt: skip
+        name=name,
+        module=module,
+        parameters=tuple(names.values()),
+        num_experts=len(members),
+        sign=sign,
+        members=members,
+        names=names,
+        vectors=tuple(names[key] for key, shape, _ in shapes[0] if len(shape) == 1),
+    )
 
 
 def _check_shared(found: Sequence[ExpertsModule]) -> None:

@@ -60,9 +60,15 @@ def _keep_full(
             state[prefix + key] = full
 
     def slice(
-        module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         for key, ((first, first_key), *_) in hangs.items():
             current, full = parameters_of(module)[key], state.get(prefix + key)
             if full is None or current is None:

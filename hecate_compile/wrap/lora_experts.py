@@ -111,9 +111,13 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
     key, (adapter,) = wrapper.parameter_name, wrapper.lora_A
     size, down, up = experts.num_experts, wrapper.lora_A[adapter], wrapper.lora_B[adapter]
     record = ExpertAdapter(
-        wrapper, adapter, _path(wrapper, experts.module), f"{key}_lora_A", f"{key}_lora_B",
+        wrapper,
+        adapter,
+        _path(wrapper, experts.module),
+        f"{key}_lora_A",
+        f"{key}_lora_B",
         transposed=not wrapper._did_swap_in_out_features,
-    )  # fmt: skip
+    )
     inner = experts.module
     with torch.no_grad():
         for own, linear, split in ((record.down, down, _split_down), (record.up, up, _split_up)):
@@ -169,9 +173,15 @@ def _load_by_old_names(record: ExpertAdapter, size: int) -> None:
     path, down, up, name = record.path, record.down, record.up, record.name
 
     def split(
-        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         for kind, key, parted in (("lora_A", down, _split_down), ("lora_B", up, _split_up)):
             old = f"{prefix}{kind}.{name}.weight"
             if old in state:

@@ -115,9 +115,15 @@ def _load_by_old_names(experts: ExpertsModule) -> None:
     names, labels = experts.names, _labels(experts)
 
     def stack(
-        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         for name, key in names.items():
             old = [f"{prefix}{label}.{name}" for label in labels]
             absent = [one for one in old if one not in state]

@@ -220,8 +220,13 @@ def _attends_by_hand(node: Node) -> bool:
 
 # In the names of functions that attend, beside scaled_dot_product_attention.
 _OTHER_KINDS = (
-    "scaled_dot_product", "multi_head_attention", "native_multi_head", "flex_attention", "flash_attn", "varlen_attn",
-)  # fmt: skip
+    "scaled_dot_product",
+    "multi_head_attention",
+    "native_multi_head",
+    "flex_attention",
+    "flash_attn",
+    "varlen_attn",
+)
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 

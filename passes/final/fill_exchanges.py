@@ -37,9 +37,10 @@ def defer(plan: Plan, clock: Clock) -> None:
         # Those of the layer before this one went behind its last exchange.
         drawn = _drawn_from(order[begin:at])
         waiting = carried + [
-            node for node in order[begin:at]
+            node
+            for node in order[begin:at]
             if is_heavy(node) and node not in drawn and needed.get(node, plan.end) > here
-        ]  # fmt: skip
+        ]
         left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, order[at + 1 : until]))
         if one.collective.carries == "counts":
             for turn in _beside_counts(order, begin, at, needed, here, drawn):

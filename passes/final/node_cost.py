@@ -118,10 +118,13 @@ class Clock:
             elif calls(node, hecate.route) and isinstance(_value(node), (tuple, list)):
                 rows = [user for user in node.users if is_getitem(user) and user.args[1] == 2]
                 sent = [
-                    user.args[0] for part in rows for user in part.users
-                    if (one := whole_of(user.target) or start_of(user.target)) is not None and one.carries == "rows"
+                    user.args[0]
+                    for part in rows
+                    for user in part.users
+                    if (one := whole_of(user.target) or start_of(user.target)) is not None
+                    and one.carries == "rows"
                     and not one.homeward
-                ]  # fmt: skip
+                ]
                 if not sent:
                     # All of them cross to a node once; it knows the token of each.
                     users = [user for part in rows for user in part.users]

@@ -169,9 +169,13 @@ def _gap_before(one: InFlight, gaps: Sequence[_Gap], use: Key) -> Key:
 
 
 def _send_gradients(
-    reduces: Sequence[InFlight], gaps: Sequence[_Gap], plan: Plan, tails: dict[Node, set[Node]],
-    sizes: dict[InFlight, int], budget: int,
-) -> None:  # fmt: skip
+    reduces: Sequence[InFlight],
+    gaps: Sequence[_Gap],
+    plan: Plan,
+    tails: dict[Node, set[Node]],
+    sizes: dict[InFlight, int],
+    budget: int,
+) -> None:
     """Rules 2 and 3."""
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
         ready = plan.key[one.start]

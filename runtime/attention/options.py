@@ -128,9 +128,14 @@ class S2Attention:
             offset %= stride
             per = "kv" if self.homogeneous or query_heads == key_heads else per
         return {
-            "block": self.block, "local": self.local, "stride": stride, "dense_layers": dense, "per": per,
-            "offset": offset, "homogeneous": self.homogeneous,
-        }  # fmt: skip
+            "block": self.block,
+            "local": self.local,
+            "stride": stride,
+            "dense_layers": dense,
+            "per": per,
+            "offset": offset,
+            "homogeneous": self.homogeneous,
+        }
 
     def pattern(self, query_heads: int, key_heads: int) -> Pattern:
         """The pattern of a layer with so many heads.

@@ -196,8 +196,15 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, checked: Any, numbers: Any,
 
 @register_flop_formula(torch.ops.hecate.s2_attention_backward)
 def _backward_flops(
-    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, out_shape_: Any, lse: Any, numbers: Any, *args: Any,
+    grad_shape: Any,
+    q_shape: Any,
+    k_shape: Any,
+    v_shape: Any,
+    out_shape_: Any,
+    lse: Any,
+    numbers: Any,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Scores again, gradients of weights, and of q, k and v."""
     return 2 * _cells(q_shape, Pattern(*numbers)) * (3 * q_shape[3] + 2 * v_shape[3])

@@ -40,9 +40,22 @@ def _rows_of(a_ptr, b_ptr, tile, length, B: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _of_keys(
-    q_ptr, grad_ptr, lse_ptr, delta_ptr, i, k, v, dk, dv, keys, length, scale, OWN: tl.constexpr, B: tl.constexpr,
+    q_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    i,
+    k,
+    v,
+    dk,
+    dv,
+    keys,
+    length,
+    scale,
+    OWN: tl.constexpr,
+    B: tl.constexpr,
     D: tl.constexpr,
-):  # fmt: skip
+):
     """Add what one tile of queries says of a tile of keys."""
     rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
     # Of a row that is none, every weight is exp(-inf) = 0.
@@ -59,9 +72,27 @@ def _of_keys(
 
 @triton.jit
 def s2_backward_keys(
-    Q, K, V, Grad, Lse, Delta, DK, DV, length, heads, shared, same, local, stride, step, offset, scale,
-    B: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Grad,
+    Lse,
+    Delta,
+    DK,
+    DV,
+    length,
+    heads,
+    shared,
+    same,
+    local,
+    stride,
+    step,
+    offset,
+    scale,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Sums over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
     tiles = tl.cdiv(length, B)
     tile = tl.program_id(0) % tiles
@@ -79,14 +110,40 @@ def s2_backward_keys(
         # A block of the residue is seen by all later ones, any other by those to which it is local.
         end = tl.where(j % stride == residue, tiles, tl.minimum((j + local) * PARTS, tiles))
         dk, dv = _of_keys(
-            Q + base * D, Grad + base * D, Lse + base, Delta + base, tile, k, v, dk, dv, keys, length, scale, True, B,
+            Q + base * D,
+            Grad + base * D,
+            Lse + base,
+            Delta + base,
+            tile,
+            k,
+            v,
+            dk,
+            dv,
+            keys,
+            length,
+            scale,
+            True,
+            B,
             D,
-        )  # fmt: skip
+        )
         for i in range(tile + 1, end):
             dk, dv = _of_keys(
-                Q + base * D, Grad + base * D, Lse + base, Delta + base, i, k, v, dk, dv, keys, length, scale, False,
-                B, D,
-            )  # fmt: skip
+                Q + base * D,
+                Grad + base * D,
+                Lse + base,
+                Delta + base,
+                i,
+                k,
+                v,
+                dk,
+                dv,
+                keys,
+                length,
+                scale,
+                False,
+                B,
+                D,
+            )
     tl.store(DK + of_keys + at, dk.to(DK.dtype.element_ty), mask=there[:, None])
     tl.store(DV + of_keys + at, dv.to(DV.dtype.element_ty), mask=there[:, None])
 
@@ -106,9 +163,26 @@ def _of_queries(
 
 @triton.jit
 def s2_backward_queries(
-    Q, K, V, Grad, Lse, Delta, DQ, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Grad,
+    Lse,
+    Delta,
+    DQ,
+    length,
+    heads,
+    shared,
+    same,
+    local,
+    stride,
+    step,
+    offset,
+    scale,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Shapes and arguments as in ``s2_forward``."""
     tiles = tl.cdiv(length, B)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -149,5 +223,7 @@ def backward(
     launch(s2_backward_keys, lambda meta: tiles * b * k.shape[1], q.device, *given, dk, dv, *numbers, **sizes)
     launch(s2_backward_queries, lambda meta: tiles * b * heads, q.device, *given, dq, *numbers, **sizes)
     return (
-        dq[..., : q.shape[3]].contiguous(), dk[..., : k.shape[3]].contiguous(), dv[..., : v.shape[3]].contiguous()
-    )  # fmt: skip
+        dq[..., : q.shape[3]].contiguous(),
+        dk[..., : k.shape[3]].contiguous(),
+        dv[..., : v.shape[3]].contiguous(),
+    )

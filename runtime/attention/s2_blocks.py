@@ -85,13 +85,18 @@ def _layout(heads: int, n: int, pattern: Pattern) -> _Layout:
     queries = local + r + x
     place = x - r
     return _Layout(
-        n=n, early=local * pattern.block, late=late, steps=steps,
+        n=n,
+        early=local * pattern.block,
+        late=late,
+        steps=steps,
         heads=torch.arange(heads, device="cpu")[:, None],
         keys=(r + torch.arange(steps, device="cpu") * stride).clamp(max=n - 1),
-        queries=queries.clamp(max=n - 1), query_there=queries < n,
-        place=place.clamp(min=0), on_stairs=place >= 0,
+        queries=queries.clamp(max=n - 1),
+        query_there=queries < n,
+        place=place.clamp(min=0),
+        on_stairs=place >= 0,
         counts=tuple((residue, len(range(residue, late, stride))) for residue in residues),
-    )  # fmt: skip
+    )
 
 
 def _prepared(x: Tensor, heads: int, tokens: int, width: int) -> Tensor:
@@ -175,9 +180,14 @@ def _late_forward(
     block = pattern.block
     mask = _window_mask(layout, pattern, q.dtype)
     near, near_lse = _flash(
-        _late(q, layout, pattern), _windows(k, layout, pattern), _windows(v, layout, pattern), 0.0, False,
-        attn_mask=mask, scale=scale,
-    )  # fmt: skip
+        _late(q, layout, pattern),
+        _windows(k, layout, pattern),
+        _windows(v, layout, pattern),
+        0.0,
+        False,
+        attn_mask=mask,
+        scale=scale,
+    )
     near = near.reshape(b, heads, layout.late, block, width)
     near_lse = near_lse.reshape(b, heads, layout.late, block)
     keys, values = (_gather(x, layout, layout.keys).flatten(2, 3) for x in (k, v))
@@ -270,9 +280,16 @@ def _add_stairs(
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     for of_queries, of_keys in _stairs(layout, pattern):
         part = _flash_backward(
-            given[:, :, of_queries], queries[:, :, of_queries], keys[:, :, of_keys], values[:, :, of_keys],
-            outs[:, :, of_queries], logarithms[:, :, of_queries], 0.0, False, scale=scale,
-        )  # fmt: skip
+            given[:, :, of_queries],
+            queries[:, :, of_queries],
+            keys[:, :, of_keys],
+            values[:, :, of_keys],
+            outs[:, :, of_queries],
+            logarithms[:, :, of_queries],
+            0.0,
+            False,
+            scale=scale,
+        )
         dq[:, :, of_queries] = part[0]
         dk[:, :, of_keys] += part[1]
         dv[:, :, of_keys] += part[2]

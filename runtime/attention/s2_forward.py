@@ -65,9 +65,24 @@ def _look(
 
 @triton.jit
 def s2_forward(
-    Q, K, V, Out, Lse, length, heads, shared, same, local, stride, step, offset, scale, B: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    length,
+    heads,
+    shared,
+    same,
+    local,
+    stride,
+    step,
+    offset,
+    scale,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+):
     """``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
 
     Args:
@@ -121,9 +136,16 @@ def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[An
     """What all kernels take behind the tensors: length, heads, and the pattern."""
     heads = q.shape[1]
     return (
-        q.shape[2], heads, heads // k.shape[1], heads // pattern.patterns, pattern.local, pattern.stride,
-        pattern.step, pattern.offset, scale,
-    )  # fmt: skip
+        q.shape[2],
+        heads,
+        heads // k.shape[1],
+        heads // pattern.patterns,
+        pattern.local,
+        pattern.stride,
+        pattern.step,
+        pattern.offset,
+        scale,
+    )
 
 
 def tile_of(block: int, width: int, itemsize: int) -> int:
@@ -158,8 +180,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> 
     tile = tile_of(pattern.block, width, q.element_size())
     # One line of programs: the others of a grid hold 65,535.
     launch(
-        s2_forward, lambda meta: -(-length // tile) * b * heads, q.device,
-        *padded, out, lse, *numbers_of(q, k, pattern, scale), B=tile, PARTS=pattern.block // tile, D=width,
+        s2_forward,
+        lambda meta: -(-length // tile) * b * heads,
+        q.device,
+        *padded,
+        out,
+        lse,
+        *numbers_of(q, k, pattern, scale),
+        B=tile,
+        PARTS=pattern.block // tile,
+        D=width,
         **options_of(tile, width, q.element_size()),
-    )  # fmt: skip
+    )
     return out[..., : v.shape[3]], lse

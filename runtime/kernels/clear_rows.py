@@ -43,8 +43,13 @@ def clear_rows_behind(rows: Tensor, offs: Tensor, lost: Tensor | None = None) ->
             _clear_rows_behind,
             lambda meta: -(-count // meta["BLOCK_ROWS"]),
             rows.device,
-            rows, offs[-1:], offs if lost is None else lost, count, width, MAY_BE_LOST=lost is not None,
-        )  # fmt: skip
+            rows,
+            offs[-1:],
+            offs if lost is None else lost,
+            count,
+            width,
+            MAY_BE_LOST=lost is not None,
+        )
 
 
 def clear_rows_behind_reference(rows: Tensor, offs: Tensor, lost: Tensor | None = None) -> None:
@@ -80,9 +85,14 @@ def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
     if matrices.numel() > 0:
         slots, width = matrices.shape[0], matrices.shape[1:].numel()
         launch(
-            _clear_empty_slots, lambda meta: slots * _SHARE, matrices.device,
-            matrices, offs.contiguous(), width, SHARE=_SHARE,
-        )  # fmt: skip
+            _clear_empty_slots,
+            lambda meta: slots * _SHARE,
+            matrices.device,
+            matrices,
+            offs.contiguous(),
+            width,
+            SHARE=_SHARE,
+        )
 
 
 def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
@@ -93,9 +103,8 @@ def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
 
 @tuned(CONFIGS, key=[], varying=["count"], unaligned=["last", "lost"])
 def _clear_rows_behind(
-    rows, last, lost, count, width,
-    MAY_BE_LOST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
+    rows, last, lost, count, width, MAY_BE_LOST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
     end = tl.load(last).to(tl.int32)
     value = 0.0
     if MAY_BE_LOST:

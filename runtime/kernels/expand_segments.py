@@ -46,10 +46,14 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
             _expand_segments,
             lambda meta: -(-total // meta["BLOCK"]),
             starts.device,
-            starts.contiguous(), ends.contiguous(), out, segments, total,
+            starts.contiguous(),
+            ends.contiguous(),
+            out,
+            segments,
+            total,
             # Halving an interval of so many leaves one place.
             segments.bit_length(),
-        )  # fmt: skip
+        )
     return out
 
 

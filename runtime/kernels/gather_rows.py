@@ -55,10 +55,16 @@ def gather_rows(
             _gather_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
-            source, index.contiguous(), index if used is None else used, out, count, width, source.stride(0),
+            source,
+            index.contiguous(),
+            index if used is None else used,
+            out,
+            count,
+            width,
+            source.stride(0),
             rows_class(count),
             ALL=used is None,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -72,9 +78,18 @@ def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype, out: 
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "tuned_for"], unaligned=["used"])
 def _gather_rows(
-    rows, index, used, out, count, width, stride, tuned_for,
-    ALL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    index,
+    used,
+    out,
+    count,
+    width,
+    stride,
+    tuned_for,
+    ALL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
     end = count
     if not ALL:
         end = tl.load(used).to(tl.int32)

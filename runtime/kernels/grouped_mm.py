@@ -75,11 +75,26 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         # Every slot may have one tile that is not full, and so may the rows beyond the last.
         lambda meta: (-(-rows // meta["BLOCK_M"]) + slots + 1) * -(-columns // meta["BLOCK_N"]),
         x.device,
-        x, own, replicas, offs.contiguous(), out, rows, slots, own.shape[0], columns,
-        x.stride(0), own.stride(0), replicas.stride(0), like.stride(1), like.stride(2),
+        x,
+        own,
+        replicas,
+        offs.contiguous(),
+        out,
+        rows,
+        slots,
+        own.shape[0],
+        columns,
+        x.stride(0),
+        own.stride(0),
+        replicas.stride(0),
+        like.stride(1),
+        like.stride(2),
         rows_class(rows),
-        K=inner, SLOTS=SLOTS, PRECISION=precision(), WIDEN=widens(x.dtype),
-    )  # fmt: skip
+        K=inner,
+        SLOTS=SLOTS,
+        PRECISION=precision(),
+        WIDEN=widens(x.dtype),
+    )
     return out
 
 
@@ -146,11 +161,29 @@ def fits_registers(given: Mapping[str, Any]) -> bool:
     suits=fits_registers,
 )
 def _grouped_mm(
-    x, own, replicas, offs, out, rows, slots, owned, columns,
-    x_stride, own_stride, replicas_stride, stride_k, stride_n, tuned_for,
-    K: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x,
+    own,
+    replicas,
+    offs,
+    out,
+    rows,
+    slots,
+    owned,
+    columns,
+    x_stride,
+    own_stride,
+    replicas_stride,
+    stride_k,
+    stride_n,
+    tuned_for,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     # All columns of a tile of rows come first, so that a slot's matrix stays in the cache from tile to tile.
     blocks = tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0) // blocks

@@ -68,9 +68,16 @@ def pack_experts(
                 _pack_experts,
                 _grid(index.shape[0], width),
                 like.device,
-                first, second, index, out[:, begin:], first.shape[0], width,
-                first.stride(0), second.stride(0), out.stride(0),
-            )  # fmt: skip
+                first,
+                second,
+                index,
+                out[:, begin:],
+                first.shape[0],
+                width,
+                first.stride(0),
+                second.stride(0),
+                out.stride(0),
+            )
         begin += width
     return out
 
@@ -156,8 +163,12 @@ def unpack_experts(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> 
                 _unpack_experts,
                 _grid(packed.shape[0], width),
                 packed.device,
-                packed[:, begin:], index, tensor, width, packed.stride(0),
-            )  # fmt: skip
+                packed[:, begin:],
+                index,
+                tensor,
+                width,
+                packed.stride(0),
+            )
         begin += width
 
 

@@ -48,8 +48,14 @@ def scatter_rows(
             _scatter_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
             rows.device,
-            source, index.contiguous(), out, count, width, source.stride(0), rows_class(count),
-        )  # fmt: skip
+            source,
+            index.contiguous(),
+            out,
+            count,
+            width,
+            source.stride(0),
+            rows_class(count),
+        )
     return out
 
 

@@ -59,8 +59,13 @@ def sum_replicas(
             _sum_replicas,
             lambda meta: slots * -(-width // meta["BLOCK"]),
             totals.device,
-            totals, parts, starts.contiguous(), order.contiguous(), width, parts.stride(0),
-        )  # fmt: skip
+            totals,
+            parts,
+            starts.contiguous(),
+            order.contiguous(),
+            width,
+            parts.stride(0),
+        )
 
 
 def sum_replicas_reference(

@@ -48,10 +48,20 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         _weight_grads,
         lambda meta: slots * -(-a // meta["BLOCK_A"]) * -(-b // meta["BLOCK_B"]),
         left.device,
-        left, right, offs.contiguous(), own, replicas, own.shape[0], a, b,
-        left.stride(0), right.stride(0), rows_class(left.shape[0]),
-        PRECISION=precision(), WIDEN=widens(left.dtype),
-    )  # fmt: skip
+        left,
+        right,
+        offs.contiguous(),
+        own,
+        replicas,
+        own.shape[0],
+        a,
+        b,
+        left.stride(0),
+        right.stride(0),
+        rows_class(left.shape[0]),
+        PRECISION=precision(),
+        WIDEN=widens(left.dtype),
+    )
 
 
 def weight_grads_reference(left: Tensor, right: Tensor, offs: Tensor, outs: Sequence[Tensor]) -> None:
@@ -82,16 +92,26 @@ def _check(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replicas: Ten
 
 
 @tuned(
-    CONFIGS,
-    key=["a_size", "b_size", "PRECISION", "tuned_for"],
-    varying=["owned", "tuned_for"],
-    suits=fits_registers,
+    CONFIGS, key=["a_size", "b_size", "PRECISION", "tuned_for"], varying=["owned", "tuned_for"], suits=fits_registers
 )
 def _weight_grads(
-    x, y, offs, own, replicas, owned, a_size, b_size, x_stride, y_stride, tuned_for,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    offs,
+    own,
+    replicas,
+    owned,
+    a_size,
+    b_size,
+    x_stride,
+    y_stride,
+    tuned_for,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
     blocks_b = tl.cdiv(b_size, BLOCK_B)
     blocks = tl.cdiv(a_size, BLOCK_A) * blocks_b
     slot = tl.program_id(0) // blocks

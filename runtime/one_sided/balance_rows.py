@@ -76,18 +76,41 @@ def balance_rows(counts: Tensor, owners: Tensor, replicated: Tensor, parts: Tens
         _start,
         lambda meta: experts + blocks,
         counts.device,
-        totals, owners, replicated.contiguous(), parts.contiguous(), wanted, order, rows, quota,
-        ranks, experts, blocks,
-        RANKS=lanes, BITS=PARTS_BITS,
-    )  # fmt: skip
+        totals,
+        owners,
+        replicated.contiguous(),
+        parts.contiguous(),
+        wanted,
+        order,
+        rows,
+        quota,
+        ranks,
+        experts,
+        blocks,
+        RANKS=lanes,
+        BITS=PARTS_BITS,
+    )
     if blocks > 0:
         launch(
             _even_out,
             lambda meta: 1,
             counts.device,
-            totals, owners, order, rows, quota, wanted, ranks, experts, blocks,
-            RANKS=lanes, SWEEPS=SWEEPS, GOOD=GOOD_ENOUGH[0], OF=GOOD_ENOUGH[1], SLOW=STALLED[0], THAN=STALLED[1],
-        )  # fmt: skip
+            totals,
+            owners,
+            order,
+            rows,
+            quota,
+            wanted,
+            ranks,
+            experts,
+            blocks,
+            RANKS=lanes,
+            SWEEPS=SWEEPS,
+            GOOD=GOOD_ENOUGH[0],
+            OF=GOOD_ENOUGH[1],
+            SLOW=STALLED[0],
+            THAN=STALLED[1],
+        )
     return wanted
 
 
@@ -117,9 +140,21 @@ def balance_rows_reference(counts: Tensor, owners: Tensor, replicated: Tensor, p
 
 @tuned(START_CONFIGS, key=[], varying=["ranks", "experts", "blocks"])
 def _start(
-    totals, owners, replicated, parts, wanted, order, rows, quota, ranks, experts, blocks,
-    RANKS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    totals,
+    owners,
+    replicated,
+    parts,
+    wanted,
+    order,
+    rows,
+    quota,
+    ranks,
+    experts,
+    blocks,
+    RANKS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
@@ -152,10 +187,23 @@ def _start(
 
 @tuned(EVEN_OUT_CONFIGS, key=[], varying=["ranks", "experts", "blocks"])
 def _even_out(
-    totals, owners, order, rows, quota, wanted, ranks, experts, blocks,
-    RANKS: tl.constexpr, SWEEPS: tl.constexpr, GOOD: tl.constexpr, OF: tl.constexpr, SLOW: tl.constexpr,
-    THAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    totals,
+    owners,
+    order,
+    rows,
+    quota,
+    wanted,
+    ranks,
+    experts,
+    blocks,
+    RANKS: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    GOOD: tl.constexpr,
+    OF: tl.constexpr,
+    SLOW: tl.constexpr,
+    THAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
     line = tl.arange(0, BLOCK)
@@ -174,9 +222,7 @@ def _even_out(
         owner = tl.load(owners + tl.load(order + block, mask=there, other=0), mask=there, other=-1)
         total = tl.load(rows + block, mask=there, other=0)
         alone -= tl.sum(tl.where(owner[:, None] == rank[None, :], total[:, None], 0), 0)
-        part = tl.load(
-            quota + block[:, None] * ranks + rank[None, :], mask=there[:, None] & inside[None, :], other=0
-        )  # fmt: skip
+        part = tl.load(quota + block[:, None] * ranks + rank[None, :], mask=there[:, None] & inside[None, :], other=0)
         level += tl.sum(tl.maximum(part, 0), 0)
     level += alone
     least = tl.maximum(tl.max(alone, 0), (tl.sum(level, 0) + ranks - 1) // ranks)

@@ -165,9 +165,14 @@ class OneSided:
 
         def run() -> Tensor:
             self.exchanges.exchange(
-                Rows(leaving), parts[0], Rows(out, order, by_row=True), most=most, wire=wire, expects=parts[1],
+                Rows(leaving),
+                parts[0],
+                Rows(out, order, by_row=True),
+                most=most,
+                wire=wire,
+                expects=parts[1],
                 excess=parts[2],
-            )  # fmt: skip
+            )
             return out.to(dtype)
 
         return Job(layer.world.queue, run, label=layer.placer.label("exchange"))
@@ -186,7 +191,7 @@ class OneSided:
         def run() -> Tensor:
             self.exchanges.exchange(
                 Rows(leaving), parts[1], Rows(out, order), most=most, wire=wire, expects=parts[0], excess=parts[2]
-            )  # fmt: skip
+            )
             return out.to(dtype)
 
         # Plans are made when the next forward takes them: until then the host does not know the counts.

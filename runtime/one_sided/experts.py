@@ -31,9 +31,7 @@ def gather(exchanges: Exchanges, tables: ExpertTables, shards: Sequence[Tensor])
         for group, leaving in zip(groups, packed, strict=True):
             came = leaving[:0]
             if tables.travels:
-                came = exchanges.carry(
-                    leaving, tables.sends, tables.receives, room=tables.replicas, most=tables.most
-                )  # fmt: skip
+                came = exchanges.carry(leaving, tables.sends, tables.receives, room=tables.replicas, most=tables.most)
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
                 replicas[place].copy_(part.view(len(part), *shapes[place]))
         return replicas
@@ -61,9 +59,7 @@ def reduce(
         if not tables.travels:
             return means
         for group, leaving in zip(groups, packed, strict=True):
-            came = exchanges.carry(
-                leaving, tables.receives, tables.sends, room=len(tables.order), most=tables.most
-            )  # fmt: skip
+            came = exchanges.carry(leaving, tables.receives, tables.sends, room=len(tables.order), most=tables.most)
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
                 sum_replicas(sums[place], part, tables.begins, tables.order, tables.rounds)
         for mean, total in zip(means, sums, strict=True):

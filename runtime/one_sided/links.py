@@ -159,9 +159,7 @@ def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> C
 
 
 @jit
-def share_out(
-    counts, late, shift, first, capacity, ranks, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):  # fmt: skip
+def share_out(counts, late, shift, first, capacity, ranks, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Of a chunk, link by link from ``shift`` on: which link, its rows in all and here, and where its tiles end.
 
     Not all ranks begin with the link to the same one.
@@ -176,9 +174,18 @@ def share_out(
 
 @jit
 def locate(
-    index, link, sizes, rows, ends, tile, count, first,
-    INDEXED: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+    index,
+    link,
+    sizes,
+    rows,
+    ends,
+    tile,
+    count,
+    first,
+    INDEXED: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
     """Of one tile of a chunk: its link, its rows' numbers in the chunk, which rows they are, which it has."""
     p = tl.arange(0, RANKS)
     # Links of which no tile is left.

@@ -52,9 +52,16 @@ def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: 
         _post_words,
         lambda meta: 1,
         chunk.sends.device,
-        addresses, *chunk.numbers, chunk.first, rank, ranks,
-        PLACES=boards[rank].shape[0], RANKS=padded(ranks), BITS=COUNT_BITS, RELEASE=None if INTERPRETED else _RELEASE,
-    )  # fmt: skip
+        addresses,
+        *chunk.numbers,
+        chunk.first,
+        rank,
+        ranks,
+        PLACES=boards[rank].shape[0],
+        RANKS=padded(ranks),
+        BITS=COUNT_BITS,
+        RELEASE=None if INTERPRETED else _RELEASE,
+    )
 
 
 def post_words_reference(chunk: Chunk, boards: Sequence[Tensor], rank: int) -> None:
@@ -68,9 +75,19 @@ def post_words_reference(chunk: Chunk, boards: Sequence[Tensor], rank: int) -> N
 
 @tuned(CONFIGS, key=[], varying=["first", "rank", "ranks"])
 def _post_words(
-    addresses, sends, receives, told, late, first, rank, ranks,
-    PLACES: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr, RELEASE: tl.constexpr,
-):  # fmt: skip
+    addresses,
+    sends,
+    receives,
+    told,
+    late,
+    first,
+    rank,
+    ranks,
+    PLACES: tl.constexpr,
+    RANKS: tl.constexpr,
+    BITS: tl.constexpr,
+    RELEASE: tl.constexpr,
+):
     p = tl.arange(0, RANKS)
     inside = p < ranks
     count = tl.load(sends + p, mask=inside, other=0)

@@ -65,11 +65,26 @@ def put_rows(
         _put_rows,
         programs(rows, chunk.first, capacity, ranks, width),
         source.device,
-        source, chunk.sends if rows.index is None else rows.index.contiguous(), own, addresses,
-        chunk.sends, chunk.told, chunk.late, rows.count, width, source.stride(0), chunk.first,
-        capacity, own.shape[2] // 16, rank, ranks, rows_class(rows.count),
-        INDEXED=rows.index is not None, PLACES=own.shape[0], RANKS=padded(ranks),
-    )  # fmt: skip
+        source,
+        chunk.sends if rows.index is None else rows.index.contiguous(),
+        own,
+        addresses,
+        chunk.sends,
+        chunk.told,
+        chunk.late,
+        rows.count,
+        width,
+        source.stride(0),
+        chunk.first,
+        capacity,
+        own.shape[2] // 16,
+        rank,
+        ranks,
+        rows_class(rows.count),
+        INDEXED=rows.index is not None,
+        PLACES=own.shape[0],
+        RANKS=padded(ranks),
+    )
 
 
 def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank: int, wire: torch.dtype) -> None:
@@ -85,17 +100,30 @@ def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank
             windows[peer][number[peer] % windows[peer].shape[0], rank, : len(leaving)] = leaving
 
 
-@tuned(
-    CONFIGS,
-    key=["width", "tuned_for"],
-    varying=["count", "first", "capacity", "sixteens", "rank", "tuned_for"],
-)
+@tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "first", "capacity", "sixteens", "rank", "tuned_for"])
 def _put_rows(
-    rows, index, own, addresses, sends, told, late, count, width, stride, first, capacity, sixteens, rank, ranks,
+    rows,
+    index,
+    own,
+    addresses,
+    sends,
+    told,
+    late,
+    count,
+    width,
+    stride,
+    first,
+    capacity,
+    sixteens,
+    rank,
+    ranks,
     tuned_for,
-    INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
+    INDEXED: tl.constexpr,
+    PLACES: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
     links, sizes, parts, ends = share_out(sends, late, rank, first, capacity, ranks, RANKS, BLOCK_ROWS)
     blocks = tl.cdiv(width, BLOCK_COLS)
     for part in range(tl.program_id(0), tl.max(ends, 0) * blocks, tl.num_programs(0)):

@@ -52,10 +52,17 @@ def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, ran
             _split_rows,
             lambda meta: experts,
             counts.device,
-            counts.contiguous(), wanted.contiguous(), order.contiguous(), nodes.contiguous(), sends, receives,
-            rank, ranks, experts,
+            counts.contiguous(),
+            wanted.contiguous(),
+            order.contiguous(),
+            nodes.contiguous(),
+            sends,
+            receives,
+            rank,
+            ranks,
+            experts,
             RANKS=1 << (ranks - 1).bit_length(),
-        )  # fmt: skip
+        )
     return sends, receives
 
 
@@ -121,9 +128,7 @@ def _split_rows(counts, wanted, order, nodes, sends, receives, rank, ranks, expe
     other = tl.load(nodes + p, mask=inside, other=-1)
     same = node[:, None] == other[None, :]
     earlier = same & (p[None, :] < p[:, None])
-    amount = tl.minimum(
-        tl.sum(tl.where(same, have[None, :], 0), 1), tl.sum(tl.where(same, want[None, :], 0), 1)
-    )  # fmt: skip
+    amount = tl.minimum(tl.sum(tl.where(same, have[None, :], 0), 1), tl.sum(tl.where(same, want[None, :], 0), 1))
     before = tl.sum(tl.where(earlier, have[None, :], 0), 1)
     first, last = tl.minimum(before, amount), tl.minimum(before + have, amount)
     before = tl.sum(tl.where(earlier, want[None, :], 0), 1)

@@ -62,11 +62,23 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
         _take_rows,
         programs(rows, chunk.first, capacity, ranks, width),
         out.device,
-        source, chunk.receives if rows.index is None else rows.index.contiguous(), out,
-        chunk.receives, chunk.told, chunk.late, rows.count, width, chunk.first,
-        capacity, source.shape[2] // 16, ranks, rows_class(rows.count),
-        INDEXED=rows.index is not None, PLACES=source.shape[0], RANKS=padded(ranks),
-    )  # fmt: skip
+        source,
+        chunk.receives if rows.index is None else rows.index.contiguous(),
+        out,
+        chunk.receives,
+        chunk.told,
+        chunk.late,
+        rows.count,
+        width,
+        chunk.first,
+        capacity,
+        source.shape[2] // 16,
+        ranks,
+        rows_class(rows.count),
+        INDEXED=rows.index is not None,
+        PLACES=source.shape[0],
+        RANKS=padded(ranks),
+    )
 
 
 def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
@@ -88,10 +100,25 @@ def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dt
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "first", "capacity", "sixteens", "tuned_for"])
 def _take_rows(
-    window, index, out, receives, told, late, count, width, first, capacity, sixteens, ranks, tuned_for,
-    INDEXED: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
+    window,
+    index,
+    out,
+    receives,
+    told,
+    late,
+    count,
+    width,
+    first,
+    capacity,
+    sixteens,
+    ranks,
+    tuned_for,
+    INDEXED: tl.constexpr,
+    PLACES: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
     links, sizes, parts, ends = share_out(receives, late, 0, first, capacity, ranks, RANKS, BLOCK_ROWS)
     blocks = tl.cdiv(width, BLOCK_COLS)
     for part in range(tl.program_id(0), tl.max(ends, 0) * blocks, tl.num_programs(0)):

@@ -87,20 +87,33 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
             _leaving,
             lambda meta: experts,
             sends.device,
-            sends.contiguous(), owners.contiguous(), found.send_starts, found.send_ends, splits, used,
-            ranks, experts,
+            sends.contiguous(),
+            owners.contiguous(),
+            found.send_starts,
+            found.send_ends,
+            splits,
+            used,
+            ranks,
+            experts,
             RANKS=lanes,
-        )  # fmt: skip
+        )
     if held > 0:
         launch(
             _arriving,
             lambda meta: held,
             sends.device,
-            receives.contiguous(), slots.contiguous(), found.receive_starts, found.receive_ends, found.slot_offsets,
-            splits, used,
-            ranks, experts, held,
+            receives.contiguous(),
+            slots.contiguous(),
+            found.receive_starts,
+            found.receive_ends,
+            found.slot_offsets,
+            splits,
+            used,
+            ranks,
+            experts,
+            held,
             RANKS=lanes,
-        )  # fmt: skip
+        )
     return found
 
 
@@ -131,9 +144,7 @@ def _before(lengths: Tensor) -> Tensor:
 
 
 @tuned(CONFIGS, key=[], varying=["ranks", "experts"])
-def _leaving(
-    sends, owners, starts, ends, splits, used, ranks, experts, RANKS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _leaving(sends, owners, starts, ends, splits, used, ranks, experts, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
@@ -151,7 +162,7 @@ def _leaving(
         there = other < experts
         rows_of = tl.load(
             sends + other[:, None] * ranks + rank[None, :], mask=there[:, None] & inside[None, :], other=0
-        )  # fmt: skip
+        )
         first += tl.sum(tl.sum(tl.where((other < expert)[:, None], rows_of, 0), 1), 0)
         total += tl.sum(rows_of, 0)
         theirs = tl.load(owners + other, mask=there, other=0)
@@ -170,9 +181,19 @@ def _leaving(
 
 @tuned(CONFIGS, key=[], varying=["ranks", "experts", "held"])
 def _arriving(
-    receives, slots, starts, ends, slot_offsets, splits, used, ranks, experts, held,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    receives,
+    slots,
+    starts,
+    ends,
+    slot_offsets,
+    splits,
+    used,
+    ranks,
+    experts,
+    held,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     slot = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
@@ -187,7 +208,7 @@ def _arriving(
         which = tl.load(slots + other, mask=there, other=0)
         rows_of = tl.load(
             receives + rank[None, :] * experts + which[:, None], mask=there[:, None] & inside[None, :], other=0
-        )  # fmt: skip
+        )
         total += tl.sum(rows_of, 0)
         before += tl.sum(tl.where((other < slot)[:, None], rows_of, 0), 0)
     begin = tl.sum(before, 0)

@@ -47,11 +47,16 @@ def wait_words(board: Tensor, chunk: Chunk, *, seconds: float, stop: Stop | None
         _wait_words,
         lambda meta: ranks,
         board.device,
-        board, *chunk.numbers, chunk.first, ranks,
+        board,
+        *chunk.numbers,
+        chunk.first,
+        ranks,
         # The interpreter has no clock: there a poll stands for the longest pause.
         int(seconds / _LONGEST_PAUSE if INTERPRETED else seconds * 1e9),
-        PLACES=places, BITS=COUNT_BITS, TIMED=not INTERPRETED,
-    )  # fmt: skip
+        PLACES=places,
+        BITS=COUNT_BITS,
+        TIMED=not INTERPRETED,
+    )
 
 
 def has_come(board: Tensor, chunk: Chunk) -> Tensor:
@@ -80,9 +85,18 @@ def wait_words_reference(board: Tensor, chunk: Chunk, seconds: float, stop: Stop
 
 @tuned(CONFIGS, key=[], varying=["first", "ranks", "limit"])
 def _wait_words(
-    board, sends, receives, told, late, first, ranks, limit,
-    PLACES: tl.constexpr, BITS: tl.constexpr, TIMED: tl.constexpr,
-):  # fmt: skip
+    board,
+    sends,
+    receives,
+    told,
+    late,
+    first,
+    ranks,
+    limit,
+    PLACES: tl.constexpr,
+    BITS: tl.constexpr,
+    TIMED: tl.constexpr,
+):
     link = tl.program_id(0)
     longer = tl.maximum(tl.load(sends + link), tl.load(receives + link))
     if (tl.load(late + link) == 0) & ((longer > first) | (first == 0)):

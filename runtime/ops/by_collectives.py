@@ -60,9 +60,10 @@ class ByCollectives:
         tickets = make_tickets(quotas, placement, layer.world.rank, like.device, chunks)
         layer.rows = sum(int(ticket.splits[1].sum()) for ticket in tickets)
         return [
-            part for ticket in tickets
+            part
+            for ticket in tickets
             for part in (ticket.slot_offsets, ticket.splits, ticket.send_index, ticket.receive_index)
-        ]  # fmt: skip
+        ]
 
     def ticket_like(self, counts: Tensor, like: Tensor, *, rows: int) -> list[Tensor]:
         ctx = torch.library.get_ctx()

@@ -75,11 +75,15 @@ class ReplicaTables:
         """
         leaving, owned = len(travels.leaving), travels.placement.owners.counts[travels.rank]
         there = [mine for stage, mine in zip(travels.stages, travels.there, strict=True) if len(stage.experts)]
-        back = [
-            (mine, parts)
-            for stage, mine, parts in reversed([*zip(travels.stages, travels.slots, travels.parts, strict=True)])
-            if len(stage.experts)
-        ] if homeward else []  # fmt: skip
+        back = (
+            [
+                (mine, parts)
+                for stage, mine, parts in reversed([*zip(travels.stages, travels.slots, travels.parts, strict=True)])
+                if len(stage.experts)
+            ]
+            if homeward
+            else []
+        )
         summed = travels.summed if homeward else travels.places[:0]
         numbers = [travels.places, summed]
         for mine in there:

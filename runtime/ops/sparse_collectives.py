@@ -126,7 +126,11 @@ def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Tr
         means=[torch.div(grad, world.size, out=room_like(grad)) for grad in own],
         sums=[
             pack_experts(
-                [first], tables.summed, behind=[second], dtype=sum_dtype(first.dtype), in_first=tables.home,
+                [first],
+                tables.summed,
+                behind=[second],
+                dtype=sum_dtype(first.dtype),
+                in_first=tables.home,
                 ascending=True,
             )
             for first, second in zip(own, replicas, strict=True)
@@ -135,7 +139,7 @@ def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Tr
             [pack_experts([replicas[place] for place in group], stage.leave) for group in groups]
             for stage in tables.returning
         ],
-    )  # fmt: skip
+    )
 
 
 def scatter(gradients: Gradients, world: World) -> list[Tensor]:

@@ -66,9 +66,11 @@ class _Chosen:
     def from_dict(cls, state: dict[str, Any]) -> _Chosen:
         recipe = state["recipe"]
         return cls(
-            rates=Rates(**state["rates"]), turn=state["turn"], slots=state["slots"],
+            rates=Rates(**state["rates"]),
+            turn=state["turn"],
+            slots=state["slots"],
             recipe=None if recipe is None else Recipe(*recipe),
-        )  # fmt: skip
+        )
 
 
 @dataclass

@@ -80,9 +80,14 @@ class LayerPlacer:
         plan = self.plan
         total = plan.total_load + np.zeros(self.owners.num_experts, dtype=np.int64)
         return LayerView(
-            id=self.id, owners=self.owners, loads=tuple(plan.loads), long_load=total // max(1, plan.steps_seen),
-            topology=self.model.topology, sizes=self.sizes, rates=self.model.rates,
-        )  # fmt: skip
+            id=self.id,
+            owners=self.owners,
+            loads=tuple(plan.loads),
+            long_load=total // max(1, plan.steps_seen),
+            topology=self.model.topology,
+            sizes=self.sizes,
+            rates=self.model.rates,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers between steps, for checkpoints. Owners are not in it."""

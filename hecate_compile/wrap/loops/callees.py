@@ -18,9 +18,19 @@ from hecate.wrap.loops.syntax import is_load, is_method, text_of
 
 # What these return is in the memory of what they are called on.
 _VIEWS = {
-    "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t", "transpose", "unsqueeze",
+    "detach",
+    "expand",
+    "flatten",
+    "narrow",
+    "permute",
+    "reshape",
+    "select",
+    "squeeze",
+    "t",
+    "transpose",
+    "unsqueeze",
     "view",
-}  # fmt: skip
+}
 
 
 def minds_no_rows(experts: ExpertsModule) -> str | None:

@@ -10,9 +10,24 @@ from hecate.wrap.loops.syntax import LeftAlone, given_to, is_comment, is_load, i
 # Methods that change what they are called on, and those that no rows have no value of.
 CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
 REDUCES = {
-    "mean", "max", "min", "amax", "amin", "aminmax", "var", "std", "median", "argmax", "argmin", "quantile", "mode",
-    "norm", "kthvalue", "item", "tolist",
-}  # fmt: skip
+    "mean",
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "aminmax",
+    "var",
+    "std",
+    "median",
+    "argmax",
+    "argmin",
+    "quantile",
+    "mode",
+    "norm",
+    "kthvalue",
+    "item",
+    "tolist",
+}
 
 
 class Rows:

@@ -102,8 +102,12 @@ def guard_of(node: ast.stmt) -> Guard | None:
     for name in sorted({n.id for n in ast.walk(node.test) if is_load(n)}):
         counts = {f"{name}.numel()", f"{name}.nelement()", f"{name}.shape[0]", f"{name}.size(0)", f"len({name})"}
         masks = {
-            f"{name}.any()", f"torch.any({name})", f"{name}.sum()", f"{name}.any().item()", f"{name}.sum().item()"
-        }  # fmt: skip
+            f"{name}.any()",
+            f"torch.any({name})",
+            f"{name}.sum()",
+            f"{name}.any().item()",
+            f"{name}.sum().item()",
+        }
         for count in sorted(counts | masks):
             if text in (f"{count} == 0", f"not {count}", f"{count} < 1") and leaves:
                 return Guard(name, count in masks, [])
