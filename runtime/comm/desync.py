@@ -11,6 +11,8 @@ _ADVICE = (
     "Every rank must run the same forwards and backwards in the same order, with the same library versions. Often "
     "one rank has called the model more often than another: in loaders or evaluations of different length (give all "
     "ranks equally many batches), or in model.generate, where texts end at different steps (synced_gpus=True). "
+    "Or a forward took an input that others did without, such as images: give it to all ranks, masked where there is "
+    "nothing. "
     'Config(policy="replicate") has no collectives inside a forward.'
 )
 # Pairs of ranks, and ranks that do the same, that a message lists.

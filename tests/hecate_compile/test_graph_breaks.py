@@ -302,3 +302,38 @@ def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> No
     for found in run_ranks(f"{_HERE}:recorded_in_checkpoints", 2):
         assert found["worst"] < 1e-5
         assert (found["graphs"], found["exchanged"]) == (1, 2)
+
+
+class WithImages(PlainLanguageModel):
+    def __init__(self) -> None:
+        super().__init__(hidden=8, layers=1, experts=4)
+        self.tower = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, image: torch.Tensor | None = None) -> Any:
+        out = super().forward(ids, labels)
+        if image is not None:
+            out["loss"] = out["loss"] + self.tower(image).pow(2).mean()
+        return out
+
+
+def images_on_one_rank() -> list[str]:
+    """From the first step on, and only after both kinds of batches have been seen by all ranks."""
+
+    def train(alone: int) -> None:
+        torch.manual_seed(0)
+        model = hecate.compile(WithImages(), EAGER)
+        for step in range(3):
+            image = step == 0 if step != alone else rank_and_size()[0] == 0
+            ids = batch(step).chunk(2)[rank_and_size()[0]]
+            model(ids, ids, torch.ones(2, 8) if image else None)["loss"].backward()
+
+    return [message_of(lambda alone=alone: train(alone)) for alone in (0, 2)]
+
+
+@pytest.mark.distributed
+def test_an_input_that_one_rank_alone_is_given_is_told_with_the_way_out() -> None:
+    for first, late in run_ranks(f"{_HERE}:images_on_one_rank", 2):
+        assert "DisagreementError: hecate: ranks disagree on collective" in late
+        assert "a forward took an input that others did without, such as images" in late
+        assert "DisagreementError: hecate: ranks disagree on graph 0" in first and "input L['image']" in first
+        assert "inputs that only some ranks are given, such as images" in first
