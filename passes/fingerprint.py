@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.captured.torch_values import value_of
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.fx import BODY_OF, arg, calls, operands
 from hecate.private import OpOverload, OpOverloadPacket, dynamo_source
 from hecate.runtime.ops.gradients import replicate, replicate_bucket

@@ -16,7 +16,7 @@ from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = ("Write a pass", "A policy", "A checkpoint field", "A transport", "A collective")
+SECTIONS = ("Write a pass", "An idiom", "A policy", "A checkpoint field", "A transport", "A collective")
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def test_extending(title: str) -> None:
         "tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title
     )
     expected = {
-        "Write a pass": "drop_double_relu", "A policy": "HottestEverywhere", "A transport": "Counted",
-        "A collective": "MOST_ROWS", "A checkpoint field": "Recording",
+        "Write a pass": "drop_double_relu", "An idiom": "offsets", "A policy": "HottestEverywhere",
+        "A transport": "Counted", "A collective": "MOST_ROWS", "A checkpoint field": "Recording",
     }  # fmt: skip
     assert all(expected[title] in names for names in ranks)
 
@@ -137,6 +137,7 @@ def test_tutorial(tmp_path: Path) -> None:
         "hecate.runtime.placement.planner",
         "hecate.runtime.placement.planner.balance",
         "hecate.passes.fx",
+        "hecate.passes.match",
         *(module.__name__ for module in kernel_modules()),
     ],
 )

@@ -25,6 +25,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.runtime",),
     ("hecate.passes.base",),
     ("hecate.passes.fx",),
+    ("hecate.passes.match",),
+    ("hecate.passes.analysis",),
     ("hecate.passes.captured", "hecate.passes.joint", "hecate.passes.final"),
     ("hecate.passes.attention", "hecate.passes.eager"),
     ("hecate.passes.invariants", "hecate.passes.fingerprint"),

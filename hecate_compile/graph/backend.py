@@ -17,9 +17,9 @@ from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
+from hecate.passes.analysis.expert_uses import is_one_expert
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.base import PassRecord, Skip
-from hecate.passes.captured.expert_loops import is_one_expert
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.fingerprint import communicates, fingerprint

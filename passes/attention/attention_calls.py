@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
-from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import arg, calls, name_in_model
 
 # In the meta of a mask: the name of the layer that it is for.

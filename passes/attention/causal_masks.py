@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.attention.attention_calls import operands_of_attention
 from hecate.passes.attention.mask_cone import MaskCone
 from hecate.passes.attention.open_sizes import limits, same_size
 from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
-from hecate.passes.captured.torch_values import value_of
 
 
 class UnknownMask(Refused):

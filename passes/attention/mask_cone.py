@@ -21,11 +21,11 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.attention.linear_operators import Watch
 from hecate.passes.attention.open_sizes import MOST, as_number, coefficients, is_size, sizes_of, solve, symbols_in
 from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
-from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import calls, describe, operands
 from hecate.private import HigherOrderOperator, disable_current_modes, dynamo_source
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.captured.torch_values import GraphFacts
+from hecate.passes.analysis.torch_values import GraphFacts
 from hecate.passes.fx import arg, calls
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import size_hint, value_of
 from hecate.passes.attention.attention_calls import (
     ATTENTION_OF,
     attends,
@@ -36,7 +37,6 @@ from hecate.passes.attention.causal_masks import CausalMasks, UnknownMask
 from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused, Remark
-from hecate.passes.captured.torch_values import size_hint, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.private import OpOverload
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.attention.attention_calls import (
     ATTENTION_OF,
     attends,
@@ -28,7 +29,6 @@ from hecate.passes.attention.attention_calls import (
 )
 from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.attention.pattern import Pattern
 

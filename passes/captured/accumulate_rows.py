@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.fx import Builder, arg, calls, closure_forward, is_getitem
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, calls, is_getitem, operands, skip_of
 from hecate.runtime.ops.dense import get_dense_shard
 

@@ -17,8 +17,8 @@ from itertools import groupby
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.captured.torch_values import GraphFacts, value_of
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 

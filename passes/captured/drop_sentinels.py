@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hecate.passes.analysis.torch_values import mutates, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.captured.torch_values import mutates, storage_of, value_of
 from hecate.passes.fx import calls, is_getitem
+from hecate.passes.match import name_of
 
 # They have the numbers of their first argument, or some of them.
 _SAME_NUMBERS = {
@@ -36,7 +37,7 @@ def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
     """One after the other, since what is dropped last may have changed the numbers before."""
     rewritten = 0
     for node in list(gm.graph.nodes):
-        name, source = _name(node), node.args[0] if node.args else None
+        name, source = name_of(node), node.args[0] if node.args else None
         if not isinstance(source, Node) or not (_fills_nothing(node, name) or _clamps_nothing(node, name)):
             continue
         if name.endswith("_") or _may_be_one(source, node):
@@ -46,13 +47,6 @@ def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
     if rewritten:
         _drop_unused_masks(gm.graph)
     return Outcome(rewritten=rewritten)
-
-
-def _name(node: Node) -> str:
-    """Of a method or a function of torch."""
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def _fills_nothing(node: Node, name: str) -> bool:
@@ -72,7 +66,7 @@ def _clamps_nothing(node: Node, name: str) -> bool:
 
 def _keeps(clamp: Node, largest: int) -> bool:
     """Whether a clamp leaves the numbers from 0 to ``largest`` as they are."""
-    names = ("max",) if _name(clamp).startswith("clamp_max") else ("min", "max")
+    names = ("max",) if name_of(clamp).startswith("clamp_max") else ("min", "max")
     given: dict[str, Any] = dict(zip(names, clamp.args[1:], strict=False)) | clamp.kwargs
     low, high = given.get("min"), given.get("max")
     return (
@@ -85,9 +79,9 @@ def _keeps(clamp: Node, largest: int) -> bool:
 def _is_never(mask: Any) -> bool:
     """Whether a mask is false everywhere: numbers at least as large as all that there can be."""
     # Each of them, for a copy has memory of its own.
-    while isinstance(mask, Node) and _name(mask) in _SAME_NUMBERS and mask.args and not _is_changed(mask):
+    while isinstance(mask, Node) and name_of(mask) in _SAME_NUMBERS and mask.args and not _is_changed(mask):
         mask = mask.args[0]
-    if not isinstance(mask, Node) or _name(mask) != "ge" or len(mask.args) != 2 or mask.kwargs:
+    if not isinstance(mask, Node) or name_of(mask) != "ge" or len(mask.args) != 2 or mask.kwargs:
         return False
     bound, least = _bound(mask.args[0]), mask.args[1]
     return bound is not None and type(least) is int and least >= bound and not _is_changed(mask)
@@ -100,20 +94,20 @@ def _bound(numbers: Any) -> int | None:
             return None
         source = numbers.args[0] if numbers.args else None
         if is_getitem(numbers) and isinstance(source, Node):
-            index, name = numbers.args[1], _name(source)
+            index, name = numbers.args[1], name_of(source)
             if isinstance(value_of(source), torch.Tensor) or (name == "sort" and index == 0):
                 numbers = source if isinstance(value_of(source), torch.Tensor) else source.args[0]
             elif name == "topk" and index == 1:
                 return _choices(source, position=2)
             else:
                 return None
-        elif _name(numbers) == "argmax":
+        elif name_of(numbers) == "argmax":
             return _choices(numbers, position=1)
-        elif _name(numbers) in _REMAINDERS:
+        elif name_of(numbers) in _REMAINDERS:
             # Of a positive number, it has that sign.
             divisor = numbers.args[1] if len(numbers.args) == 2 else None
             return divisor if type(divisor) is int and divisor > 0 else None
-        elif _name(numbers) in _SAME_NUMBERS:
+        elif name_of(numbers) in _SAME_NUMBERS:
             numbers = source
         else:
             return None
@@ -130,7 +124,7 @@ def _choices(chosen: Node, position: int) -> int | None:
     dim = chosen.kwargs.get("dim", chosen.args[position] if len(chosen.args) > position else None)
     if dim is None:
         # argmax without a dimension counts all elements.
-        dim = -1 if _name(chosen) == "topk" else None
+        dim = -1 if name_of(chosen) == "topk" else None
     if not isinstance(scores, torch.Tensor) or type(dim) is not int or scores.dim() == 0:
         return None
     size = scores.shape[dim]
@@ -142,7 +136,7 @@ def _is_changed(node: Node) -> bool:
 
     A clamp does not, if its least number is not positive and its largest not negative.
     """
-    return any(_name(other) not in _CLAMPS or not _keeps(other, 0) for other in _changes(node))
+    return any(name_of(other) not in _CLAMPS or not _keeps(other, 0) for other in _changes(node))
 
 
 def _changes(node: Node) -> list[Node]:
@@ -162,7 +156,7 @@ def _may_be_one(source: Node, copy: Node) -> bool:
 
 def _drop_unused_masks(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        is_mask = _name(node) == "ge" or calls(node, operator.ge) or _name(node) in _SAME_NUMBERS
+        is_mask = name_of(node) == "ge" or calls(node, operator.ge) or name_of(node) in _SAME_NUMBERS
         value = value_of(node)
         if is_mask and not node.users and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
             graph.erase_node(node)

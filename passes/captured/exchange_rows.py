@@ -33,13 +33,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.captured.choose_dispatch import choose_node_rows
-from hecate.passes.captured.chunk_rows import chunks_of
-from hecate.passes.captured.find_region import Region, find_regions
-from hecate.passes.captured.node_rows import NodeRows
-from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
-from hecate.passes.fx import BODY_OF, Builder, arg, calls, computed_from, skip_of, take_place
+from hecate.passes.analysis.choose_dispatch import Way, how_rows_travel
+from hecate.passes.analysis.find_region import Region, find_regions
+from hecate.passes.analysis.node_rows import NodeRows
+from hecate.passes.analysis.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
+from hecate.passes.base import Outcome, PassContext, Refused
+from hecate.passes.captured.copy_body import copy_body, copy_node, mark
+from hecate.passes.fx import Builder, arg, computed_from, skip_of, take_place
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -56,46 +56,11 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
         except Refused as reason:
             skipped.append(skip_of(context.name(layer), reason, *_users(gathers)))
             continue
-        ways = [_how_rows_travel(facts, region, context) for region in regions]
+        ways = [how_rows_travel(facts, region, context) for region in regions]
         skipped += dict.fromkeys(skip for way in ways for skip in way.skipped)
         _rewrite(ways, context)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Way:
-    """How the rows of a region travel.
-
-    Attributes:
-        region: with what belongs to it if rows cross to each node once.
-        nodes: crossing to each node once, if they do.
-        chunks: in how many parts.
-        skipped: why not as the user may expect.
-    """
-
-    region: Region
-    nodes: NodeRows | None
-    chunks: int
-    skipped: tuple[Skip, ...]
-
-
-def _how_rows_travel(facts: GraphFacts, region: Region, context: PassContext) -> _Way:
-    nodes, skipped, where = None, [], context.name(region.layer)
-    try:
-        nodes = choose_node_rows(facts, region, context)
-    except Refused as reason:
-        why = f"its rows travel each by itself: {reason}"
-        fix = 'Config(dispatch="rows") says the same, without this line'
-        skipped.append(skip_of(where, reason, reason=why, fallback=False, fix=fix))
-    chunks = 1 if nodes is not None else chunks_of(region, context)
-    if context.world_size > 1 and context.chunks not in ("auto", chunks):
-        used_early = "its results are used before all of it is computed"
-        why = "its rows cross to each node once" if nodes is not None else used_early
-        fix = "Config(chunks=1) says the same, without this line"
-        skipped.append(Skip(where=where, reason=f"{why}, so its rows travel in one part", fallback=False, fix=fix))
-    region = nodes.region if nodes is not None else region
-    return _Way(region=region, nodes=nodes, chunks=chunks, skipped=tuple(skipped))
 
 
 def _users(gathers: Sequence[Node]) -> list[Node]:
@@ -118,14 +83,14 @@ def _gathers_of(regions: Sequence[Region]) -> list[Node]:
     return sorted({gather for region in regions for gather in region.gathers})
 
 
-def _rewrite(ways: Sequence[_Way], context: PassContext) -> None:
+def _rewrite(ways: Sequence[Way], context: PassContext) -> None:
     """Put the bodies onto this rank's slots and onto the rows that are exchanged for them."""
     regions = [way.region for way in ways]
     if context.world_size == 1:
         for region in regions:
             new: dict[Node, Node] = {}
             _read_in_place(region, new)
-            _copy_body(region, context, new, {})
+            copy_body(region, context, new, {})
             _replace(region, new)
         return
     gathers = _gathers_of(regions)
@@ -135,7 +100,7 @@ def _rewrite(ways: Sequence[_Way], context: PassContext) -> None:
         _rewrite_call(way, gathers, replace(slots), context)
 
 
-def _rewrite_call(way: _Way, gathers: Sequence[Node], slots: _Slots, context: PassContext) -> None:
+def _rewrite_call(way: Way, gathers: Sequence[Node], slots: _Slots, context: PassContext) -> None:
     """Of the layer's slots, which stand for ``gathers``."""
     region = way.region
     tickets = _route(region, context, slots, way.chunks)
@@ -148,7 +113,7 @@ def _rewrite_call(way: _Way, gathers: Sequence[Node], slots: _Slots, context: Pa
     if way.nodes is not None:
         ticket = _route_nodes(way.nodes, ticket)
     _exchange(region, ticket, new, alone=way.nodes.weights if way.nodes is not None else ())
-    _copy_body(region, context, new, replicas)
+    copy_body(region, context, new, replicas)
     _replace(region, {exit: _send_back(region, new[exit], exit, ticket) for exit in region.exits})
 
 
@@ -332,7 +297,7 @@ def _compute_chunks(
     made = computed_from(region.gathers)
     for node in region.body:
         if node in made:
-            _mark(_copy(node, region, here, new, replicas), region)
+            mark(copy_node(node, region, here, new, replicas), region)
     chunks = []
     for ticket in tickets:
         chunks.append(dict(new))
@@ -341,87 +306,13 @@ def _compute_chunks(
     for ticket, of_chunk in zip(tickets, chunks, strict=True):
         for node in region.body:
             if node not in made:
-                _mark(_copy(node, region, here, of_chunk, replicas), region)
+                mark(copy_node(node, region, here, of_chunk, replicas), region)
         for exit in region.exits:
             back = _send_back(region, of_chunk[exit], exit, ticket)
             here.last = max(here.last, back)
             # Each row is in one chunk; in the others it is zero.
             results[exit] = here.call(operator.add, results[exit], back) if exit in results else back
     return results
-
-
-def _copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
-    """The body on the new values.
-
-    A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
-    original rows.
-
-    Args:
-        replicas: of what is computed from parameters alone, the same for the replicas. ``new`` has the own experts'.
-    """
-    for node in region.body:
-        spot = min(node.users) if node in region.lookups else node
-        # What is calibrated has its slots later than the parameters were read.
-        sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
-        last = max(sources, default=spot)
-        here = (
-            Builder(node.graph, before=spot, layer=region.layer)
-            if last <= spot
-            else Builder(node.graph, after=last, layer=region.layer)
-        )
-        copies = _copy(node, region, here, new, replicas, padded=context.room_percent > 0)
-        _mark(copies, region)
-
-
-def _mark(copies: list[Node], region: Region) -> None:
-    """Note the layer on copies of the body."""
-    for copy in copies:
-        copy.meta[BODY_OF] = region.layer
-
-
-def _copy(
-    node: Node,
-    region: Region,
-    here: Builder,
-    new: dict[Node, Node],
-    replicas: dict[Node, Node],
-    *,
-    padded: bool = False,
-) -> list[Node]:
-    """One node of the body, on own experts and replicas; the nodes that this takes.
-
-    Args:
-        padded: whether there are rows behind those of the last slot.
-    """
-    if node in region.lookups:
-        # Something small, a bias.
-        table = arg(node, 0)
-        made = [here.call(torch.cat, [new[table], replicas[table]])] if table in replicas else []
-        if padded:
-            made += _with_zeros(made[-1] if made else new[table], here)
-        new[node] = here.copy(node, new | {table: made[-1]} if made else new)
-        return [*made, new[node]]
-    twofold = [source for source in node.all_input_nodes if source in replicas]
-    if not twofold:
-        new[node] = here.copy(node, new)
-        return [new[node]]
-    if calls(node, torch.ops.hecate.grouped_mm):
-        x, w, offsets = (arg(node, index) for index in range(3))
-        operands = (new.get(x, x), new[w], replicas[w], new[offsets])
-        new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
-        kept = ("stack_trace", "nn_module_stack")
-        new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
-        return [new[node]]
-    replicas[node] = here.copy(node, new | replicas)
-    new[node] = here.copy(node, new)
-    return [replicas[node], new[node]]
-
-
-def _with_zeros(table: Node, here: Builder) -> list[Node]:
-    """``table`` and a line of zeros behind it, for rows of no slot; there may be no slots at all."""
-    last = here.method("movedim", table, 0, -1)
-    padded = here.call(torch.nn.functional.pad, last, (0, 1))
-    return [last, padded, here.method("movedim", padded, -1, 0)]
 
 
 def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import (
+from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.torch_values import (
     NO_AUTOCAST,
     ONE_GRAD_MODE,
     GraphFacts,
@@ -31,7 +30,9 @@ from hecate.passes.captured.torch_values import (
     under_autocast,
     value_of,
 )
+from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, skip_of, take_place
+from hecate.passes.match import named
 
 
 def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
@@ -74,13 +75,6 @@ class _Batch:
     exits: tuple[Node, ...]
 
 
-_PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
-
-
-def _is_product(node: Node) -> bool:
-    return calls(node, *_PRODUCTS) or (node.op == "call_method" and node.target in ("bmm", "matmul"))
-
-
 def _shape(node: Any) -> tuple[Any, ...]:
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
@@ -96,7 +90,8 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     users = {user for view in views for user in view.users if user not in views}
     products = {
         node for node in users
-        if _is_product(node) and arg(node, 1) in views and len(_shape(arg(node, 1))) == len(_shape(arg(node, 0))) == 3
+        if named(node, "bmm", "matmul") and arg(node, 1) in views
+        and len(_shape(arg(node, 1))) == len(_shape(arg(node, 0))) == 3
     }  # fmt: skip
     if not products:
         return None

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.captured.torch_values import PLAIN_FORM, GraphFacts, mutates, value_of
 from hecate.passes.fx import arg, calls, describe, line_of
 
 _PLAIN: dict[Any, Any] = {

@@ -19,16 +19,10 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.expert_loops import Loop, anchors_of, find_loops
+from hecate.passes.analysis.expert_uses import is_one_expert, is_transpose, matrix_operand
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.captured.expert_loops import (
-    Loop,
-    anchors_of,
-    find_loops,
-    is_one_expert,
-    is_transpose,
-    matrix_operand,
-)
-from hecate.passes.captured.torch_values import GraphFacts, gathers_by_layer, storage_of
 from hecate.passes.fx import Builder, arg, operands, skip_of, take_place
 
 

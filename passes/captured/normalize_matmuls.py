@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import NO_AUTOCAST, under_autocast, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.captured.torch_values import NO_AUTOCAST, under_autocast, value_of
 from hecate.passes.fx import arg, calls, describe, line_of
 
 _SPELLING = "call torch.nn.functional.grouped_mm(rows, weight, offs=offsets) without bias and out_dtype"

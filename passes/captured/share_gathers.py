@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.torch_values import GraphFacts
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.captured.torch_values import GraphFacts
 from hecate.passes.fx import arg, calls
 
 

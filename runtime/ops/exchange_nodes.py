@@ -8,7 +8,7 @@
 
 They are right where rows of one token are equal on the way there, and only the sum over a token's rows is used on the
 way back: the sum of the rows that come from one node stands in one of them, the others are zero
-(``hecate.passes.captured.node_rows`` proves both). Each is the transpose of the other.
+(``hecate.passes.analysis.node_rows`` proves both). Each is the transpose of the other.
 ``choices`` is for the planner: how many rows each token has, 0 if that is not known.
 """
 

@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 import torch
 from torch.fx import Node
 
-from hecate.passes.base import Refused
-from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import (
+from hecate.passes.analysis.expert_uses import FORMS, is_one_expert, is_transpose, matrix_operand
+from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.torch_values import (
     NO_AUTOCAST,
     ONE_GRAD_MODE,
     PLAIN_FORM,
@@ -26,6 +26,7 @@ from hecate.passes.captured.torch_values import (
     under_autocast,
     value_of,
 )
+from hecate.passes.base import Refused
 from hecate.passes.fx import (
     arg,
     between,
@@ -34,9 +35,9 @@ from hecate.passes.fx import (
     closure_forward,
     computed_from,
     describe,
-    is_getitem,
     operands,
 )
+from hecate.passes.match import is_cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,6 @@ class Loop:
 
 
 _ALIKE = "compute every expert in the same way"
-_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]) or one addition of a bias for each expert"
-_CASTS = ("to", "float", "bfloat16", "half", "contiguous", "type_as")
 
 
 def find_loops(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> list[Loop]:
@@ -147,10 +146,6 @@ def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by
     loop = Loop.of(turns, repeats)
     _check_order(facts, loop)
     return loop
-
-
-def is_one_expert(node: Node) -> bool:
-    return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
 
 
 def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], int]:
@@ -336,47 +331,9 @@ def _check_forms(turn: Turn) -> None:
         if node in anchors_of(turn):
             matrix_operand(node, set(turn.views))
     for view in turn.views:
-        if not (is_one_expert(view) or is_transpose(view) or _name(view) in _CASTS):
-            raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
+        if not (is_one_expert(view) or is_transpose(view) or is_cast(view)):
+            raise Refused(f"no grouped form of {describe(view)}", view, fix=FORMS)
 
 
 def anchors_of(turn: Turn) -> set[Node]:
     return {user for view in turn.views for user in view.users if user in turn.body}
-
-
-_PRODUCTS = (torch.matmul, operator.matmul, torch.mm)
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-_SUMS = (operator.add, torch.add)
-
-
-def matrix_operand(node: Node, views: set[Node]) -> str:
-    """How an anchor uses an expert's parameter: "product", "linear" or "bias".
-
-    Raises:
-        Refused: in no way that has a grouped form.
-    """
-    args = operands(node)
-    own = [index for index, arg in enumerate(args) if arg in views]
-    method = node.target if node.op == "call_method" else None
-    if (calls(node, *_PRODUCTS) or method in ("matmul", "mm")) and own == [1] and len(args) == 2:
-        return "product"
-    if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
-        return "linear"
-    if (calls(node, *_SUMS) or method == "add") and len(own) == 1 and len(args) == 2:
-        value = value_of(args[own[0]])
-        if isinstance(value, torch.Tensor) and value.ndim == 1:
-            return "bias"
-    raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def is_transpose(node: Node) -> bool:
-    """Any spelling of the transpose of a matrix."""
-    name = _name(node)
-    if name == "transpose":
-        return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
-    # Since torch 2.15 Dynamo spells .T as the operator that it is.
-    return name in ("t", "mT", "numpy_T") or (name == "getattr" and arg(node, 1) in ("T", "mT"))

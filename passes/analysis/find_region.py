@@ -12,15 +12,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
+from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.torch_values import ONE_GRAD_MODE, GraphFacts
 from hecate.passes.base import Refused
-from hecate.passes.captured.rowwise import Kind, check_rowwise
-from hecate.passes.captured.torch_values import ONE_GRAD_MODE, GraphFacts
 from hecate.passes.fx import arg, between, calls, closure_backward, computed_from, describe, is_getitem
+from hecate.passes.match import ORDER, RANGE, call, casts, match, one_of, shaped, uncast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +230,30 @@ def _only(values: list[Node], otherwise: str) -> Node:
     return values[0]
 
 
-_COUNTERS = ("histc", "bincount")
-_CASTS = ("float", "int", "long", "to", "double")
-_SHAPES = ("view", "reshape", "flatten", "unsqueeze")
+# Sorted ids, and what they are the sorted form of.
+_SORTED = one_of(
+    call("getitem", call("sort", "values", bind="sort"), 0, only=True),
+    call("getitem", "values", casts(ORDER), only=True),
+    call("values", one_of(0, -1), casts(ORDER), names=("gather", "index_select"), only=True),
+)
+# How many of each there are: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
+_COUNTED = one_of(
+    call(casts("ids"), names=("histc", "bincount")),
+    call(
+        "sum",
+        casts(
+            one_of(
+                call("one_hot", "ids"),
+                # Dynamo of torch 2.11 has ids == numbers as a method.
+                call(
+                    one_of(call("getitem", "ids", (slice(None), None)), shaped("ids")), RANGE, names=("eq", "__eq__")
+                ),
+            )
+        ),
+        0,
+        only=True,
+    ),
+)
 
 
 def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
@@ -243,73 +264,19 @@ def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
     """
     if calls(ids, torch.ops.hecate.row_slots):
         return arg(ids, 0) is offsets
-    total = _strip(offsets, _CASTS)
-    if not _named(total, ("cumsum",)):
+    summed = match(casts(call("cumsum", casts("counts"))), offsets)
+    if summed is None:
         return False
-    counts = _strip(arg(total, 0), _CASTS)
-    if _named(ids, ("repeat_interleave",)):
-        return len(ids.args) > 1 and _is_range(arg(ids, 0)) and _strip(arg(ids, 1), _CASTS) is counts
-    unsorted = _before_sorting(ids)
-    return unsorted is not None and _counted(counts) in (ids, unsorted)
-
-
-def _before_sorting(ids: Node) -> Node | None:
-    """What ``ids`` is the sorted form of."""
-    if is_getitem(ids) and arg(ids, 1) == 0 and _named(arg(ids, 0), ("sort",)):
-        return cast(Node, arg(arg(ids, 0), 0)) if _is_ascending(arg(ids, 0)) else None
-    # values[order], values.gather(0, order)
-    if is_getitem(ids):
-        order = arg(ids, 1)
-    elif _named(ids, ("gather", "index_select")) and len(ids.args) == 3 and arg(ids, 1) in (0, -1):
-        order = arg(ids, 2)
-    else:
-        return None
-    values, order = arg(ids, 0), _strip(order, _CASTS)
-    if is_getitem(order) and arg(order, 1) == 1 and _named(arg(order, 0), ("sort",)):
-        order = arg(order, 0)
-    elif not _named(order, ("argsort",)):
-        return None
-    return values if arg(order, 0) is values and _is_ascending(order) else None
+    repeated = match(call("repeat_interleave", RANGE, casts("counts")), ids)
+    if repeated is not None:
+        return repeated["counts"] is summed["counts"]
+    ordered, counted = match(_SORTED, ids), match(_COUNTED, summed["counts"])
+    if ordered is None or counted is None or not _is_ascending(ordered["sort"]):
+        return False
+    return counted["ids"] in (uncast(ids), uncast(ordered["values"]))
 
 
 def _is_ascending(sort: Node) -> bool:
     """Of sort and argsort, whose flags are "descending" and "stable"."""
     positional = [value for value in sort.args[1:] if isinstance(value, bool)]
     return not sort.kwargs.get("descending") and not any(positional)
-
-
-def _counted(counts: Any) -> Node | None:
-    """The ids that ``counts`` has the numbers of, expert by expert."""
-    if _named(counts, _COUNTERS):
-        return cast(Node, _strip(arg(counts, 0), _CASTS))
-    # (ids[:, None] == arange(E)).sum(0), one_hot(ids, E).sum(0), zeros(E).index_add(0, ids, ones)
-    if _named(counts, ("sum",)) and len(counts.args) == 2 and arg(counts, 1) == 0:
-        each = _strip(arg(counts, 0), _CASTS)
-        if _named(each, ("one_hot",)):
-            return cast(Node, arg(each, 0))
-        # Dynamo of torch 2.11 has ids == numbers as a method.
-        if _named(each, ("eq", "__eq__")) and _is_range(arg(each, 1)):
-            column = arg(each, 0)
-            if is_getitem(column) and arg(column, 1) == (slice(None), None):
-                return cast(Node, arg(column, 0))
-            return cast(Node, _strip(column, _SHAPES))
-    return None
-
-
-def _is_range(node: Any) -> bool:
-    """``arange(E)``, in any shape."""
-    node = _strip(node, (*_CASTS, *_SHAPES))
-    return _named(node, ("arange",)) and (len(node.args) == 1 or (len(node.args) == 2 and arg(node, 0) == 0))
-
-
-def _named(node: object, names: tuple[str, ...]) -> bool:
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in names
-
-
-def _strip(node: Any, names: tuple[str, ...]) -> Any:
-    while _named(node, names):
-        node = arg(node, 0)
-    return node

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Refused
-from hecate.passes.captured.torch_values import value_of
 from hecate.passes.fx import arg, operands
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.

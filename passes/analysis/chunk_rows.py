@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from hecate.passes.analysis.find_region import Region
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import PassContext
-from hecate.passes.captured.find_region import Region
-from hecate.passes.captured.torch_values import value_of
 
 # What one more exchange takes, with the operators around it. On the emulated cluster, whose ranks have a seventh of a
 # core, two chunks broke even at this. That of GPUs is an estimate.

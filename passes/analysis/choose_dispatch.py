@@ -7,11 +7,14 @@ which comes behind the first and not beside it, and more starts.
 
 from __future__ import annotations
 
-from hecate.passes.base import PassContext, Refused
-from hecate.passes.captured.chunk_rows import RowSize, hidden_seconds, row_size
-from hecate.passes.captured.find_region import Region
-from hecate.passes.captured.node_rows import NodeRows, prove_node_rows
-from hecate.passes.captured.torch_values import GraphFacts
+from dataclasses import dataclass
+
+from hecate.passes.analysis.chunk_rows import RowSize, chunks_of, hidden_seconds, row_size
+from hecate.passes.analysis.find_region import Region
+from hecate.passes.analysis.node_rows import NodeRows, prove_node_rows
+from hecate.passes.analysis.torch_values import GraphFacts
+from hecate.passes.base import PassContext, Refused, Skip
+from hecate.passes.fx import skip_of
 
 # Exchanges of a layer in forward and backward, and how many more collectives start when rows cross once: a second hop
 # of each, the weights there and their gradients back, and what relays must know.
@@ -57,3 +60,38 @@ def _nodes_pay(choices: int, size: RowSize, context: PassContext) -> bool:
     hidden = hidden_seconds(size, rows, by_rows, context) if context.chunks == "auto" else 0.0
     before = _EXCHANGES * by_rows - max(0.0, hidden)
     return _EXCHANGES * by_nodes + _MORE_STARTS * size.start < (1 - _LEAST_GAIN) * before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the rows of a region travel.
+
+    Attributes:
+        region: with what belongs to it if rows cross to each node once.
+        nodes: crossing to each node once, if they do.
+        chunks: in how many parts.
+        skipped: why not as the user may expect.
+    """
+
+    region: Region
+    nodes: NodeRows | None
+    chunks: int
+    skipped: tuple[Skip, ...]
+
+
+def how_rows_travel(facts: GraphFacts, region: Region, context: PassContext) -> Way:
+    nodes, skipped, where = None, [], context.name(region.layer)
+    try:
+        nodes = choose_node_rows(facts, region, context)
+    except Refused as reason:
+        why = f"its rows travel each by itself: {reason}"
+        fix = 'Config(dispatch="rows") says the same, without this line'
+        skipped.append(skip_of(where, reason, reason=why, fallback=False, fix=fix))
+    chunks = 1 if nodes is not None else chunks_of(region, context)
+    if context.world_size > 1 and context.chunks not in ("auto", chunks):
+        used_early = "its results are used before all of it is computed"
+        why = "its rows cross to each node once" if nodes is not None else used_early
+        fix = "Config(chunks=1) says the same, without this line"
+        skipped.append(Skip(where=where, reason=f"{why}, so its rows travel in one part", fallback=False, fix=fix))
+    region = nodes.region if nodes is not None else region
+    return Way(region=region, nodes=nodes, chunks=chunks, skipped=tuple(skipped))

@@ -1,0 +1,84 @@
+"""Copies of a region's body, on a rank's own experts and its replicas, and on the rows that came for them."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.analysis.find_region import Region
+from hecate.passes.base import PassContext
+from hecate.passes.fx import BODY_OF, Builder, arg, calls
+
+
+def copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
+    """The body on the new values.
+
+    A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
+    original rows.
+
+    Args:
+        replicas: of what is computed from parameters alone, the same for the replicas. ``new`` has the own experts'.
+    """
+    for node in region.body:
+        spot = min(node.users) if node in region.lookups else node
+        # What is calibrated has its slots later than the parameters were read.
+        sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
+        last = max(sources, default=spot)
+        here = (
+            Builder(node.graph, before=spot, layer=region.layer)
+            if last <= spot
+            else Builder(node.graph, after=last, layer=region.layer)
+        )
+        copies = copy_node(node, region, here, new, replicas, padded=context.room_percent > 0)
+        mark(copies, region)
+
+
+def mark(copies: list[Node], region: Region) -> None:
+    """Note the layer on copies of the body."""
+    for copy in copies:
+        copy.meta[BODY_OF] = region.layer
+
+
+def copy_node(
+    node: Node,
+    region: Region,
+    here: Builder,
+    new: dict[Node, Node],
+    replicas: dict[Node, Node],
+    *,
+    padded: bool = False,
+) -> list[Node]:
+    """One node of the body, on own experts and replicas; the nodes that this takes.
+
+    Args:
+        padded: whether there are rows behind those of the last slot.
+    """
+    if node in region.lookups:
+        # Something small, a bias.
+        table = arg(node, 0)
+        made = [here.call(torch.cat, [new[table], replicas[table]])] if table in replicas else []
+        if padded:
+            made += _with_zeros(made[-1] if made else new[table], here)
+        new[node] = here.copy(node, new | {table: made[-1]} if made else new)
+        return [*made, new[node]]
+    twofold = [source for source in node.all_input_nodes if source in replicas]
+    if not twofold:
+        new[node] = here.copy(node, new)
+        return [new[node]]
+    if calls(node, torch.ops.hecate.grouped_mm):
+        x, w, offsets = (arg(node, index) for index in range(3))
+        operands = (new.get(x, x), new[w], replicas[w], new[offsets])
+        new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
+        kept = ("stack_trace", "nn_module_stack")
+        new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
+        return [new[node]]
+    replicas[node] = here.copy(node, new | replicas)
+    new[node] = here.copy(node, new)
+    return [replicas[node], new[node]]
+
+
+def _with_zeros(table: Node, here: Builder) -> list[Node]:
+    """``table`` and a line of zeros behind it, for rows of no slot; there may be no slots at all."""
+    last = here.method("movedim", table, 0, -1)
+    padded = here.call(torch.nn.functional.pad, last, (0, 1))
+    return [last, padded, here.method("movedim", padded, -1, 0)]
