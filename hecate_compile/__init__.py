@@ -3,7 +3,7 @@
 model = hecate.compile(model)
 """
 
-from hecate.api import capture, compile, explain, save_timeline, set_requires_gradient_sync, stats
+from hecate.api import capture, explain, save_timeline, set_requires_gradient_sync, stats
 from hecate.checkpoints.coordination import CheckpointError, MismatchError
 from hecate.checkpoints.hub.export import export
 from hecate.checkpoints.hub.load_pretrained import load_pretrained
@@ -11,6 +11,7 @@ from hecate.checkpoints.load import Loaded, NoCheckpointError, load
 from hecate.checkpoints.optimizer_tensors import get_optimizer_state_dict, set_optimizer_state_dict
 from hecate.checkpoints.save import async_save, save
 from hecate.checkpoints.state_dicts import get_model_state_dict
+from hecate.compilation import compile
 from hecate.config import Config
 from hecate.integrations.s2_cache import S2Cache
 from hecate.reports.explanation import Explanation

@@ -44,7 +44,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.reports",),
     ("hecate.integrations",),
     ("hecate.checks",),
-    ("hecate.api",),
+    ("hecate.compilation", "hecate.api"),
     ("hecate",),
     ("hecate.simulator",),
     ("hecate.commands",),

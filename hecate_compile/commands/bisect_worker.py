@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 import typer
 
-from hecate.api import compile
 from hecate.commands.built import build
 from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
 from hecate.commands.script_facts import ScriptFacts
+from hecate.compilation import compile
 from hecate.config import Config
 from hecate.runtime.comm.start import start_process_group
 from hecate.runtime.comm.world import backend_for, local_device, name_of

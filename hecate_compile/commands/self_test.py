@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hecate.api import compile
+from hecate.compilation import compile
 from hecate.config import Config
 from hecate.wrap.shard import shard_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hecate.api import compile
+from hecate.compilation import compile
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
 from hecate.private import dynamo_counters, reset_dynamo

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hecate.private import ATTENTION_IMPLEMENTATION
+from hecate.runtime.attention.options import S2Attention
 from hecate.wrap.config_value import config_value
 
 # Kinds of layers that have one attention over their own tokens.
@@ -32,6 +33,12 @@ class AttentionConfig:
     all_attend: bool = False
     implementation: str | None = None
     positions: int | None = None
+
+    def count_sparse(self, wanted: S2Attention | None) -> int | None:
+        """Count the layers that must become sparse; None where the config does not say it, or none shall."""
+        if wanted is None or self.layers is None or not self.all_attend:
+            return None
+        return len(wanted.sparse_layers(self.layers))
 
 
 def attention_config(model: nn.Module) -> AttentionConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -121,3 +122,13 @@ def size_up(
             expert_bytes=sum(shape.numel() for shape in shapes) * layer.dtype.itemsize,
             expert_transfers=3 if rematerialize else 2,
         )
+
+
+def count_dense(model: torch.nn.Module) -> int:
+    """Count elements of whole matrices in numbered blocks, without experts: what computes between MoE layers."""
+    count = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and not is_expert_shard(shard_of(parameter)) and re.search(r"(^|\.)\d+\.", name):
+            shard = shard_of(parameter)
+            count += (shard.full_shape if shard is not None else parameter.shape).numel()
+    return count

@@ -140,7 +140,7 @@ pretend_device()
 codes = keep_code()
 
 import hecate
-import hecate.api as api
+import hecate.compilation as compilation
 import hecate.graph.backend as backend
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import CollectiveQueue
@@ -155,7 +155,7 @@ from tests.support.models import build
 def without_peers() -> None:
     """Ranks that are not there agree, and no stream is made for their collectives."""
     World.__post_init__ = lambda self: object.__setattr__(self, "queue", CollectiveQueue(self.device))
-    api.agree = backend.agree = collectives.broadcast = lambda *given, **options: None
+    compilation.agree = backend.agree = collectives.broadcast = lambda *given, **options: None
     backend.fewest_tokens = lambda tokens, *given: tokens
     transport = SimpleNamespace(faults=torch.zeros(2, ranks, dtype=torch.int64, device="cpu"))
     Exchanges.between = classmethod(lambda cls, world: SimpleNamespace(world=world, transport=transport))

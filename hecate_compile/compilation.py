@@ -1,0 +1,348 @@
+"""``hecate.compile``, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hecate.checks import (
+    check_attention,
+    check_no_optimizer,
+    check_usable,
+    describe_model,
+    warn_float16,
+)
+from hecate.compiled_model import CompiledModel
+from hecate.config import Config
+from hecate.graph.backend import Backend
+from hecate.graph.traces import Traces
+from hecate.integrations import (
+    accelerate_state,
+    model_averaging,
+    transformers_generate,
+    transformers_models,
+    transformers_trainer,
+)
+from hecate.integrations.data_parallel import leave_unwrapped, no_sync
+from hecate.private import set_compiled_call
+from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.measure_rates import measure_rates
+from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.world import World, find_topology, find_world, local_device
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.state.layer import Carrier, Layer
+from hecate.runtime.state.overlap_window import HiddenTime, can_measure
+from hecate.runtime.state.placer import Placer
+from hecate.runtime.state.step_mode import CurrentStep
+from hecate.training.additions import Additions
+from hecate.training.buffers import Buffers
+from hecate.training.clip_grad_norm import watch_clipping
+from hecate.training.drift import DriftCheck
+from hecate.training.forward import CompiledForward
+from hecate.training.grad_scaler import watch_scalers
+from hecate.training.move_owners import OwnerMover
+from hecate.training.optimizer_state import watch_optimizers
+from hecate.training.outside_gradients import OutsideGradients
+from hecate.training.same_batches import SameBatches
+from hecate.wrap.attention_config import AttentionConfig
+from hecate.wrap.carry_over import check_carried, describe_hooks
+from hecate.wrap.changes import Changes
+from hecate.wrap.choose_carrier import choose_carrier
+from hecate.wrap.expert_shards import count_dense, size_up
+from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
+from hecate.wrap.loops import ChangedLoops, make_loops_traceable
+from hecate.wrap.lora_experts import adopt_adapters
+from hecate.wrap.parameter_reads import install_reads
+from hecate.wrap.shard import shard_of
+from hecate.wrap.shard_model import shard_model
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | None = None) -> Model:
+    """Shard the experts of an MoE model over all ranks and compile its training step, in place.
+
+    Build the optimizer afterwards, from ``model.parameters()``. Under torchrun all ranks call this together;
+    in a single process it just works.
+
+    Args:
+        model: any ``nn.Module`` with expert parameters ``[E, ...]``, or equal experts in a list; on the meta device
+            it is made real shard by shard. With ``Config(attention=...)`` it may have none.
+        config: see :class:`Config`.
+        mesh: a one-dimensional ``DeviceMesh``; by default all ranks.
+
+    Returns:
+        The same object.
+
+    Under torchrun it starts ``torch.distributed`` if nobody has. Rank 0's weights win. The first call of the model
+    compiles; it raises :class:`UntracedReadError` if torch.compile cannot trace the experts.
+
+    Raises:
+        NoExpertsError: nothing that looks like experts was found.
+        UnsupportedAttentionError: a layer cannot have the attention that ``Config(attention=...)`` asks for; the
+            first call of the model raises it too.
+        DisagreementError: ranks hold different models or use different options.
+        RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters; or with
+            ``Config(transport="symmetric")`` ranks cannot share memory.
+        ValueError: a wrong option, mesh or device.
+        TypeError: not an ``nn.Module``, or not a :class:`Config`.
+    """
+    config = config if config is not None else Config()
+    if not isinstance(config, Config):
+        raise TypeError(f"hecate.compile: config is a {type(config).__name__}, expected a hecate.Config")
+    with doing("hecate.compile"):
+        return _compile(model, config, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a model has before it changes.
+
+    Attributes:
+        config: the options, as they are for a model with these experts.
+        world: the ranks that share it.
+        experts: modules whose experts are sharded.
+        passed_over: modules that may be experts and are not, with the reasons.
+        attention: what the model's config says of its attention.
+        loops: loops over experts that now take every turn.
+    """
+
+    config: Config
+    world: World
+    experts: list[ExpertsModule]
+    passed_over: list[PassedOver]
+    attention: AttentionConfig
+    loops: ChangedLoops
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharded:
+    """What ranks share of a model once it is sharded.
+
+    Attributes:
+        layers: the records of its MoE layers.
+        placer: decides which experts have replicas where.
+        carrier: brings rows and experts to other ranks.
+        sync: averages gradients.
+        step: tells what runs now.
+        replicated: records of the parameters that every rank has whole.
+    """
+
+    layers: list[Layer]
+    placer: Placer
+    carrier: Carrier
+    sync: GradientSync
+    step: CurrentStep
+    replicated: tuple[ReplicatedParameter, ...]
+
+
+def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
+    found = _check(model, config, mesh)
+    sharded = _shard(model, found)
+    _set_rates(model, found, sharded)
+    _adopt_libraries(model, found)
+    # With sparse attention what runs outside of graphs would be dense, and nobody would notice.
+    changes = Changes()
+    backend = Backend(
+        config=found.config,
+        world=found.world,
+        placer=sharded.placer,
+        layers=sharded.layers,
+        step=sharded.step,
+        dense_parameters=count_dense(model),
+        key_heads=found.attention.key_heads,
+        sparse_layers=found.attention.count_sparse(found.config.attention),
+        source_diff=found.loops.diff,
+    )
+    traces = Traces(model, backend, changes, fullgraph=found.config.attention is not None)
+    owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.world)
+    forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
+    set_compiled_call(model, forward)
+    CompiledModel(
+        config=found.config,
+        world=found.world,
+        experts=tuple(found.experts),
+        passed_over=tuple(found.passed_over),
+        layers=tuple(sharded.layers),
+        sync=sharded.sync,
+        backend=backend,
+        placer=sharded.placer,
+        owner_mover=owner_mover,
+        forward=forward,
+        loops=found.loops.places,
+    ).attach(model)
+    # As wrappers for data parallelism have it; accelerate looks for it.
+    model.__dict__["no_sync"] = no_sync(sharded.sync)
+    return model
+
+
+def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
+    """Find out everything that can be wrong before anything changes, on all ranks together."""
+    check_usable(model, config)
+    attention = check_attention(model, config)
+    experts, passed_over = _find_experts(model, config)
+    if not experts and config.room_percent:
+        raise ValueError(
+            f'hecate.compile: transport="{config.transport}" carries rows to experts, and none were found'
+        )
+    if not experts and config.dense == "replicate":
+        # Nothing is exchanged inside a graph, so ranks need not run the same one.
+        config = replace(config, policy="replicate")
+    check_no_optimizer(model)
+    world = find_world(mesh, _device_of(model, mesh))
+    shard_dense = config.dense == "shard" and world.size > 1
+    agree(
+        [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],
+        "the model or its options",
+        "Build the same model with the same hecate.Config on every rank.",
+        world,
+    )
+    check_carried(model, experts, dense=shard_dense)
+    warn_float16(model, world)
+    # Loops over experts take every turn, or this refuses them.
+    loops = ChangedLoops()
+    if make_loops_traceable.__name__ not in config.disable_passes:
+        loops = make_loops_traceable(model, experts, ranks=world.size)
+    return _Found(
+        config=config,
+        world=world,
+        experts=adopt_adapters(model, experts),
+        passed_over=passed_over,
+        attention=attention,
+        loops=loops,
+    )
+
+
+def _shard(model: nn.Module, found: _Found) -> _Sharded:
+    """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values.
+
+    Reading a parameter becomes a gather, or the averaging of its gradient.
+    """
+    config, world, experts = found.config, found.world, found.experts
+    topology = find_topology(config.topology, world)
+    agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
+    carrier, step = choose_carrier(config, topology, world), CurrentStep()
+    placer = Placer(config.make_policy(), topology, world, step)
+    precision, param_dtype = config.mixed_precision, _param_dtype(config)
+    reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
+    sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
+    shard_dense = config.dense == "shard" and world.size > 1
+    layers = shard_model(model, experts, world, placer, sync, carrier, shard_dense=shard_dense)
+    replicated = install_reads(model, sync, step, param_dtype)
+    size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
+    for layer in layers:
+        layer.wire_dtype = config.wire_dtype
+    return _Sharded(layers=layers, placer=placer, carrier=carrier, sync=sync, step=step, replicated=replicated)
+
+
+def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
+    """Tell the planner how fast links and matrix products are, as given or measured."""
+    config, placer, layers = found.config, sharded.placer, sharded.layers
+    if config.rates is not None:
+        placer.set_rates(config.rates, because="given in hecate.Config")
+    elif found.world.size > 1:
+        dtype = layers[0].dtype if layers else _param_dtype(config) or next(model.parameters()).dtype
+        rates = measure_rates(dtype, placer.topology, found.world)
+        placer.set_rates(rates, because="measured in hecate.compile")
+
+
+def _adopt_libraries(model: nn.Module, found: _Found) -> None:
+    """Make optimizers, clipping and other libraries work with shards; ``docs/patches.md`` lists what changes."""
+    transformers_models.prepare(model)
+    if found.world.size > 1 or any(e.vectors for e in found.experts):
+        watch_optimizers()
+    if found.world.size > 1:
+        watch_clipping()
+        watch_scalers()
+        leave_unwrapped()
+        model_averaging.refuse_shards()
+        transformers_generate.adopt()
+    transformers_trainer.adopt()
+    accelerate_state.adopt()
+
+
+def _forward(
+    model: nn.Module,
+    found: _Found,
+    sharded: _Sharded,
+    traces: Traces,
+    backend: Backend,
+    changes: Changes,
+    owner_mover: OwnerMover,
+) -> CompiledForward:
+    """Return what calling the model calls, with all that happens before and after the compiled code."""
+    config, world, placer, sync = found.config, found.world, sharded.placer, sharded.sync
+    in_graphs, sparse = config.policy != "replicate", config.attention is not None
+    outside_gradients = OutsideGradients(sync)
+    for record in sharded.replicated:
+        outside_gradients.watch(record)
+    buffers = Buffers(model, sync, enabled=config.broadcast_buffers)
+    additions = Additions(
+        model,
+        sharded.replicated,
+        sync=sync,
+        step=sharded.step,
+        param_dtype=_param_dtype(config),
+        added=outside_gradients.watch,
+        changed=buffers.find,
+        changes=changes,
+    )
+    shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
+    measures = config.rates is None and can_measure(placer, world)
+    return CompiledForward(
+        traces,
+        model=model,
+        world=world,
+        records=(*sharded.layers, *shards),
+        experts=found.experts,
+        step=sharded.step,
+        owner_mover=owner_mover,
+        hidden_time=HiddenTime(placer, world) if measures else None,
+        precision=config.mixed_precision,
+        additions=additions,
+        outside_gradients=outside_gradients,
+        drift=DriftCheck(lambda: additions.records, sync, every=config.compare_every, in_forwards=in_graphs),
+        same_batches=SameBatches(world, enabled=in_graphs),
+        check_compiled=backend.check_sparse if sparse else None,
+        one_graph=sparse,
+        buffers=buffers,
+        carrier=sharded.carrier,
+    )
+
+
+def _param_dtype(config: Config) -> torch.dtype | None:
+    """Return what parameters are computed in; None for their own dtype."""
+    dtype: torch.dtype | None = config.mixed_precision.param_dtype if config.mixed_precision else None
+    return dtype
+
+
+def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule], list[PassedOver]]:
+    """As the policy wants it; with sparse attention a model may have none."""
+    if config.policy == "replicate":
+        return [], []
+    try:
+        return find_experts(model, config.experts)
+    except NoExpertsError as error:
+        described = getattr(model, "config", None)
+        # Something that may well be experts is not to be trained as if it were none without a word.
+        if config.attention is None or config.experts is not None or error.passed_over or counts_experts(described):
+            raise
+        return [], []
+
+
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the model is; for one on the meta device, where it should be."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"hecate.compile: the model is spread over {sorted(map(str, devices))}. Move it to one device per rank."
+        )
+    if devices:
+        return devices.pop()
+    if mesh is None or mesh.device_type == "cuda":
+        return local_device()
+    return torch.device(mesh.device_type)
