@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, operands
+from hecate.passes.match import name_of
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
@@ -88,8 +89,7 @@ def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
     """The first node of the piece whose call has the name of a traced operator; None if none has."""
     name = str(getattr(traced.target, "__name__", traced.target)).split(".")[0].strip("_")
     for node in nodes:
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if target.strip("_") == name:
+        if name_of(node).strip("_") == name:
             return node
     return None
 

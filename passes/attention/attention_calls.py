@@ -15,6 +15,7 @@ from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, name_in_model
+from hecate.passes.match import named
 
 # In the meta of a mask: the name of the layer that it is for.
 ATTENTION_OF = "hecate_attention"
@@ -84,13 +85,6 @@ def unrepeated(node: Node, facts: GraphFacts, *, until: Node) -> Node:
 _VIEWS = ("reshape", "view", "contiguous", "clone", "flatten")
 
 
-def _method(node: Any, *names: str) -> bool:
-    return isinstance(node, Node) and (
-        (node.op == "call_method" and node.target in names)
-        or (node.op == "call_function" and getattr(node.target, "__name__", "") in names)
-    )
-
-
 def _shape(node: Any) -> tuple[Any, ...] | None:
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -104,12 +98,12 @@ def _repeated_by_expand(node: Node) -> Node | None:
     """``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` is of x."""
     whole = _shape(node)
     inner: Any = node
-    while _method(inner, *_VIEWS) and len(_shape(inner) or ()) == 4:
+    while named(inner, *_VIEWS) and len(_shape(inner) or ()) == 4:
         inner = arg(inner, 0)
-    while _method(inner, "contiguous", "clone") and len(_shape(inner) or ()) == 5:
+    while named(inner, "contiguous", "clone") and len(_shape(inner) or ()) == 5:
         inner = arg(inner, 0)
     wide = _shape(inner)
-    if whole is None or wide is None or len(wide) != 5 or not _method(inner, "expand", "expand_as"):
+    if whole is None or wide is None or len(wide) != 5 or not named(inner, "expand", "expand_as"):
         return None
     b, heads, count, tokens, width = wide
     single: Any = arg(inner, 0)
@@ -118,7 +112,7 @@ def _repeated_by_expand(node: Node) -> Node | None:
         return None
     if not _same(whole, (b, heads * count, tokens, width)):
         return None
-    added = _method(single, "unsqueeze") or (
+    added = named(single, "unsqueeze") or (
         calls(single, operator.getitem) and isinstance(arg(single, 1), tuple) and None in arg(single, 1)
     )
     source: Any = arg(single, 0) if added else None
@@ -129,7 +123,7 @@ def _repeated_by_expand(node: Node) -> Node | None:
 
 def _repeated_by_interleave(node: Node) -> Node | None:
     """``x.repeat_interleave(n, dim=1)`` is of x."""
-    if not _method(node, "repeat_interleave") or not node.args:
+    if not named(node, "repeat_interleave") or not node.args:
         return None
     given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
     source, repeats = given.get("self"), given.get("repeats")
