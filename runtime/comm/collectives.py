@@ -1,28 +1,32 @@
 """Collectives on tensors whose first dimension is split unevenly over ranks.
 
-Everything is ``all_to_all_single`` or ``all_gather_into_tensor`` of ``torch.distributed``, or messages with gloo, so
-gloo and NCCL work alike. Sums run in rank order, which makes them deterministic.
+Everything is a collective of ``torch.distributed``, or with gloo messages (:mod:`hecate.runtime.comm.messages`). Sums
+of messages run in rank order, which makes them deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import gloo
-from hecate.runtime.comm.history import history_of
+from hecate.runtime.comm.history import current_label, history_of, labelled
+from hecate.runtime.comm.messages import FEW, Awaited, Few, carries, exchange
 from hecate.runtime.comm.supervise import supervised
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.topology import Topology
 
-# Bytes of a rank that gloo gathers sooner straight from everybody than around a ring, which takes W - 1 turns.
+# Bytes of which every rank gets everybody's sooner than a share of them, and then the shares of the sum.
 _STRAIGHT_BYTES = 2**14
+_JOINED: dict[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
+    dist.ReduceOp.MAX: lambda parts: parts.amax(0),
+    dist.ReduceOp.MIN: lambda parts: parts.amin(0),
+}
 # What a CUDA graph that is being captured will copy from the host, for whoever captures it to keep.
 _constants: list[torch.Tensor] | None = None
 # Behind parts of one tensor, so that the next begins at 16 bytes: Triton compiles another kernel where one does not.
@@ -126,10 +130,11 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
         return out.copy_(rows)
     group, rows = world.group, rows.contiguous()
 
-    def start(background: bool) -> Any:
-        if gloo.carries(group, rows.device):
-            return gloo.exchange(out, rows, receive, send, group, history_of(group).number)
-        return dist.all_to_all_single(out, rows, receive, send, group=group, async_op=background)
+    def start(tag: int) -> Awaited | None:
+        if carries(group, rows.device):
+            return exchange(out.split(receive), rows.split(send), group, tag)
+        dist.all_to_all_single(out, rows, receive, send, group=group)
+        return None
 
     supervised("all_to_all", start, rows, group, (send, receive))
     return out
@@ -148,16 +153,16 @@ def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | N
     if world.through_host and tensor.device.type != "cpu":
         return out.copy_(all_gather_even(tensor.cpu(), world).view(-1)).view(world.size, *tensor.shape)
     group, flat = world.group, tensor.reshape(-1)
-    if gloo.carries(group, tensor.device) and flat.numel() * flat.element_size() <= _STRAIGHT_BYTES:
-        copies = flat.repeat(world.size)
-        supervised(
-            "all_gather",
-            lambda background: dist.all_to_all_single(out, copies, group=group, async_op=background),
-            flat,
-            group,
-        )
-        return out.view(world.size, *tensor.shape)
-    supervised("all_gather", lambda background: _all_gather(out, flat, group=group, async_op=background), flat, group)
+
+    def start(tag: int) -> Awaited | None:
+        if carries(group, flat.device):
+            if 0 < flat.nbytes <= FEW:
+                return Few(flat, out, group, tag)
+            return exchange(out.split(flat.numel()), [flat] * world.size, group, tag)
+        _all_gather(out, flat, group=group)
+        return None
+
+    supervised("all_gather", start, flat, group)
     return out.view(world.size, *tensor.shape)
 
 
@@ -250,25 +255,38 @@ def move_shards(shard: torch.Tensor, old: Owners, new: Owners, world: World) -> 
 def broadcast(tensor: torch.Tensor, world: World) -> None:
     """Overwrite ``tensor`` with rank 0's, in place."""
     group = world.group
-    if group is not None:
-        supervised(
-            "broadcast",
-            lambda background: dist.broadcast(tensor, group=group, group_src=0, async_op=background),
-            tensor,
-            group,
-        )
+    if group is None:
+        return
+    if not carries(group, torch.device("cpu") if world.through_host else tensor.device):
+        supervised("broadcast", lambda tag: dist.broadcast(tensor, group=group, group_src=0), tensor, group)
+        return
+    flat = tensor.to("cpu").contiguous().view(-1)
+    nothing = [flat[:0]] * world.size
+    going = [flat] * world.size if world.rank == 0 else nothing
+    coming = nothing if world.rank == 0 else [flat, *nothing[1:]]
+    if world.rank == 0:
+        going[0] = flat[:0]
+    supervised("broadcast", lambda tag: exchange(coming, going, group, tag), tensor, group)
+    if world.rank != 0 and flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def all_reduce(tensor: torch.Tensor, world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Overwrite ``tensor`` with the sum over ranks, or what else ``op`` is, in place."""
+    """Overwrite ``tensor`` with the sum over ranks, or their ``MAX`` or ``MIN``, in place."""
     group = world.group
-    if group is not None:
-        supervised(
-            "all_reduce",
-            lambda background: dist.all_reduce(tensor, op=op, group=group, async_op=background),
-            tensor,
-            group,
-        )
+    if group is None:
+        return
+    if not carries(group, torch.device("cpu") if world.through_host else tensor.device):
+        supervised("all_reduce", lambda tag: dist.all_reduce(tensor, op=op, group=group), tensor, group)
+        return
+    flat, join = tensor.detach().to("cpu").reshape(-1), _JOINED[op]
+    with labelled(current_label() or f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"):
+        if flat.nbytes <= _STRAIGHT_BYTES:
+            total = join(all_gather_even(flat, world))
+        else:
+            everybody, shares = range(world.size), _shares(flat.numel(), world.size)
+            total = _all_shares(join(_gathered(flat, everybody, shares, world)), everybody, shares, world)
+    tensor.copy_(total.view(tensor.shape))
 
 
 def all_reduce_by_nodes(flat: torch.Tensor, topology: Topology, world: World) -> None:
@@ -289,13 +307,13 @@ def all_reduce_by_nodes(flat: torch.Tensor, topology: Topology, world: World) ->
     place = neighbours.index(world.rank)
     across = [ranks[place] for ranks in topology.members]
     shares = _shares(flat.numel(), len(neighbours))
-    part = _sum_of_shares(flat, neighbours, shares, world)
+    part = _gathered(flat, neighbours, shares, world).sum(0)
     if len(across) == 2:
         # Two exchange what they have in one step, and send no more than in two.
         part = _all_shares(part, across, [len(part)] * 2, world).view(2, -1).sum(0)
     else:
         parts = _shares(len(part), len(across))
-        part = _all_shares(_sum_of_shares(part, across, parts, world), across, parts, world)
+        part = _all_shares(_gathered(part, across, parts, world).sum(0), across, parts, world)
     flat.copy_(_all_shares(part, neighbours, shares, world))
 
 
@@ -304,11 +322,11 @@ def _shares(length: int, among: int) -> list[int]:
     return [length * (index + 1) // among - length * index // among for index in range(among)]
 
 
-def _sum_of_shares(flat: torch.Tensor, ranks: Sequence[int], shares: list[int], world: World) -> torch.Tensor:
-    """Of this rank's share, the sum over ``ranks``, which share out ``flat`` as ``shares`` says."""
+def _gathered(flat: torch.Tensor, ranks: Sequence[int], shares: list[int], world: World) -> torch.Tensor:
+    """This rank's share of ``flat`` from each of ``ranks``, which share it out as ``shares`` says: ``[n, share]``."""
     mine = shares[ranks.index(world.rank)]
     received = all_to_all(flat, _to(ranks, shares, world), _to(ranks, [mine] * len(ranks), world), world)
-    return received.view(len(ranks), mine).sum(0)
+    return received.view(len(ranks), mine)
 
 
 def _all_shares(share: torch.Tensor, ranks: Sequence[int], shares: list[int], world: World) -> torch.Tensor:

@@ -43,11 +43,6 @@ _process = 0
 _failed_at: Mapping[str, int] = {}
 
 
-def consequences() -> int:
-    """How often this rank has raised because of others."""
-    return _consequences
-
-
 def note_consequence() -> None:
     """This rank raises because of others. What it raises from now on may come from that, and is not told."""
     global _consequences

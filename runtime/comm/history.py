@@ -98,6 +98,11 @@ class History:
         self._calls.append((number, kind, label, values, tensor.dtype, send, receive))
 
     @property
+    def order(self) -> int:
+        """A hash of 32 bits of all collectives so far, but for their splits; equal on ranks that started the same."""
+        return self._order
+
+    @property
     def proof(self) -> list[int]:
         """Two numbers for :func:`proven`: one is the same on all ranks, the other adds up to nothing over them."""
         return [self._order, self._balance]

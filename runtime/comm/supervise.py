@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import failures, faults, gloo
+from hecate.runtime.comm import failures, faults
 from hecate.runtime.comm.history import current_label, history_of
+from hecate.runtime.comm.messages import Awaited, carries, check_connections, cut_off
 from hecate.runtime.comm.waiting import Wait, timeout_of, watched
 
+# Seconds between two looks at what is waited for.
+ROUND = 1.0
 # Seconds of a wait after which connections to ranks that tell nothing are looked at.
 _PATIENT = 4.0
 _HOST = torch.device("cpu")
@@ -27,7 +29,7 @@ _EARLY, _PART = 10.0, 0.1
 
 def supervised(
     kind: str,
-    start: Callable[[bool], Any],
+    start: Callable[[int], Awaited | None],
     tensor: torch.Tensor,
     group: dist.ProcessGroup,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
@@ -36,7 +38,8 @@ def supervised(
 
     Args:
         kind: what it is called in ``torch.distributed``: "all_to_all".
-        start: begins it; gets ``async_op``.
+        start: begins it; gets a tag that is equal on all ranks which are in the same collective, and in no other.
+            Returns what is waited for, if it goes over gloo.
         tensor: what is communicated.
         splits: rows to and from each rank, of an all-to-all.
 
@@ -46,16 +49,17 @@ def supervised(
     """
     begin(kind, tensor, group, splits)
     with watched(group, current_label()) as wait:
-        if not gloo.carries(group, tensor.device):
-            start(False)
-            return
         try:
-            gloo.wait_in_rounds(start(True), lambda: _leave(wait))
+            awaited = start(history_of(group).order)
+            while awaited is not None and not awaited.wait(ROUND):
+                _leave(wait)
         except RuntimeError as error:
-            raise _broken(wait, error, gloo.cut_off) from (None if isinstance(error, _Left) else error)
+            end = cut_off if carries(group, _HOST) else None
+            raise _broken(wait, error, end) from (None if isinstance(error, _Left) else error)
         except BaseException:
             # Interrupted. What is on its way would keep the process from ending.
-            gloo.cut_off(group)
+            if carries(group, _HOST):
+                cut_off(group)
             raise
 
 
@@ -83,7 +87,7 @@ def _poll(ended: Callable[[], bool], wait: Wait) -> None:
     while not ended():
         now = time.monotonic()
         waited = now - wait.since
-        if now - looked > gloo.ROUND.total_seconds():
+        if now - looked > ROUND:
             looked = now
             _leave(wait)
             if waited > longest:
@@ -126,18 +130,16 @@ def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
             raise _broken(wait, error) from error
 
 
-def _broken(
-    wait: Wait, error: RuntimeError, cut_off: Callable[[dist.ProcessGroup], None] | None = None
-) -> RuntimeError:
+def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], None] | None = None) -> RuntimeError:
     """What to raise in place of ``error``, which ends a wait. Its group is given up.
 
     Args:
-        cut_off: ends what is on its way.
+        end: ends what is on its way.
     """
     problem = wait.problem or faults.reason(wait.group, error)
     faults.give_up(wait.group, problem, wait.what)
-    if cut_off is not None:
-        cut_off(wait.group)
+    if end is not None:
+        end(wait.group)
     return problem.error_in(wait.what)
 
 
@@ -159,5 +161,5 @@ def _leave(wait: Wait) -> None:
     if wait.problem is not None:
         raise _Left
     # Whoever waits for so long has heard of the others by then. A group of NCCL alone has no connections of gloo's.
-    if time.monotonic() - wait.since > _PATIENT and gloo.carries(wait.group, _HOST):
-        gloo.check_connections(wait.group, faults.unheard(wait.group))
+    if time.monotonic() - wait.since > _PATIENT and carries(wait.group, _HOST):
+        check_connections(wait.group, faults.unheard(wait.group))

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hecate.runtime.comm import bulletin as bulletins
-from hecate.runtime.comm import failures, faults, gloo, program
+from hecate.runtime.comm import failures, faults, program
 from hecate.runtime.comm.bulletin import add_part, bulletin, entry_of
 from hecate.runtime.comm.history import from_plain, history_of
 from hecate.runtime.comm.start import store_of
@@ -165,7 +165,6 @@ def _start() -> None:
             if _watcher is None:
                 bulletin()
                 failures.watch_program()
-                gloo.hold_fatal_errors(failures.consequences)
                 _watcher = threading.Thread(target=_watch, name="hecate-waiting", daemon=True)
                 _watcher.start()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import collectives, gloo
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.placement import Placement
@@ -218,7 +218,7 @@ def _log_collectives() -> list[str]:
 
     for name in ("all_to_all_single", "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor"):
         logged(dist, name)
-    logged(gloo, "exchange")
+    logged(collectives, "exchange")
     original = collectives._all_gather
     collectives._all_gather = lambda *args, **kwargs: (calls.append("all_gather_single"), original(*args, **kwargs))[
         1

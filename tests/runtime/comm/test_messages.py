@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import collectives, gloo
+from hecate.runtime.comm import collectives, messages
+from hecate.runtime.comm.history import history_of
 from hecate.runtime.comm.world import World
 from tests.support.ranks import RanksFailed, run_ranks
 
 _HERE = "tests.runtime.comm.test_messages"
-_SOON = timedelta(milliseconds=10)
+SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+_SOON, _LATE = 0.01, 60
 
 
 class Pretended:
@@ -57,21 +59,31 @@ class Pretended:
             raise RuntimeError("Connection closed by peer")
 
 
-def exchange(group: Any, receive: list[int], send: list[int]) -> gloo.Messages:
+def exchange(group: Any, receive: list[int], send: list[int], tag: int = 7) -> messages.Messages:
     out, rows = torch.zeros(sum(receive), 2), torch.arange(2.0 * sum(send)).view(-1, 2)
-    return gloo.exchange(out, rows, receive, send, group, 7)
+    return messages.exchange(out.split(receive), rows.split(send), group, tag)
 
 
 def test_all_is_asked_for_before_anything_is_sent_and_nothing_is_no_message() -> None:
     group = Pretended(1, 4)
     exchange(group, [3, 2, 0, 4], [0, 2, 5, 1]).wait()
     assert group.asked == [("receive", 0, 3), ("receive", 3, 4), ("send", 2, 5), ("send", 3, 1)]
-    assert group.tags == {7}, "rows of another exchange are never taken for these"
+
+
+def test_a_message_is_taken_by_its_own_collective_alone_and_by_none_that_expects_another_length() -> None:
+    tags: list[set[int]] = []
+    for tag, rows in ((7, 3), (8, 3), (7, 4)):
+        group = Pretended(0, 2)
+        exchange(group, [0, rows], [0, rows], tag).wait()
+        assert len(group.tags) == 1, "who sends and who receives the same agree"
+        tags.append(group.tags)
+    assert len(set.union(*tags)) == 3
+    assert all(0 <= tag < 2**31 - 2 for tag in set.union(*tags))
 
 
 def test_own_rows_stay_here() -> None:
     out, rows = torch.zeros(3), torch.arange(4.0)
-    gloo.exchange(out, rows, [2, 1], [3, 1], Pretended(1, 2), 0).wait()
+    messages.exchange(out.split([2, 1]), rows.split([3, 1]), Pretended(1, 2), 0).wait()
     assert out.tolist() == [0, 0, 3]
     with pytest.raises(RuntimeError, match="sends itself 1 rows and expects 2"):
         exchange(Pretended(1, 2), [2, 2], [3, 1])
@@ -80,21 +92,17 @@ def test_own_rows_stay_here() -> None:
 def test_messages_that_never_come_are_left_and_hold_up_no_others() -> None:
     until = threading.Event()
     left = exchange(Pretended(0, 2, until), [1, 1], [1, 1])
-    with pytest.raises(RuntimeError, match="on their way"):
-        left.wait(_SOON)
-    assert not left.is_completed()
-    exchange(Pretended(0, 2), [1, 1], [1, 1]).wait(timedelta(seconds=60))
+    assert not left.wait(_SOON)
+    assert exchange(Pretended(0, 2), [1, 1], [1, 1]).wait(_LATE)
     until.set()
-    left.wait(timedelta(seconds=60))
-    assert left.is_completed()
+    assert left.wait(_LATE)
 
 
 def test_the_error_of_a_message_is_raised_where_it_is_waited_for() -> None:
-    messages = exchange(Pretended(0, 2, fails=True), [1, 1], [1, 1])
+    failing = exchange(Pretended(0, 2, fails=True), [1, 1], [1, 1])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed by peer"):
-            messages.wait()
-    assert messages.is_completed()
+            failing.wait()
 
 
 def test_a_thread_that_ends_takes_its_messenger_along() -> None:
@@ -128,9 +136,19 @@ def on_ranks() -> str:
         got = collectives.all_to_all(rows[rank], splits[rank].tolist(), splits[:, rank].tolist(), world)
         parts = [all.split(sent.tolist())[rank] for all, sent in zip(rows, splits, strict=True)]
         assert torch.equal(got, torch.cat(parts))
-        total = torch.ones(1)
-        collectives.all_reduce(total, world)
-        assert total.item() == size
+        # Short ones go to everybody, of long ones each rank adds up a share.
+        for length in (1, 3, 20_001):
+            sums = [torch.arange(length) % 7 + 10 * number for number in range(size)]
+            for op, want in ((SUM, sum(sums)), (MAX, sums[-1]), (MIN, sums[0])):
+                total = sums[rank].to(dtype, copy=True)
+                if dtype.is_floating_point or dtype is torch.int64:
+                    collectives.all_reduce(total, world, op)
+                    assert torch.equal(total, torch.as_tensor(want).to(dtype))
+            whole = collectives.all_gather_even(sums[rank].to(dtype), world)
+            assert torch.equal(whole, torch.stack(sums).to(dtype))
+            given = torch.stack([sums[rank]] * 2).to(dtype).T
+            collectives.broadcast(given, world)
+            assert torch.equal(given, torch.stack([sums[0]] * 2).to(dtype).T)
     # Ranks run ahead of each other, each in its turn.
     for number in range(30):
         time.sleep(0.01 * (number // 10 == rank))
@@ -170,7 +188,9 @@ def die_amid_a_message() -> None:
     if rank == 0:
         collectives.all_to_all(torch.ones(many), splits, splits, world)
     out = torch.zeros(many)
-    gloo.exchange(out, torch.ones(many), splits, splits, dist.group.WORLD, 2)
+    history = history_of(dist.group.WORLD)
+    history.add("all_to_all", out, (splits, splits))
+    messages.exchange(out.split(splits), torch.ones(many).split(splits), dist.group.WORLD, history.order)
     while not out[0]:
         pass
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import bulletin, collectives, gloo, queue, waiting
+from hecate.runtime.comm import bulletin, collectives, queue, supervise, waiting
+from hecate.runtime.comm.history import history_of
 from hecate.runtime.comm.queue import CollectiveQueue, Job
 from hecate.runtime.comm.stream_lane import StreamLane
 from hecate.runtime.comm.supervise import begin, wait_for_device
@@ -53,7 +54,11 @@ class Device(Cuda):
         """What is done for a collective of NCCL: it is launched."""
         begin(kind, tensor, group, splits)
         with waiting.watched(group):
-            self.launched.append((lambda: False) if self.stuck else start(True).is_completed)
+            if self.stuck:
+                self.launched.append(lambda: False)
+                return
+            awaited = start(history_of(group).order)
+            self.launched.append(lambda: awaited is None or awaited.wait(0.05))
 
 
 class _Event(Event):
@@ -77,7 +82,7 @@ def wait_in_vain(fault: str, on_stream: bool, quick: bool = True) -> tuple[str, 
         quick: ranks tell each other more often.
     """
     if quick:
-        bulletin.EVERY, waiting.TOLD, gloo.ROUND = 0.1, 0.3, timedelta(seconds=0.1)
+        bulletin.EVERY, waiting.TOLD, supervise.ROUND = 0.1, 0.3, 0.1
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=_SHORT if fault == "late" else _LONG))

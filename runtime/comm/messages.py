@@ -1,0 +1,261 @@
+"""Collectives over gloo, as messages between pairs of ranks.
+
+The tag of a message is a hash of all that its rank has started on the group, and of its length. So ranks that do
+different things never take each other's messages: they wait, until it is found out who does what
+(:mod:`hecate.runtime.comm.supervise`). In gloo's own collectives a rank takes a shorter message for the whole, and
+its process ends without a word at a longer one. So of these there is only one, whose length is always the same.
+
+- All that comes is asked for before anything is sent, and ranks that have nothing for each other send no message. In
+  gloo's own all-to-all a rank asks another for its rows behind those that it sends to it, on the same connection: one
+  that comes late gets nothing until its own rows have left, and all ranks wait for all.
+- A message cannot be waited for in rounds: the end of the first would close all connections of the group. A thread of
+  its own waits, and is left behind with what does not come, until the group's timeout.
+- Of a message that is half there gloo does not say that its connection was closed, see :func:`check_connections`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# How long a look at connections takes.
+_LOOK = 1.0
+# Bytes of a rank that are gathered by one collective of gloo's.
+FEW = 2**10
+# A tag that no message has, and that of messages which nobody reads. All others have lower ones.
+_NOBODY, _PROBE = 2**31 - 1, 2**31 - 2
+# Odd, so that messages of different lengths have different tags.
+_FACTOR = 0x9E3779B1
+
+
+# By group, whether gloo carries what is on the host.
+_carried: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether what is on ``device`` travels as messages over gloo."""
+    found = _carried.get(group)
+    if found is None:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+        found = _carried[group] = any((kind, backend) == ("cpu", "gloo") for kind, _, backend in pairs)
+    return found and device.type == "cpu"
+
+
+class Awaited(Protocol):
+    """A collective over gloo that is on its way."""
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Return whether it is done, after ``seconds`` at the latest.
+
+        Raises:
+            RuntimeError: a connection was closed; or the group's timeout is over.
+        """
+
+
+class Messages:
+    """Messages that are on their way.
+
+    Args:
+        work: sends and receives them, and returns when that is done.
+
+    Attributes:
+        under_way: locked until all have left and come, or none will any more.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self.under_way = threading.Lock()
+        self.under_way.acquire()
+
+    def run(self) -> None:
+        """In a thread that may be left in it."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            # Frames would keep what they send.
+            self._error = error.with_traceback(None)
+        finally:
+            self._work = None
+            self.under_way.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """As :meth:`Awaited.wait`."""
+        if not self.under_way.acquire(timeout=seconds):
+            return False
+        self.under_way.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class _Messenger:
+    """A thread that runs one exchange of messages after the other; it ends when this is let go."""
+
+    def __init__(self) -> None:
+        self._last: threading.Lock | None = None
+        self._inbox: SimpleQueue[Messages | None] = SimpleQueue()
+        # A daemon: it may be left in messages that never come.
+        threading.Thread(target=_run, args=(self._inbox,), name="hecate-messages", daemon=True).start()
+        weakref.finalize(self, self._inbox.put, None).atexit = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is in an exchange that nobody waits for any more."""
+        return self._last is not None and self._last.locked()
+
+    def give(self, messages: Messages) -> None:
+        # Not the messages: an error in them holds all frames that it goes through.
+        self._last = messages.under_way
+        self._inbox.put(messages)
+
+
+def _run(inbox: SimpleQueue[Messages | None]) -> None:
+    while (messages := inbox.get()) is not None:
+        messages.run()
+        # What they held goes with them, not with the next ones.
+        del messages
+
+
+class _Messengers(threading.local):
+    """Of each thread that exchanges messages the one that does it for this thread."""
+
+    own: _Messenger | None = None
+
+
+_messengers = _Messengers()
+
+
+def exchange(
+    coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
+) -> Messages:
+    """Start to send ``going[w]`` to each rank w, and to receive ``coming[w]`` from it.
+
+    Args:
+        coming, going: contiguous, of length W; empty where there is nothing to send. The own ones are of equal shape.
+        tag: equal on all ranks that are in the same collective, and in no other.
+
+    Raises:
+        RuntimeError: a rank sends itself another number of rows than it expects.
+    """
+    rank, inference = group.rank(), torch.is_inference_mode_enabled()
+    if len(coming[rank]) != len(going[rank]):
+        raise RuntimeError(f"rank {rank} sends itself {len(going[rank])} rows and expects {len(coming[rank])}")
+
+    def work() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            _exchange(coming, going, group, tag)
+
+    messages, own = Messages(work), _messengers.own
+    if own is None or own.is_left:
+        own = _messengers.own = _Messenger()
+    own.give(messages)
+    if len(going[rank]) and coming[rank] is not going[rank]:
+        coming[rank].copy_(going[rank])
+    return messages
+
+
+def _exchange(
+    coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
+) -> None:
+    rank, size = group.rank(), group.size()
+    # Not all ranks begin with the same one.
+    turns = [(rank + turn) % size for turn in range(1, size)]
+    works: list[Any] = []
+    for other in reversed(turns):
+        if len(coming[other]):
+            works.append(group.recv([coming[other]], other, _tag(tag, coming[other])))
+    for other in turns:
+        if len(going[other]):
+            works.append(group.send([going[other]], other, _tag(tag, going[other])))
+    for one in works:
+        one.wait()
+
+
+def _tag(tag: int, tensor: torch.Tensor) -> int:
+    return (tag ^ (tensor.nbytes * _FACTOR)) % _PROBE
+
+
+class Few:
+    """A gather of few bytes by gloo's own all-to-all, of one length for all of them, with the tag in front.
+
+    It takes no thread of Python's, so counts of rows, which all wait for, are there sooner.
+
+    Args:
+        flat: of as many bytes on all ranks, :data:`FEW` at most.
+        out: W times as long.
+    """
+
+    def __init__(self, flat: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        size, line = group.size(), torch.zeros(8 + FEW, dtype=torch.uint8, device="cpu")
+        line[:8].view(torch.int64).fill_(tag)
+        line[8 : 8 + flat.nbytes] = flat.view(torch.uint8)
+        self._out, self._tag = out.view(torch.uint8).view(size, -1), tag
+        self._lines, lines = line.new_empty((size, 8 + FEW)), line.expand(size, -1).contiguous()
+        self._work: Any = dist.all_to_all_single(self._lines, lines, group=group, async_op=True)
+
+    def wait(self, seconds: float = -1) -> bool:
+        """As :meth:`Awaited.wait`; raises, too, if a rank is in another one."""
+        try:
+            self._work.wait(timedelta(seconds=seconds)) if seconds >= 0 else self._work.wait()
+        except RuntimeError:
+            # Whether it was the time that ended or the collective, only the collective knows.
+            if not self._work.is_completed():
+                return False
+            self._work.wait()
+        if (self._lines[:, :8].contiguous().view(torch.int64) != self._tag).any():
+            raise RuntimeError("ranks are in different collectives")
+        self._out.copy_(self._lines[:, 8 : 8 + self._out.shape[1]])
+        return True
+
+
+def cut_off(group: dist.ProcessGroup) -> None:
+    """Close the connections of ``group``. What is on its way fails, here and on peers; nothing works afterwards.
+
+    The process of a rank that left a collective of gloo's own would not end before its timeout.
+    """
+    threading.Thread(target=_cut_off, args=(group,), name="hecate-cut-off", daemon=True).start()
+
+
+def _cut_off(group: dist.ProcessGroup) -> None:
+    # A receive that times out closes all connections of its group; gloo has no other way.
+    peer = (group.rank() + 1) % group.size()
+    with suppress(Exception):
+        group.recv([torch.empty(1, device="cpu")], peer, _NOBODY).wait(timedelta(milliseconds=1))
+
+
+def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Of a message that is half there gloo does not say when its connection is closed, but of one that begins.
+
+    Args:
+        ranks: of which nothing was heard for a while. One that is only slow gets a message that it never reads.
+
+    Raises:
+        RuntimeError: the connection to one of them is closed.
+    """
+    if not ranks:
+        return
+    errors: list[RuntimeError] = []
+    # It may block as any message may.
+    prober = threading.Thread(target=_probe, args=(group, ranks, errors), name="hecate-probe", daemon=True)
+    prober.start()
+    prober.join(_LOOK)
+    if errors:
+        raise errors[0]
+
+
+def _probe(group: dist.ProcessGroup, ranks: Sequence[int], errors: list[RuntimeError]) -> None:
+    try:
+        for other in ranks:
+            group.send([torch.empty(0, device="cpu")], other, _PROBE)
+    except RuntimeError as error:
+        errors.append(error)
