@@ -7,12 +7,14 @@ libraries is listed in ``docs/patches.md``.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, fx, nn
 
 # What Dynamo and AOTAutograd offer to backends.
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_entries
@@ -42,6 +44,11 @@ from torch._logging import trace_structured
 # The types of operators, and of values that are only traced.
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# What DCP keeps and reads.
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.state_dict import _init_optim_state as init_optimizer_state
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -204,7 +211,65 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+# Groups of processes.
+
+default_group = dist.distributed_c10d._get_default_group
+default_store = dist.distributed_c10d._get_default_store
+group_named = dist.distributed_c10d._resolve_process_group
+
+
+def groups() -> dict[dist.ProcessGroup, tuple[str, Any]]:
+    """Return the backend and the store of each group that there is."""
+    return dist.distributed_c10d._world.pg_map
+
+
+def timeout_on(group: dist.ProcessGroup, device: str) -> datetime.timedelta | None:
+    """Return how long ranks of a group wait for each other on a kind of device; a fake group does not say."""
+    found: datetime.timedelta | None = getattr(group._get_backend(torch.device(device)).options, "_timeout", None)
+    return found
+
+
+def count_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives a group has begun."""
+    number: int = cast(Any, group)._get_sequence_number_for_group()
+    return number
+
+
+def fake_store() -> Any:
+    """Return the store of a group of ranks that are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 # Nodes of graphs.
+
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number for the memory of a tensor, which views of it share."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Return whether a node was taken out of its graph."""
+    return node._erased
+
+
+def names_in(graph: fx.Graph) -> Any:
+    """Return the names that nodes of a graph have had, which new ones do not get."""
+    return graph._graph_namespace._used_names
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node a name, with a number after it if another one has it."""
+    node._rename(name)
+
+
+def qualified_name(packet: OpOverloadPacket) -> str:
+    """Return the name of an operator with its namespace, ``"aten::add"``."""
+    return packet._qualified_op_name
 
 
 def dynamo_source(node: Any) -> Any:
@@ -234,3 +299,35 @@ def prepared(accelerator: Any) -> tuple[list[Any], list[Any]]:
 
 def set_prepared(accelerator: Any, models: list[Any], optimizers: list[Any]) -> None:
     accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def weight_conversions(model: Any) -> list[Any] | None:
+    """Return how transformers converts a model's weights between files and parameters; None for not at all."""
+    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    return found
+
+
+def set_weight_conversions(model: Any, conversions: list[Any] | None) -> None:
+    model._weight_conversions = conversions
+
+
+def names_left_out_of_files(model: Any) -> tuple[str, ...]:
+    """Return the names of tensors that transformers does not save."""
+    return tuple(model._keys_to_ignore_on_save or ())
+
+
+def dtypes_kept_apart(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return which parameters transformers keeps in another dtype, by name, where a model is loaded in ``dtype``."""
+    found: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return found
+
+
+def adjust_missing_and_unexpected(model: Any, report: Any) -> None:
+    """Take out of a report of transformers what a model says may be missing or unexpected."""
+    model._adjust_missing_and_unexpected_keys(report)
+
+
+def is_transposed(wrapper: Any) -> bool:
+    """Return whether PEFT's adapter takes a parameter's dimensions in the other order than it had guessed."""
+    swapped: bool = wrapper._did_swap_in_out_features
+    return not swapped

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.private import groups
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.start import new_group_beside
 from hecate.runtime.comm.waiting import doing, meet
@@ -141,7 +142,7 @@ def ranks_of(model: nn.Module | None, function: str) -> Ranks:
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, made when it is first asked for: training goes on while a thread saves."""
     own = _groups.get(group.group_name)
-    if own is None or own not in dist.distributed_c10d._world.pg_map:
+    if own is None or own not in groups():
         own = new_group_beside(group, backend="gloo", timeout=None, what="hecate checkpoints")
         _groups[group.group_name] = own
     return own

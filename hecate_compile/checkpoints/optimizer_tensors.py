@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.state_dicts import Site, sites_of
+from hecate.private import init_optimizer_state
 from hecate.training.optimizer_state import (
     bring_along,
     note_owners,
@@ -236,7 +236,7 @@ def get_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str
     """
     if not optimizer.state:
         with stepping_does_not_count(optimizer):
-            _init_optim_state(optimizer)
+            init_optimizer_state(optimizer)
     found = optimizer_tensors(model, optimizer)
     state: dict[str, dict[str, Any]] = {name: dict(tensors) for name, tensors in found.tensors.items()}
     for name, plain in found.plain.items():

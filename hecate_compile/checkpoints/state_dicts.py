@@ -14,6 +14,7 @@ from torch import nn
 
 from hecate.checkpoints.logical_tensor import LogicalTensor, Piece
 from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
@@ -81,7 +82,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
         for experts in compiled_model_of(model, "save").experts:
             members[id(experts.module)] = names_of_members(experts)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             if parameter is not None:
                 name = f"{prefix}.{key}".lstrip(".")
                 own = members.get(id(module), {}).get(key, ())
@@ -112,6 +113,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.{key}".lstrip("."): buffer.detach()
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key not in module._non_persistent_buffers_set
+        for key, buffer in buffers_of(module).items()
+        if buffer is not None and is_persistent(module, key)
     }

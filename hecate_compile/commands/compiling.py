@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from torch._dynamo.exc import (
+
+from hecate.commands.console import console
+from hecate.private import (
     FailOnRecompileLimitHit,
     TorchRuntimeError,
     UncapturedHigherOrderOpError,
     Unsupported,
     UserError,
 )
-
-from hecate.commands.console import console
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.simulator.fake_ranks import CaptureError
 from hecate.wrap.find_experts import NoExpertsError

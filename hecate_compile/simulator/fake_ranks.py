@@ -13,7 +13,7 @@ from torch import nn
 from hecate.compilation import compile
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
-from hecate.private import dynamo_counters, reset_dynamo
+from hecate.private import dynamo_counters, fake_store, reset_dynamo
 from hecate.simulator.cluster import ClusterSpec
 
 
@@ -30,9 +30,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise CaptureError("hecate: a simulation needs a process of its own, without torch.distributed")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=count)
     try:
         # Dynamo would take graphs of an earlier capture with as many ranks for these.
         reset_dynamo()

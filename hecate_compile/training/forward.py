@@ -276,7 +276,7 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
         "force_parameter_static_shapes": False,
         # What a checkpointed layer appends to a list outside of it, such as the router logits that transformers
         # records, is a graph break otherwise. Recomputing the layer does not append again.
-        **({_SIDE_EFFECTS: True} if hasattr(torch._dynamo.config, _SIDE_EFFECTS) else {}),
+        **({_SIDE_EFFECTS: True} if hasattr(dynamo_config, _SIDE_EFFECTS) else {}),
         # Routing makes sizes that depend on data; without these every one of them is a graph break.
         **(CAPTURED if sharded else {}),
         # So is a line in a log (the last two are what transformers adds); traced code does not log.

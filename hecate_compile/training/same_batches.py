@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from hecate.private import is_traceable_wrapper_subclass, tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hecate.private import parameters_of
+from hecate.private import is_transposed, parameters_of
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.swapped_class import swap_class
 
@@ -116,7 +116,7 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
         _path(wrapper, experts.module),
         f"{key}_lora_A",
         f"{key}_lora_B",
-        transposed=not wrapper._did_swap_in_out_features,
+        transposed=is_transposed(wrapper),
     )
     inner = experts.module
     with torch.no_grad():

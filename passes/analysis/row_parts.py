@@ -13,6 +13,7 @@ from hecate.passes.analysis.torch_values import GraphFacts, storage_of, value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, describe, is_getitem
 from hecate.passes.match import LINE, ORDER, is_cast, match, named
+from hecate.private import is_erased
 
 
 def keeps_rows(node: Node) -> bool:
@@ -134,7 +135,7 @@ def inverts(facts: GraphFacts, user: Node, order: Node) -> bool:
         return arg(inverse, 0) is order and len(inverse.args) == 1 and not inverse.kwargs.get("descending")
     # inverse = empty_like(order); inverse[order] = arange(len(order))
     made = named(inverse, "empty_like", "zeros_like") and arg(inverse, 0) is order
-    changes = [node for node, storage in facts.changes if storage == storage_of(inverse) and not node._erased]
+    changes = [node for node, storage in facts.changes if storage == storage_of(inverse) and not is_erased(node)]
     if not made or len(changes) != 1 or not calls(changes[0], operator.setitem) or changes[0] > user:
         return False
     target, index, values = (arg(changes[0], position) for position in range(3))

@@ -21,7 +21,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -29,6 +28,7 @@ from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, operands
 from hecate.passes.match import name_of
+from hecate.private import FakeTensorMode, OpOverload
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
@@ -217,7 +217,7 @@ def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bo
         return len(arg(node, 1)) <= results[0].ndim - depth
     if target in _ALONG:
         return _not_along_first(node, _ALONG[target], depth)
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
         return all(_aligned(n, counted, results[0], leading) for n in node.all_input_nodes)
     return False
 

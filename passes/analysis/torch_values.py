@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, describe
+from hecate.private import enter_autocast, is_erased, memory_of, set_grad_enabled
 
 # What a user can do about reasons that several passes have.
 PLAIN_FORM = (
@@ -73,7 +74,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 def storage_of(node: Any) -> int | None:
     """Identity of the memory behind a node's tensor; views share it. None where nothing is known."""
     value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 # What to do where autocast is in the way.
@@ -82,7 +83,7 @@ NO_AUTOCAST = "Config(mixed_precision=...) in place of autocast"
 
 def under_autocast(graph: Graph) -> bool:
     """Whether the model runs under autocast, or some of it does; a grouped matmul does not know it."""
-    enters = [node for node in graph.nodes if calls(node, torch.amp.autocast_mode._enter_autocast)]
+    enters = [node for node in graph.nodes if calls(node, enter_autocast)]
     # Models also switch it off, around a gate.
     inside = any(arg(node, 2) is not False for node in enters)
     return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -110,7 +111,7 @@ class GraphFacts:
         enabled = True
         for node in self.graph.nodes:
             modes[node] = enabled
-            if calls(node, torch._C._set_grad_enabled):
+            if calls(node, set_grad_enabled):
                 enabled = bool(arg(node, 0))
         return modes
 
@@ -158,7 +159,7 @@ class GraphFacts:
             if storage is not None:
                 made[storage] = min(value, made.get(storage, value))
         for node, storage in self.changes:
-            if node._erased or node > until:
+            if is_erased(node) or node > until:
                 continue
             if storage is None or (storage in made and node > made[storage]):
                 raise Refused(f"in-place {describe(node)}", node, fix=PLAIN_FORM)

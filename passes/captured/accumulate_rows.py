@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, arg, calls, closure_forward, is_getitem
+from hecate.private import is_erased
 
 
 def accumulate_rows(gm: GraphModule, context: PassContext) -> Outcome:
@@ -48,7 +49,7 @@ def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
     if lengths is None or not all(calls(user, torch.ops.aten.sym_size.int) for user in lengths) or added is read:
         return False
     memory = {storage_of(out), storage_of(mask), None}
-    if any(not node._erased and read < node < write and storage in memory for node, storage in changes):
+    if any(not is_erased(node) and read < node < write and storage in memory for node, storage in changes):
         return False
     here = Builder(write.graph, before=write)
     rows = value_of(added)

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import Builder, calls, is_getitem, operands, skip_of
+from hecate.private import HigherOrderOperator
 from hecate.runtime.ops.dense import get_dense_shard
 
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
@@ -72,7 +73,7 @@ def _by_block(graph: Graph, facts: GraphFacts) -> list[list[_Read]]:
     passed = 0
     for node in graph.nodes:
         # A block that is recomputed is a graph of its own, but what comes after it is still not what was before.
-        passed += isinstance(node.target, torch._ops.HigherOrderOperator)
+        passed += isinstance(node.target, HigherOrderOperator)
         read = _read_at(node)
         if read is None:
             continue

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import NO_AUTOCAST, under_autocast, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import arg, calls, describe, line_of
+from hecate.private import grouped_mm
 
 _SPELLING = "call torch.nn.functional.grouped_mm(rows, weight, offs=offsets) without bias and out_dtype"
 _NOT_CAST = "its experts compute in float32, and rows travel so: autocast does not reach grouped matmuls"
@@ -71,7 +72,7 @@ def _gathers_behind(weight: Node) -> list[Node]:
 
 
 def _spellings() -> list[Any]:
-    found: list[Any] = [torch._grouped_mm]
+    found: list[Any] = [grouped_mm]
     if hasattr(torch.nn.functional, "grouped_mm"):
         found.append(torch.nn.functional.grouped_mm)
     # Registered when transformers is imported; absent otherwise.

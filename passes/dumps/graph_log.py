@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from torch._logging import trace_structured
 from torch.fx import GraphModule
 
 from hecate.passes.base import PassRecord
@@ -15,6 +14,7 @@ from hecate.passes.dumps.harmless import harmless
 from hecate.passes.dumps.printing import Line, print_graph, text_of_lines
 from hecate.passes.dumps.steps import Step
 from hecate.passes.dumps.value_names import short_names
+from hecate.private import trace_structured
 
 
 class Reader(Protocol):

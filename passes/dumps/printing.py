@@ -24,6 +24,7 @@ from hecate.passes.dumps.shapes import LEGEND, letters_of, text_of, value_of
 from hecate.passes.dumps.sources import source_of
 from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fx import is_getitem, line_of
+from hecate.private import HigherOrderOperator, OpOverload, OpOverloadPacket
 from hecate.runtime.comm.collective import collective_of
 
 
@@ -144,9 +145,9 @@ def _index(index: Any) -> str:
 
 def _called(target: Any) -> str:
     """The dotted name of a function."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{target}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     name = str(getattr(target, "__name__", target))
     module = getattr(target, "__module__", None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import GraphModule, Node
 
 from hecate.passes.fx import name_in_model
+from hecate.private import PlainAOTInput
 
 
 def source_of(node: Node) -> str:

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from hecate.passes.dumps.sources import source_of
 from hecate.passes.fx import BODY_OF, closure_forward, is_getitem, note
-from hecate.private import OpOverload, OpOverloadPacket, schema_of
+from hecate.private import OpOverload, OpOverloadPacket, names_in, qualified_name, rename, schema_of
 from hecate.runtime.comm.collective import collective_of, start_of
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.registration import RESULTS, Results
@@ -48,7 +48,7 @@ def operator_name(node: Node) -> str:
     if isinstance(node.target, OpOverload):
         space, _, name = schema_of(node.target).name.partition("::")
     elif isinstance(node.target, OpOverloadPacket):
-        space, _, name = node.target._qualified_op_name.partition("::")
+        space, _, name = qualified_name(node.target).partition("::")
     else:
         return str(getattr(node.target, "__name__", "")) if node.target in RESULTS else ""
     return name if space == "hecate" else ""
@@ -114,7 +114,7 @@ def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) 
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     gradients = closure_forward(tangents) if tangents else set()
     alive = {node.name for node in graph.nodes}
-    used = graph._graph_namespace._used_names
+    used = names_in(graph)
     for node, (name, suffix) in wanted.items():
         # Some are gradients by their own name.
         own = "grad" in name or name.startswith(("sparse_reduce_scatter", "reduce_scatter"))
@@ -126,7 +126,7 @@ def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) 
             # Of a node that was erased: a wait takes the name of the collective that it is a half of.
             used.discard(full)
         alive.discard(node.name)
-        node._rename(full)
+        rename(node, full)
         alive.add(node.name)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hecate.private import default_store
+
 # Seconds between two rounds, and of patience with the store.
 EVERY = 1.0
 _PATIENCE = timedelta(seconds=5)
@@ -132,7 +134,7 @@ class Bulletin:
     def _connected(self) -> dist.Store | None:
         """The store over a connection of our own; None where there is none that other processes see."""
         try:
-            source = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+            source = default_store() if dist.is_initialized() else None
         except ValueError:
             source = None
         if source is not self._source or self._store is None:
@@ -168,7 +170,7 @@ def bulletin() -> Bulletin:
 
 def entry_of(rank: int) -> dict[str, Any]:
     """What a rank told last, read in the caller's thread; empty if nothing."""
-    (text,) = _read(dist.distributed_c10d._get_default_store(), [_key(rank)])
+    (text,) = _read(default_store(), [_key(rank)])
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hecate.private import count_collectives, group_named
+
 # These wait for one other rank, or for none.
 _NOT_OF_ALL = {
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
@@ -66,7 +68,7 @@ class Place:
         if dist.get_rank() not in self.ranks:
             return False
         try:
-            group = dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
+            group = group_named(self.group)  # type: ignore[arg-type]
         except (RuntimeError, KeyError):
             return False
         return self.ranks == tuple(dist.get_process_group_ranks(group)) and _number(group) < self.number
@@ -120,5 +122,5 @@ def _module(frame: FrameType) -> str:
 
 
 def _number(group: Any) -> int:
-    number: int = group._get_sequence_number_for_group()
+    number = count_collectives(group)
     return number

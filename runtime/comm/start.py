@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hecate.private import default_group, default_store, groups
+
 _PAUSE = 0.01
 # Default groups that were started here: all their keys are of this start.
 _fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -46,7 +48,7 @@ def start_process_group(
     store = dist.PrefixStore(f"hecate/{start}", store)
     backend = backend_for(_exchange(store, own, rank, size))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    _fresh.add(dist.distributed_c10d._get_default_group())
+    _fresh.add(default_group())
 
 
 def _exchange(store: dist.Store, own: str, rank: int, size: int) -> list[str]:
@@ -90,7 +92,7 @@ def new_group_beside(
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store for what ranks of ``group`` tell each other."""
-    store, text = dist.distributed_c10d._get_default_store(), _starts.get(group)
+    store, text = default_store(), _starts.get(group)
     return store if text is None else dist.PrefixStore(f"hecate/{text}", store)
 
 
@@ -144,18 +146,18 @@ def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator
     if text is None:
         yield
         return
-    groups, default = dist.distributed_c10d._world.pg_map, dist.distributed_c10d._get_default_group()
-    before = groups[default]
-    groups[default] = (before[0], dist.PrefixStore(f"hecate/{text}", before[1]))
+    every, default = groups(), default_group()
+    before = every[default]
+    every[default] = (before[0], dist.PrefixStore(f"hecate/{text}", before[1]))
     try:
         yield
     finally:
-        groups[default] = before
+        every[default] = before
 
 
 def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | None:
     """The text of a group that the user started: rank 0's. A collective when it is first asked for."""
-    default = dist.distributed_c10d._get_default_group()
+    default = default_group()
     if group in _starts or default in _fresh or not _store_outlives_ranks():
         return _starts.get(group)
     kinds = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}

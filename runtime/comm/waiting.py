@@ -21,9 +21,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from hecate.private import timeout_on
 from hecate.runtime.comm import bulletin as bulletins
 from hecate.runtime.comm import failures, faults, program
 from hecate.runtime.comm.bulletin import add_part, bulletin, entry_of
@@ -149,12 +149,8 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """How many seconds ranks of ``group`` wait for each other."""
     # Not get_backend, which repeats the text that a group was made with.
     backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
-    options = [
-        group._get_backend(torch.device(device)).options
-        for device, name in backends.items()
-        if name in ("gloo", "nccl")
-    ]
-    found = [timeout for one in options if (timeout := getattr(one, "_timeout", None))]
+    asked = [device for device, name in backends.items() if name in ("gloo", "nccl")]
+    found = [timeout for device in asked if (timeout := timeout_on(group, device))]
     return float(min(found, default=dist.distributed_c10d.default_pg_timeout).total_seconds())
 
 

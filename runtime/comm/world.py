@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hecate.private import groups, timeout_on
 from hecate.runtime.comm.agent import end_with_agent
 from hecate.runtime.comm.queue import CollectiveQueue
 from hecate.runtime.comm.start import new_group_beside, start_process_group
@@ -49,7 +50,7 @@ class World:
     @property
     def connected(self) -> bool:
         """Whether there are others, and ``torch.distributed`` has not ended since."""
-        return self.group is not None and self.group in dist.distributed_c10d._world.pg_map
+        return self.group is not None and self.group in groups()
 
     def check(self) -> None:
         """Say so if ``torch.distributed`` was started, or ended, since ``hecate.compile``.
@@ -200,10 +201,8 @@ def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     """A group of the same ranks, backend and timeout. A collective of these ranks when it is first asked for."""
     own = _own.get(group.group_name)
     # Those of before destroy_process_group are gone.
-    if own is None or own not in dist.distributed_c10d._world.pg_map:
-        # A fake group has no options.
-        options = group._get_backend(torch.device(next(iter(_backends(group))))).options
-        timeout = options._timeout if options is not None else None
+    if own is None or own not in groups():
+        timeout = timeout_on(group, next(iter(_backends(group))))
         backend = dist.get_backend_config(group)
         own = new_group_beside(group, backend=backend, timeout=timeout, what="hecate", device=device)
         _own[group.group_name] = own

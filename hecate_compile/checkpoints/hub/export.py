@@ -25,6 +25,7 @@ from hecate.checkpoints.coordination import Ranks, ranks_of
 from hecate.checkpoints.hub.layouts import Layout, PlainLayout, PretrainedLayout, Tensors
 from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.publish import discard, sync
+from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.wrap.dense_shards import is_dense_shard
@@ -151,7 +152,7 @@ def _dtypes_of(view: PlainView, dtype: torch.dtype | None) -> dict[str, torch.dt
     dtypes = {name: tensor.like.dtype for name, tensor in view.tensors.items()}
     if dtype is None:
         return dtypes
-    kept_apart: dict[str, torch.dtype] = view._get_dtype_plan(dtype) if view.is_pretrained else {}
+    kept_apart = dtypes_kept_apart(view, dtype) if view.is_pretrained else {}
     for name, tensor in view.tensors.items():
         if isinstance(tensor.here, nn.Parameter) and tensor.like.dtype.is_floating_point:
             special = (kind for glob, kind in kept_apart.items() if re.search(glob.replace("*", ".*"), name))

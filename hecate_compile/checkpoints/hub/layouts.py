@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hecate.checkpoints.hub.plain_view import PlainView
+from hecate.private import names_left_out_of_files, set_weight_conversions, weight_conversions
 
 log = logging.getLogger("hecate")
 
@@ -67,7 +68,7 @@ class PretrainedLayout:
     def kept(self, likes: Tensors) -> Tensors:
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        ignored = self._view._keys_to_ignore_on_save or ()
+        ignored = names_left_out_of_files(self._view)
         saved = {name: like for name, like in likes.items() if name not in ignored}
         kept: Tensors = remove_tied_weights_from_state_dict(saved, self._view)
         return kept
@@ -79,7 +80,7 @@ class PretrainedLayout:
         self._remember_conversions()
         if not self._converts:
             return [[name] for name in likes]
-        reverse = [one.reverse_transform() for one in self._view._weight_conversions][::-1]
+        reverse = [one.reverse_transform() for one in weight_conversions(self._view) or ()][::-1]
         converters = [one for one in reverse if isinstance(one, WeightConverter)]
         groups: dict[tuple[str, bool], list[str]] = {}
         for name in sorted(likes, key=dot_natural_key):
@@ -115,11 +116,11 @@ class PretrainedLayout:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
-        found = getattr(self._view, "_weight_conversions", None)
+        found = weight_conversions(self._view)
         if found is None:
             every = get_model_conversion_mapping(self._view, add_legacy=False)
             found = [one for one in every if not isinstance(one, PrefixChange)] or None
-        self._view._weight_conversions = found
+        set_weight_conversions(self._view, found)
         self._converts = found is not None
 
     def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:

@@ -21,6 +21,7 @@ from hecate.checkpoints.coordination import CheckpointError, MismatchError, Rank
 from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.hub.read_plan import Group, ReadPlan, differences_of
 from hecate.checkpoints.hub.safe_files import SafeFiles
+from hecate.private import set_weight_conversions
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
@@ -82,8 +83,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     ranks.together(lambda: _fill(plan, files))
     if view.is_pretrained:
         # As from_pretrained does: the model is saved again under the names that it was loaded by.
-        pretrained: Any = model
-        pretrained._weight_conversions = plan.conversions
+        set_weight_conversions(model, plan.conversions)
     return IncompatibleKeys(plan.missing, plan.unexpected)
 
 

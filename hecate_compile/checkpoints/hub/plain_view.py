@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import names_of_members
 
@@ -95,8 +96,8 @@ def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
     # Preorder, own tensors first, as state_dict has it.
     for prefix, module in model.named_modules(remove_duplicate=False):
         stacked = []
-        for key, here in (*module._parameters.items(), *module._buffers.items()):
-            if here is None or key in module._non_persistent_buffers_set:
+        for key, here in (*parameters_of(module).items(), *buffers_of(module).items()):
+            if here is None or not is_persistent(module, key):
                 continue
             shard = shard_of(here)
             shape = here.shape if shard is None else shard.full_shape

@@ -15,6 +15,7 @@ import torch
 from hecate.checkpoints.coordination import describe
 from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.hub.safe_files import SafeFiles
+from hecate.private import adjust_missing_and_unexpected
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -190,8 +191,7 @@ class ReadPlan:
         from transformers.utils.loading_report import LoadStateDictInfo
 
         info = LoadStateDictInfo(set(self.missing), set(self.unexpected), set(), [], {}, set())
-        model: Any = self.view.model
-        model._adjust_missing_and_unexpected_keys(info)
+        adjust_missing_and_unexpected(self.view.model, info)
         self.missing = [name for name in self.missing if name in info.missing_keys]
         self.unexpected = [name for name in self.unexpected if name in info.unexpected_keys]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hecate.checkpoints.safety.files import CorruptError, FileRecord, open_plain, short
 from hecate.checkpoints.safety.plain_data import DTYPES
+from hecate.private import StorageInfo
 
 INDEX = "tensors.json"
 # The others cannot be made, or not copied.
@@ -78,7 +78,7 @@ def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Me
         Exception: it is of another form; a :class:`CorruptError` says what cannot be.
     """
     tensors: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, entry in index.items():
         dtype, size, chunks = _TENSOR_DTYPES[entry["dtype"]], _size(entry["size"]), []
@@ -90,7 +90,7 @@ def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Me
             _expect(length >= math.prod(chunk.sizes) * dtype.itemsize, f"{name} is larger than its file")
             chunks.append(chunk)
             places[file].append((start, start + length))
-            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
+            storage[MetadataIndex(name, chunk.offsets)] = StorageInfo(file, start, length)
         _check_cover(name, size, chunks)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     for file, spans in places.items():

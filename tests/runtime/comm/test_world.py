@@ -111,7 +111,7 @@ def test_a_group_beside_one_of_nccl_alone_begins_on_the_models_gpu(monkeypatch: 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(world_module, "_own", {})
     monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("cuda:nccl", dist.HashStore()))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr("hecate.runtime.comm.start.default_group", lambda: group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
