@@ -168,6 +168,17 @@ def hooks_of_all_modules(kind: str) -> dict[int, Callable[..., Any]]:
     return found
 
 
+def flags_of_hooks(module: nn.Module | None, kind: str) -> list[dict[int, bool]]:
+    """Return the numbers of hooks of a kind that get keyword arguments, and of those that are always called.
+
+    Args:
+        module: whose they are; None for those that every module has.
+    """
+    owner = vars(torch.nn.modules.module) if module is None else vars(module)
+    kind = f"_global{kind}" if module is None else kind
+    return [owner[name] for name in (f"{kind}_with_kwargs", f"{kind}_always_called") if name in owner]
+
+
 def gradient_hooks(tensor: Any) -> dict[int, Callable[..., Any]] | None:
     """Return the hooks of ``tensor.register_hook`` by their handles' numbers."""
     found: dict[int, Callable[..., Any]] | None = tensor._backward_hooks

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hecate.graph.backend import Backend
+from hecate.graph.backend import Backend, GraphRecord
 from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
 from hecate.private import (
     LIMIT_WARNING,
@@ -27,10 +28,11 @@ from hecate.private import (
     dynamo_config,
     optimize,
 )
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.waiting import meet
 from hecate.wrap.changes import Changes
-from hecate.wrap.module_hooks import ModuleHooks
+from hecate.wrap.module_hooks import Hooks, ModuleHooks
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
 # so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.
@@ -38,6 +40,8 @@ LIMIT = 64
 # Torch 2.11 has one count for all models.
 _OWN_COUNT = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
+# Sets of hooks whose graphs are kept, those that were used last.
+_KEPT = 8
 
 _HOOKS_TOGETHER = (
     "Hooks are traced into the model, whose graphs communicate: put them on and take them off on all ranks, between "
@@ -51,10 +55,12 @@ class _Trace:
 
     Attributes:
         modes: grad modes in which it has been called.
+        graphs: the records of its graphs.
     """
 
     call: Callable[..., Any]
     modes: set[bool] = field(default_factory=set)
+    graphs: list[GraphRecord] = field(default_factory=list)
 
 
 class Traces:
@@ -79,27 +85,52 @@ class Traces:
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
         self.refused: str | None = None
         self._here = self._hooks.now(model)
-        # By the hooks that are in them.
-        self._traces = {self._here: self._trace()}
+        # By the hooks that are in them, the last used last.
+        self._traces: dict[Hooks, _Trace] = {self._here: self._trace()}
 
     def before_forward(self) -> None:
         """Turn to graphs with the hooks that there are now. A collective if they are others, which ranks check."""
         model = self._model()
         assert model is not None, "it is the model that is called"
         hooks = self._hooks.now(model)
-        if hooks == self._here:
+        # Another function may be where one was that is gone.
+        if hooks is self._here or (hooks == self._here and _alive(self._here)):
             return
         if self._communicates:
             group = self._backend.world.group
             assert group is not None
-            changed = self._hooks.describe(hooks - self._here) or ["a hook that was taken off"]
-            meet(f"the model is to be traced anew ({changed[0]})", group, advice=_HOOKS_TOGETHER)
-            agree(self._hooks.describe(hooks), "the hooks on modules", _HOOKS_TOGETHER, self._backend.world)
-        # What has been taken off does not come back, but what was put on since may go.
-        self._traces = {known: trace for known, trace in self._traces.items() if known <= hooks}
-        if hooks not in self._traces:
+            # By their names, which are the same on all ranks.
+            names, before = list(map(str, hooks)), {*map(str, self._here)}
+            changed = next((name for name in names if name not in before), "other hooks, or fewer")
+            meet(f"the model is to be traced anew ({changed})", group, advice=_HOOKS_TOGETHER)
+            agree(names, "the hooks on modules", _HOOKS_TOGETHER, self._backend.world)
+        # What nobody has any more does not come back.
+        for known in [known for known in self._traces if not _alive(known)]:
+            self._drop(known)
+        if not self._all_have(hooks in self._traces):
+            self._drop(hooks)
             self._traces[hooks] = self._trace()
+        # As the one that was used last, and under hooks that are alive.
+        self._traces[hooks] = self._traces.pop(hooks)
         self._here = hooks
+        for known in list(self._traces)[:-_KEPT]:
+            self._drop(known)
+
+    def _drop(self, hooks: Hooks) -> None:
+        """Let graphs go that do not run any more, and their records."""
+        trace = self._traces.pop(hooks, None)
+        if trace is not None:
+            gone = set(map(id, trace.graphs))
+            self._backend.graphs[:] = [graph for graph in self._backend.graphs if id(graph) not in gone]
+
+    def _all_have(self, have: bool) -> bool:
+        """Whether no rank must trace. Which objects are gone may be another question on each rank."""
+        world = self._backend.world
+        if not self._communicates:
+            return have
+        found = torch.tensor([have], dtype=torch.int64, device=world.control_device)
+        collectives.all_reduce(found, world, dist.ReduceOp.MIN)
+        return bool(found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._again:
@@ -107,9 +138,11 @@ class Traces:
             self._backend.graphs.clear()
             self._again = False
         _limit.met, before = None, self._backend.compared
+        trace, made = self._traces[self._here], len(self._backend.graphs)
         try:
-            return self._traces[self._here].call(*args, **kwargs)
+            return trace.call(*args, **kwargs)
         finally:
+            trace.graphs += self._backend.graphs[made:]
             self.refused = _limit.met or self.refused
             self._compared = self._backend.compared - before
 
@@ -154,6 +187,10 @@ class Traces:
         # Dynamo would keep its graphs for as long as there is the model's class.
         weakref.finalize(trace, _forget, entry).atexit = False
         return trace
+
+
+def _alive(hooks: Hooks) -> bool:
+    return all(hook.alive() is not None for hook in hooks)
 
 
 def _forget(entry: Callable[..., Any]) -> None:

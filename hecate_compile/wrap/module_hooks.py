@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from hecate.private import HOOKS_OF_MODULES, hooks_of_all_modules
+from hecate.private import HOOKS_OF_MODULES, flags_of_hooks, hooks_of_all_modules
 from hecate.wrap.changes import Changes
 
-# Names of the dictionaries in a module; those for all modules have a prefix.
+
+@dataclass(frozen=True)
+class PlacedHook:
+    """A hook and where it is: equal to itself when it was taken off and comes back there.
+
+    Attributes:
+        place: "forward_hooks on blocks.0.router".
+        name: of the function, for people.
+        flags: for each way in which a hook may be called whether this one is.
+        identity: of the function, and of the object whose method it is; of no other as long as it lives.
+        alive: gives the function, or None when nobody has it any more.
+    """
+
+    place: str
+    name: str
+    flags: tuple[bool, ...]
+    identity: tuple[int, ...]
+    alive: Callable[[], Any] = field(compare=False)
+
+    @classmethod
+    def at(cls, place: str, hook: Any, flags: tuple[bool, ...]) -> PlacedHook:
+        """What ``hook`` is there."""
+        # Python makes a bound method anew each time it is asked for.
+        of = (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return cls(place, name, flags, tuple(map(id, of)), _reference(hook))
+
+    def __str__(self) -> str:
+        """Without numbers, which are others on each rank."""
+        return f"{self.place}: {self.name}"
+
+
+def _reference(hook: Any) -> Callable[[], Any]:
+    try:
+        return weakref.WeakMethod(hook) if isinstance(hook, MethodType) else weakref.ref(hook)
+    except TypeError:
+        # It has no place for weak references.
+        return lambda: hook
+
+
+# In the order in which they are called.
+Hooks = tuple[PlacedHook, ...]
 
 
 class ModuleHooks:
@@ -22,28 +67,38 @@ class ModuleHooks:
 
     def __init__(self, changes: Changes) -> None:
         self._changes, self._seen = changes, -1
-        self._names: list[str] = []
-        self._hooks: list[dict[int, Any]] = []
+        # A place, the hooks there by the numbers of their handles, and the numbers of those that have a flag.
+        self._places: list[tuple[str, Mapping[int, Any], Sequence[Mapping[int, bool]]]] = []
+        self._dictionaries: list[Mapping[int, Any]] = []
+        self._numbers: list[int] = []
+        self._hooks: Hooks = ()
 
-    def now(self, model: nn.Module) -> frozenset[int]:
-        """The numbers of all hooks, of which torch gives each but once. Looks at each module, and at nothing else."""
+    def now(self, model: nn.Module) -> Hooks:
+        """All hooks that there are. Looks at each module, and at nothing else."""
         if self._changes.number != self._seen:
             self._find(model)
-        return frozenset(chain.from_iterable(filter(None, self._hooks)))
-
-    def describe(self, numbers: frozenset[int]) -> list[str]:
-        """A line for each hook, without numbers, which are others on each rank."""
-        return [
-            f"{name}: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-            for name, hooks in zip(self._names, self._hooks, strict=True)
-            for number, hook in hooks.items()
-            if number in numbers
-        ]
+        numbers = list(chain.from_iterable(filter(None, self._dictionaries)))
+        # Torch gives no number twice.
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._hooks = tuple(
+                PlacedHook.at(place, hook, tuple(number in those for those in flags))
+                for place, hooks, flags in self._places
+                for number, hook in hooks.items()
+            )
+        return self._hooks
 
     def _find(self, model: nn.Module) -> None:
-        self._seen = self._changes.number
-        found = [(f"{kind[1:-1]} on all modules", hooks_of_all_modules(kind)) for kind in HOOKS_OF_MODULES]
+        self._seen, self._numbers = self._changes.number, []
+        self._hooks = ()
+        self._places = [
+            (f"{kind[1:-1]} on all modules", hooks_of_all_modules(kind), flags_of_hooks(None, kind))
+            for kind in HOOKS_OF_MODULES
+        ]
         for name, module in model.named_modules():
             if module is not model:
-                found += [(f"{kind[1:-1]} on {name}", module.__dict__[kind]) for kind in HOOKS_OF_MODULES]
-        self._names, self._hooks = [name for name, _ in found], [hooks for _, hooks in found]
+                self._places += [
+                    (f"{kind[1:-1]} on {name}", module.__dict__[kind], flags_of_hooks(module, kind))
+                    for kind in HOOKS_OF_MODULES
+                ]
+        self._dictionaries = [hooks for _, hooks, _ in self._places]

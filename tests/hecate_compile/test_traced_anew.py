@@ -95,6 +95,69 @@ def hook_on_one_rank() -> list[str]:
     return [message_of(lambda: model(ids, ids))]
 
 
+class Scale:
+    """A hook with a state: what it multiplies by, and what it saw."""
+
+    def __init__(self) -> None:
+        self.by, self.seen = torch.tensor(2.0), torch.zeros(())
+
+    def hook(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        return out * self.by
+
+
+def _add(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 1
+
+
+def on_and_off() -> dict[str, Any]:
+    """The same hooks again and again, as around evaluations; and functions that are made anew each time."""
+    model, reference = hecate.compile(_small(), EAGER), _small()
+    errors, graphs = [], []
+    scales = Scale(), Scale()
+
+    def step(number: int) -> None:
+        found = step_and_compare(model, reference, batch(number))
+        errors.append(max(found.loss, found.gradient))
+        graphs.append(_graphs(model))
+
+    for turn in range(4):
+        step(3 * turn)
+        handles = []
+        for one, scale in zip((model, reference), scales, strict=True):
+            scale.by = torch.tensor(2.0 + turn)
+            # Their order is another one in each second turn.
+            puts = [
+                lambda module=one.norms[0], scale=scale: module.register_forward_hook(scale.hook),
+                lambda module=one.norms[0]: module.register_forward_hook(_add, with_kwargs=True),
+            ]
+            handles += [put() for put in (puts if turn % 2 else reversed(puts))]
+        step(3 * turn + 1)
+        for handle in handles:
+            handle.remove()
+    for turn in range(4):
+        handles = [
+            one.norms[0].register_forward_hook(lambda module, args, out, turn=turn: out * turn)
+            for one in (model, reference)
+        ]
+        step(20 + turn)
+        for handle in handles:
+            handle.remove()
+    step(30)
+    seen = [float(scale.seen) for scale in scales]
+    return {"error": max(errors), "graphs": graphs, "seen": seen}
+
+
+@pytest.mark.distributed
+def test_hooks_that_come_back_find_their_graphs_and_those_of_hooks_that_are_gone_go() -> None:
+    for found in run_ranks(f"{_HERE}:on_and_off", 2):
+        assert found["error"] < 1e-5 and found["seen"] == [4, 4], found
+        # Without, with both orders of hooks, and nothing new from then on.
+        assert found["graphs"][:8] == [1, 2, 2, 3, 3, 3, 3, 3], found
+        assert max(found["graphs"]) <= 4 and found["graphs"][-1] <= 4, found
+
+
 _lock = threading.Lock()
 
 
@@ -160,7 +223,7 @@ def test_hooks_are_called_from_the_forward_behind_which_they_are_put_on() -> Non
             assert result["error"] < 1e-5, (name, result)
             assert result["called"] == ([6, 6] if name == "record" else [0, 0]), (name, result)
             assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 4, (name, result)
-            assert result["back"] == 0, "graphs of before are used again"
+            assert result["back"] <= 0, "graphs of before are used again"
 
 
 @pytest.mark.distributed
