@@ -46,6 +46,9 @@ from hecate.checkpoints.safety.tensor_index import read_index
 from hecate.checkpoints.safety.tensor_reader import TensorReader
 from hecate.checkpoints.state_dicts import get_model_state_dict
 
+# Of what run.json has not: fields that are younger than the checkpoint, and those of a model where none was saved.
+_DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -120,12 +123,14 @@ class Restoring:
 
     def _read_run(self) -> dict[str, Any]:
         self._require("run.json")
-        run: dict[str, Any] = read_plain(self.path / "run.json")
-        if (
-            not isinstance(run, dict)
-            or not isinstance(run.get("optimizers"), list)
-            or run["step"] != self.manifest.step
-        ):
+        run = read_plain(self.path / "run.json")
+        try:
+            run = _DEFAULTS | run
+            fits = run["step"] == self.manifest.step and isinstance(run["extra_state"], dict)
+            fits = fits and all({"groups", "plain"} <= one.keys() for one in run["optimizers"])
+        except (KeyError, TypeError, AttributeError):
+            fits = False
+        if not fits:
             raise CorruptError("run.json does not hold what hecate.save writes")
         return run
 
@@ -182,7 +187,7 @@ class Restoring:
         """What does not fit, before anything is changed."""
         if model is None:
             return []
-        left_out = set(self.run.get("left_out", ()))
+        left_out = set(self.run["left_out"])
         state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in left_out}
         out = _compare(self._saved("model."), state, strict=strict, cast=cast)
         if strict:
@@ -191,7 +196,7 @@ class Restoring:
             out += [f"the model has no extra state in {name!r}" for name in sorted(kept - own)]
         if same_options:
             # What was saved without a word about attention had full attention.
-            lines = differences({"hecate.attention": None} | self.run.get("options", {}), function_options(model))
+            lines = differences({"hecate.attention": None} | self.run["options"], function_options(model))
             out += [f"{line}; same_options=False loads it all the same" for line in lines]
         if optimizers and len(optimizers) != len(self.run["optimizers"]):
             out.append(f"{len(self.run['optimizers'])} optimizers were saved, and {len(optimizers)} are given")
@@ -201,7 +206,7 @@ class Restoring:
         return out
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        placement = self.run.get("placement")
+        placement = self.run["placement"]
         forget_last_forward(model)
         self._usable(lambda: restore_owners(model, placement))
         saved = self._saved("model.")

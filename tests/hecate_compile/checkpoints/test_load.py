@@ -164,3 +164,9 @@ def test_several_optimizers_and_schedules(tmp_path: Path) -> None:
     train(*other)
     assert all(map(torch.equal, one[0].state_dict().values(), other[0].state_dict().values()))
     assert other[1][0].param_groups[0]["lr"] == one[1][0].param_groups[0]["lr"] != 0.1
+
+
+def test_a_step_without_a_model_is_of_another_model(tmp_path: Path) -> None:
+    hecate.save(tmp_path, step=1, extra=5)
+    assert "first.weight is not in the checkpoint" in message_of(lambda: hecate.load(tmp_path, Net()))
+    assert hecate.load(tmp_path).extra == 5

@@ -220,10 +220,10 @@ def test_plain_data(run: Run) -> None:
 
 # Plain data, and yet not what hecate.save writes there.
 STATES: list[dict[str, Any]] = [
-    {"optimizers": [5]}, {"optimizers": [{}]}, {"optimizers": [{"groups": [5], "plain": {}}]}, {"options": []},
-    {"optimizers": [{"groups": [{"lr": 1.0}], "plain": {}}]}, {"placement": 5}, {"extra_state": [5]},
-    {"extra_state": {"nowhere._extra_state": 5}}, {"extra_state": {"0._extra_state": 5}}, {"random": None},
-    {"random": {}}, {"random": {"torch": [], "numpy": [], "python": []}},
+    {"optimizers": [5]}, {"optimizers": [{}]}, {"optimizers": [{"groups": []}]}, {"options": []}, {"placement": 5},
+    {"optimizers": [{"groups": [5], "plain": {}}]}, {"optimizers": [{"groups": [{"lr": 1.0}], "plain": {}}]},
+    {"extra_state": [5]}, {"extra_state": {"nowhere._extra_state": 5}}, {"extra_state": {"0._extra_state": 5}},
+    {"random": None}, {"random": {}}, {"random": {"torch": [], "numpy": [], "python": []}},
 ]  # fmt: skip
 
 
