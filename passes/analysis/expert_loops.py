@@ -274,9 +274,7 @@ def _check_alike(turns: Sequence[Turn], repeats: int) -> None:
 
 
 def _check_same(first: Turn, other: Turn, expert: int) -> None:
-    pairs = (
-        (first.views, other.views), (first.body, other.body), (first.entries, other.entries)
-    )  # fmt: skip
+    pairs = ((first.views, other.views), (first.body, other.body), (first.entries, other.entries))
     if any(len(a) != len(b) for a, b in pairs):
         raise Refused(f"expert {expert} is computed in another way than expert 0", fix=_ALIKE)
     match = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}

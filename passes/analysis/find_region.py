@@ -66,9 +66,10 @@ def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list
         first = sorted({user for gather in gathers for user in gather.users})
         where = describe(first[0]) if first else "nothing"
         raise Refused(
-            f"no grouped matmul uses them; they go to {where}", first[0] if first else None,
+            f"no grouped matmul uses them; they go to {where}",
+            first[0] if first else None,
             fix="docs/models.md has the spellings of expert matmuls that are known",
-        )  # fmt: skip
+        )
     # Rows are sorted, and so counted, once in each call.
     calls_by_offsets: dict[Node, list[Node]] = {}
     for matmul in matmuls:
@@ -133,10 +134,11 @@ def _find_region(
     for node in outside - {*used, *entries, offsets, ids}:
         if not facts.same_on_all_ranks(node):
             raise Refused(
-                f"{describe(node)} is computed from this rank's own tokens and used on rows of others", node,
+                f"{describe(node)} is computed from this rank's own tokens and used on rows of others",
+                node,
                 fix="compute it before the rows are sorted, and carry it as a column of each row; or apply it behind "
                 "the experts",
-            )  # fmt: skip
+            )
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
     if len({facts.grad_mode(node) for node in inside}) != 1:
@@ -148,9 +150,15 @@ def _find_region(
         inputs[ids] = Kind.IDS
     check_rowwise(body, inputs, dict.fromkeys(exits, Kind.ROWS))
     return Region(
-        layer=layer, gathers=used, offsets=offsets, ids=ids, lookups=tuple(lookups), entries=entries,
-        body=tuple(body), exits=exits,
-    )  # fmt: skip
+        layer=layer,
+        gathers=used,
+        offsets=offsets,
+        ids=ids,
+        lookups=tuple(lookups),
+        entries=entries,
+        body=tuple(body),
+        exits=exits,
+    )
 
 
 def _slot_values(gathers: Sequence[Node]) -> set[Node]:

@@ -48,9 +48,12 @@ class Kind(Enum):
 
 
 _LEADING = {
-    Kind.ROWS: (ROW_COUNT,), Kind.IDS: (ROW_COUNT,), Kind.SLOTS: (SLOT_COUNT,), Kind.OFFSETS: (SLOT_COUNT,),
+    Kind.ROWS: (ROW_COUNT,),
+    Kind.IDS: (ROW_COUNT,),
+    Kind.SLOTS: (SLOT_COUNT,),
+    Kind.OFFSETS: (SLOT_COUNT,),
     Kind.CELLS: (SLOT_COUNT, ROW_COUNT),
-}  # fmt: skip
+}
 
 
 _APART = (
@@ -173,20 +176,48 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
 
 # Operators with a dimension argument, by its position: fine unless it is dimension 0.
 _ALONG: dict[Any, int] = {
-    _aten.split.Tensor: 2, _aten.split_with_sizes.default: 2, _aten.slice.Tensor: 1, _aten.select.int: 1,
-    _aten.unbind.int: 1, _aten.unsqueeze.default: 1, _aten.squeeze.dim: 1, _aten.sum.dim_IntList: 1,
-    _aten.mean.dim: 1, _aten.amax.default: 1, _aten.amin.default: 1, _aten._softmax.default: 1,
-    _aten._log_softmax.default: 1, _aten.cumsum.default: 1, _aten.cat.default: 1, _aten.stack.default: 1,
-    _aten.var_mean.correction: 1, _aten.var.correction: 1, _aten.linalg_vector_norm.default: 2,
-    _aten.flip.default: 1, _aten.permute.default: 1, _aten.glu.default: 1, _aten.max.dim: 1,
-}  # fmt: skip
+    _aten.split.Tensor: 2,
+    _aten.split_with_sizes.default: 2,
+    _aten.slice.Tensor: 1,
+    _aten.select.int: 1,
+    _aten.unbind.int: 1,
+    _aten.unsqueeze.default: 1,
+    _aten.squeeze.dim: 1,
+    _aten.sum.dim_IntList: 1,
+    _aten.mean.dim: 1,
+    _aten.amax.default: 1,
+    _aten.amin.default: 1,
+    _aten._softmax.default: 1,
+    _aten._log_softmax.default: 1,
+    _aten.cumsum.default: 1,
+    _aten.cat.default: 1,
+    _aten.stack.default: 1,
+    _aten.var_mean.correction: 1,
+    _aten.var.correction: 1,
+    _aten.linalg_vector_norm.default: 2,
+    _aten.flip.default: 1,
+    _aten.permute.default: 1,
+    _aten.glu.default: 1,
+    _aten.max.dim: 1,
+}
 _DEFAULT_DIM: dict[Any, int] = {_aten.glu.default: -1}
 _SAME_FIRST = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default,
-    _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default,
-    _aten.native_dropout.default, _aten.contiguous.default, _aten.lift_fresh_copy.default,
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default,
-}  # fmt: skip
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+    _aten.expand.default,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten._to_copy.default,
+    _aten.native_dropout.default,
+    _aten.contiguous.default,
+    _aten.lift_fresh_copy.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.empty_like.default,
+    _aten.full_like.default,
+}
 
 
 def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:

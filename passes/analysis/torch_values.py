@@ -58,10 +58,21 @@ def mutates(node: Node) -> Node | None:
 
 
 _INPLACE_OPERATORS = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.imatmul,
-    operator.ilshift, operator.irshift, operator.setitem,
-}  # fmt: skip
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ipow,
+    operator.imod,
+    operator.imatmul,
+    operator.ilshift,
+    operator.irshift,
+    operator.setitem,
+}
 
 
 def size_hint(size: int | torch.SymInt) -> int:

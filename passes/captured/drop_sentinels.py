@@ -25,9 +25,24 @@ from hecate.passes.match import name_of
 
 # They have the numbers of their first argument, or some of them.
 _SAME_NUMBERS = {
-    "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "transpose", "permute", "t", "contiguous",
-    "clone", "detach", "long", "index_select", "view_as", "reshape_as", "expand_as",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "transpose",
+    "permute",
+    "t",
+    "contiguous",
+    "clone",
+    "detach",
+    "long",
+    "index_select",
+    "view_as",
+    "reshape_as",
+    "expand_as",
+}
 _FILLS = {"masked_fill", "masked_fill_"}
 _REMAINDERS = {"remainder", "mod"}
 _CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}

@@ -89,10 +89,12 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     views = computed_from(gathers)
     users = {user for view in views for user in view.users if user not in views}
     products = {
-        node for node in users
-        if named(node, "bmm", "matmul") and arg(node, 1) in views
+        node
+        for node in users
+        if named(node, "bmm", "matmul")
+        and arg(node, 1) in views
         and len(_shape(arg(node, 1))) == len(_shape(arg(node, 0))) == 3
-    }  # fmt: skip
+    }
     if not products:
         return None
     biases = {view for view in views if _shape(view)[:2] == (num_experts, 1) and any(u in users for u in view.users)}
@@ -130,10 +132,14 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     if wanted:
         check_rowwise(checked, given, dict.fromkeys(wanted, Kind.CELLS))
     return _Batch(
-        num_experts=num_experts, views=frozenset(views), products=frozenset(products),
-        biases=tuple(sorted(b for b in biases if any(u in inside for u in b.users))), entries=entries, body=body,
+        num_experts=num_experts,
+        views=frozenset(views),
+        products=frozenset(products),
+        biases=tuple(sorted(b for b in biases if any(u in inside for u in b.users))),
+        entries=entries,
+        body=body,
         exits=exits,
-    )  # fmt: skip
+    )
 
 
 def _rewrite(batch: _Batch) -> None:

@@ -23,9 +23,7 @@ _PLAIN: dict[Any, Any] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
-_METHODS = {
-    "add_", "sub_", "mul_", "div_", "clamp_", "neg_", "exp_", "tanh_", "sigmoid_", "relu_", "square_", "pow_",
-}  # fmt: skip
+_METHODS = {"add_", "sub_", "mul_", "div_", "clamp_", "neg_", "exp_", "tanh_", "sigmoid_", "relu_", "square_", "pow_"}
 
 
 def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:

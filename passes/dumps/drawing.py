@@ -58,7 +58,7 @@ class Picture:
             )
             for depth, row in enumerate(rows)
             for number, box in enumerate(row)
-        }  # fmt: skip
+        }
         width = 2 * _MARGIN + max(map(len, rows), default=1) * (_WIDTH + _GAP_X) - _GAP_X
         height = 2 * _MARGIN + len(rows) * (_HEIGHT + _GAP_Y) - _GAP_Y
         parts = [
@@ -137,11 +137,13 @@ def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -
         uses = node.all_input_nodes if node in inside else []
         boxes.append(
             Box(
-                name=node.name, made_by=node.op if node.op == "placeholder" else describe(node).split(" ")[0],
-                shape=text_of(value_of(node), letters), colour=colour,
+                name=node.name,
+                made_by=node.op if node.op == "placeholder" else describe(node).split(" ")[0],
+                shape=text_of(value_of(node), letters),
+                colour=colour,
                 uses=tuple(dict.fromkeys(number[used] for used in uses if used in number)),
             )
-        )  # fmt: skip
+        )
         number[node] = len(boxes) - 1
     exchanges = any(operator_name(node) in ("route", "count_rows") for node in inside)
     return Picture(layer=layer, boxes=tuple(boxes), exchanges=exchanges)

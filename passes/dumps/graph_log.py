@@ -66,11 +66,15 @@ class GraphLog:
             self._lines = lines
             self._send(
                 Step(
-                    index=index, name=record.name, record=record, summary=summary, lines=lines if changed else (),
+                    index=index,
+                    name=record.name,
+                    record=record,
+                    summary=summary,
+                    lines=lines if changed else (),
                     diff=list(diff) if changed else (),
                 ),
                 gm,
-            )  # fmt: skip
+            )
 
         self._try(tell)
 

@@ -51,9 +51,10 @@ def part_of_page(part: DumpedPart, *, most: int) -> PartOfPage:
         text = _part(part, graphs=False)
     layers = dict.fromkeys(line.layer for step in part.steps for line in step.lines if line.layer)
     return PartOfPage(
-        html=text if len(text) <= most else "", link=f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>',
+        html=text if len(text) <= most else "",
+        link=f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>',
         layers=tuple(layers),
-    )  # fmt: skip
+    )
 
 
 def page(parts: Sequence[PartOfPage], title: str) -> str:

@@ -49,9 +49,12 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 # What the report says of each, at the end of a line.
 SAID = {
-    "hang": "no end in its share of the time", "exit": "exit code 0", "segv": "ended by SIGSEGV",
-    "kill": "ended by SIGKILL", "spoil": "CUDA error: an illegal memory access was encountered",
-}  # fmt: skip
+    "hang": "no end in its share of the time",
+    "exit": "exit code 0",
+    "segv": "ended by SIGSEGV",
+    "kill": "ended by SIGKILL",
+    "spoil": "CUDA error: an illegal memory access was encountered",
+}
 
 
 def cases(name: str, sizes: object, device: torch.device) -> Iterator[Case]:

@@ -84,9 +84,22 @@ def test_a_rank_that_never_ends_is_a_timeout(script: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signals) -> None:
     command = [
-        sys.executable, "-m", "benchmarks.emulator", "--nodes", "2", "--ranks", "1", "--quota", "0.5",
-        "--inter", "10MB/s", "--", script, str(tmp_path), "sleep",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.emulator",
+        "--nodes",
+        "2",
+        "--ranks",
+        "1",
+        "--quota",
+        "0.5",
+        "--inter",
+        "10MB/s",
+        "--",
+        script,
+        str(tmp_path),
+        "sleep",
+    ]
     launcher = subprocess.Popen(command, cwd=REPOSITORY)
     prefix = f"hecate-{launcher.pid}"
     wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 2)

@@ -38,17 +38,28 @@ def test_no_family_is_forgotten() -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    return dict(
-        layers=2, experts=8, rewritten=2, reasons=[], loss_error=0.0, gradient_error=3e-7, worst="", graphs=1,
-        seconds=4.2,
-    ) | changes  # fmt: skip
+    return (
+        dict(
+            layers=2,
+            experts=8,
+            rewritten=2,
+            reasons=[],
+            loss_error=0.0,
+            gradient_error=3e-7,
+            worst="",
+            graphs=1,
+            seconds=4.2,
+        )
+        | changes
+    )
 
 
 def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
     cases = {
-        "mixtral": result(), "olmoe": result(gradient_error=float("inf"), worst="head"),
+        "mixtral": result(),
+        "olmoe": result(gradient_error=float("inf"), worst="head"),
         "qwen3_moe": result(rewritten=1, reasons=["in-place mul_"]),
-    }  # fmt: skip
+    }
     monkeypatch.setenv("HECATE_RESULTS", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["families", *cases])
 

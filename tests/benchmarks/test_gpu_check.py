@@ -86,13 +86,15 @@ def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_the_table() -> None:
     samples = {"kernel": [1.0, 2.0, 3.0], "reference": [4.0, 4.0, 4.0], "bound": [1.8, 1.8, 1.8]}
     one = {"dtype": "float32", "equal": True, "difference": 0.0, "limit": 0.0, "samples": samples}
-    text = report.table([
-        {"kernel": "gather_rows", "bytes": 4_000_000, **one},
-        {"kernel": "weight_grads", "note": "two", "flops": 6 * 10**9, **one},
-        {"kernel": "grouped_mm", "error": "Traceback\nRuntimeError: out of memory\n"},
-        {"kernel": "balance_rows", "bytes": 1, "most_ms": 2.5, **one},
-        {"kernel": "balance_rows", "bytes": 1, "most_ms": 1.5, **one},
-    ])  # fmt: skip
+    text = report.table(
+        [
+            {"kernel": "gather_rows", "bytes": 4_000_000, **one},
+            {"kernel": "weight_grads", "note": "two", "flops": 6 * 10**9, **one},
+            {"kernel": "grouped_mm", "error": "Traceback\nRuntimeError: out of memory\n"},
+            {"kernel": "balance_rows", "bytes": 1, "most_ms": 2.5, **one},
+            {"kernel": "balance_rows", "bytes": 1, "most_ms": 1.5, **one},
+        ]
+    )
     lines = text.splitlines()
     assert lines[1].split()[:3] == ["gather_rows", "float32", "yes"] and lines[1].endswith("2.00")
     assert "2 GB/s" in lines[1] and "90% of copy" in lines[1]
@@ -161,14 +163,21 @@ class Other(training.System):
 
 def test_the_table_of_training_steps() -> None:
     one = {
-        "tokens": 1000, "loss": 2.5, "gradient norm": 1.0, "equal": True, "peak": 3e9, "first step": 60.0,
+        "tokens": 1000,
+        "loss": 2.5,
+        "gradient norm": 1.0,
+        "equal": True,
+        "peak": 3e9,
+        "first step": 60.0,
         "waits": {"cudaStreamSynchronize": 2, "cudaMemcpy": 1},
-    }  # fmt: skip
-    text = report.training_table([
-        {"system": "torch.compile", "seconds": [0.2, 0.2, 0.3], **one},
-        {"system": "hecate", "seconds": [0.1, 0.1, 0.1], **one, "error": "Traceback\nRuntimeError: later"},
-        {"system": "hecate.capture", "error": "Traceback\nRuntimeError: no graph"},
-    ])  # fmt: skip
+    }
+    text = report.training_table(
+        [
+            {"system": "torch.compile", "seconds": [0.2, 0.2, 0.3], **one},
+            {"system": "hecate", "seconds": [0.1, 0.1, 0.1], **one, "error": "Traceback\nRuntimeError: later"},
+            {"system": "hecate.capture", "error": "Traceback\nRuntimeError: no graph"},
+        ]
+    )
     lines = text.splitlines()
     assert "yes (2.5000, 1.0000)" in lines[1] and "5000" in lines[1] and "1.00 (1.00..1.00)" in lines[1]
     assert "100.0 (100.0..100.0)" in lines[2] and "2.00 (2.00..3.00)" in lines[2]
@@ -213,8 +222,12 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert [one["kernel"] for one in found["compared"]] == [one["kernel"] for one in found["kernels"]] == [*KERNELS]
     assert all(one["error"].endswith("slow") for one in found["kernels"])
     assert [one["system"] for one in found["training"]] == [
-        "transformers", "training", "hecate", "torch.compile", "hecate.capture",
-    ]  # fmt: skip
+        "transformers",
+        "training",
+        "hecate",
+        "torch.compile",
+        "hecate.capture",
+    ]
     assert [one["code"] for one in found["tests"]] == [None] * 4
     text = (tmp_path / "gpu_check.txt").read_text()
     assert "transformers     FAILED too few steps" in text and "training         FAILED slow" in text
@@ -249,9 +262,7 @@ def test_it_is_written_what_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     def cases(name: str, sizes: Any, device: torch.device) -> Iterator[Case]:
         for note in ("one", "two"):
-            seen.append([
-                (one["kernel"], one.get("note"), one.get("error")) for one in json.loads(to.read_text())
-            ])  # fmt: skip
+            seen.append([(one["kernel"], one.get("note"), one.get("error")) for one in json.loads(to.read_text())])
             yield Case(torch.float32, *(2 * [lambda: torch.ones(2)]), None, SUMS, note=note)
 
     to = tmp_path / "found.json"
@@ -259,9 +270,11 @@ def test_it_is_written_what_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path
     measure.measure_kernels(["a", "b"], Results(to), time.monotonic() + 60, PRETENDED, timed=False)
     of_a = [("a", "one", None), ("a", "two", None)]
     assert seen == [
-        [("a", None, UNENDED)], [("a", None, UNENDED), of_a[0]],
-        [*of_a, ("b", None, UNENDED)], [*of_a, ("b", None, UNENDED), ("b", "one", None)],
-    ]  # fmt: skip
+        [("a", None, UNENDED)],
+        [("a", None, UNENDED), of_a[0]],
+        [*of_a, ("b", None, UNENDED)],
+        [*of_a, ("b", None, UNENDED), ("b", "one", None)],
+    ]
     assert [one.get("note") for one in json.loads(to.read_text())] == ["one", "two", "one", "two"]
 
 
@@ -295,9 +308,13 @@ print(json.dumps(found))
             calls[line] = [*files, *(["-k", given[given.index("-k") + 1]] if "-k" in given else [])]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(calls)], cwd=processes.ROOT, env=kept, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", program, json.dumps(calls)],
+        cwd=processes.ROOT,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -317,10 +334,13 @@ def test_tests_for_gpus_need_no_more_than_a_gpu_has(chosen: dict[str, list[str]]
     assert functions(one_rank) == ["test_equals_one_process_on_cuda", "test_graphs_of_one_rank_equal_the_model"]
     assert len(one_rank) == 8 and all("aot_eager" in test for test in one_rank)
     assert functions(others) == [
-        "test_equals_one_process_on_cuda", "test_ranks_that_share_a_gpu_equal_one_process",
-        "test_jobs_on_a_stream_equal_one_process", "test_ranks_over_nccl_equal_one_process",
-        "test_graphs_of_one_rank_equal_the_model", "test_graphs_of_two_ranks_follow_placements",
-    ]  # fmt: skip
+        "test_equals_one_process_on_cuda",
+        "test_ranks_that_share_a_gpu_equal_one_process",
+        "test_jobs_on_a_stream_equal_one_process",
+        "test_ranks_over_nccl_equal_one_process",
+        "test_graphs_of_one_rank_equal_the_model",
+        "test_graphs_of_two_ranks_follow_placements",
+    ]
     assert not {*one_rank} & {*others}
     on_cuda = [test for test in one_rank + others if "one_process_on_cuda" in test]
     assert ["aot_eager" in test for test in on_cuda] == [True] * 7 + [False] * 7
@@ -338,7 +358,7 @@ def test_calls_that_the_page_names_take_tests(chosen: dict[str, list[str]]) -> N
         '"jobs_on_a_stream and inductor"': "test_jobs_on_a_stream_equal_one_process",
         "processes_that_share_a_gpu": "test_processes_that_share_a_gpu",
         "over_nccl": "test_ranks_over_nccl_equal_one_process",
-    }  # fmt: skip
+    }
     for words, function in expected.items():
         (tests,) = (tests for call, tests in calls.items() if f"-k {words} " in call)
         assert tests == [function]

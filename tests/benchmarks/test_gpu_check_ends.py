@@ -238,16 +238,21 @@ runpy.run_module("benchmarks.gpu_check", run_name="__main__")
 """
     environment = os.environ | {"HECATE_RESULTS": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=processes.ROOT, env=environment, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        cwd=processes.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=100,
-    )  # fmt: skip
+    )
     assert done.returncode == 1, done.stderr[-3000:]
     assert time.monotonic() - begun < 62
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     for stage, what, names in (
-        ("compared", "kernel", faulty_check.KERNELS), ("training", "system", faulty_check.SYSTEMS),
+        ("compared", "kernel", faulty_check.KERNELS),
+        ("training", "system", faulty_check.SYSTEMS),
         ("kernels", "kernel", faulty_check.KERNELS),
-    ):  # fmt: skip
+    ):
         assert {one[what] for one in found[stage]} == {*names}, stage
         hung, *behind = (one for one in found[stage] if "error" in one)
         assert hung[what] == names[1] and faulty_check.SAID["hang"] in hung["error"], stage

@@ -99,8 +99,9 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit, match="cut off"):
         main()
     assert {name: len(cell["launches"]) for name, cell in store.load(tmp_path).items()} == {
-        "modern.a": 2, "modern.b": 1,
-    }  # fmt: skip
+        "modern.a": 2,
+        "modern.b": 1,
+    }
     main("--continue")
     assert ran[4:] == ["modern.b", "modern.a", "modern.b", "report"]
     assert seeds == [0, 0, 1, 1, 1, 2, 2], "every launch draws anew, and draws the same again"

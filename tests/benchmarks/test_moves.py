@@ -27,9 +27,10 @@ W, E, MOVE = 2, 4, 0.02
 OWNERS = Owners.contiguous(E, W)
 SWAPPED = Owners((1, 0, 0, 1), W)
 COSTS = CostModel(
-    topology=Topology((0, 0, 1, 1)), sizes=LayerSizes(row_flops=1, row_bytes=1, expert_bytes=100),
+    topology=Topology((0, 0, 1, 1)),
+    sizes=LayerSizes(row_flops=1, row_bytes=1, expert_bytes=100),
     rates=Rates(flops=1, rank_bytes=100, node_bytes=10),
-)  # fmt: skip
+)
 
 
 class Turns(Static):
@@ -178,7 +179,8 @@ def test_planning_is_timed_once_and_by_when_it_is() -> None:
 
 def test_waits_are_by_what_a_collective_carries() -> None:
     spans = [
-        ("forward", "exchange", 0.0, 9.0, 1.0, 1.5), ("forward", "exchange_back", 0.0, 9.0, 2.0, 2.25),
+        ("forward", "exchange", 0.0, 9.0, 1.0, 1.5),
+        ("forward", "exchange_back", 0.0, 9.0, 2.0, 2.25),
         ("backward", "average_gradients", 0.0, 9.0, 0.0, 0.0),
-    ]  # fmt: skip
+    ]
     assert seconds_waited(spans) == dict.fromkeys(KINDS, 0.0) | {"rows": 0.75}

@@ -35,9 +35,7 @@ def test_errors_are_relative_and_order_counts_where_quartiles_are_apart() -> Non
 
 
 def test_launches_are_predicted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = [
-        measured(**{"static EP": [t], "fast": [t / 2]})["cell"]["launches"][0] for t in (1.0, 2.0, 4.0)
-    ]  # fmt: skip
+    launches = [measured(**{"static EP": [t], "fast": [t / 2]})["cell"]["launches"][0] for t in (1.0, 2.0, 4.0)]
     cell = {"cell": {"shape": "modern", "systems": ["static EP", "fast"]}, "launches": launches}
     # A machine that was slower while rates were measured, in the last launch twice as slow as in the others.
     slower = iter([3.0, 3.0, 6.0])

@@ -22,8 +22,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def _run(*arguments: str, ranks: int = 1, example: str = "train.py") -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                "--rdzv-endpoint", "127.0.0.1:0"] if ranks > 1 else []  # fmt: skip
+    launcher = (
+        [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+        ]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -66,11 +78,27 @@ def test_killed_training_goes_on_with_the_same_losses(whole: tuple[str, Path], t
     # What is measured at the start of a run, and plans depend on, is the same from here on.
     shutil.copytree(undisturbed / "step-00000024", killed / "step-00000024")
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1",
-        str(ROOT / "examples" / "train.py"), *_SMALL, "--dump", str(tmp_path / "dump"),
-        "--checkpoints", str(killed), "--resume",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--monitor-interval",
+        "0.1",
+        str(ROOT / "examples" / "train.py"),
+        *_SMALL,
+        "--dump",
+        str(tmp_path / "dump"),
+        "--checkpoints",
+        str(killed),
+        "--resume",
+    ]
     with (tmp_path / "output").open("w") as output:
         agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -83,9 +111,17 @@ def test_killed_training_goes_on_with_the_same_losses(whole: tuple[str, Path], t
     assert len(workers) == 2 and code == 0, (tmp_path / "output").read_text()[-4000:]
     assert (tmp_path / "output").read_text().count("going on from step") == 2
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
     found = []
     for folder in (undisturbed, killed):
         model = Qwen3MoeForCausalLM(config)

@@ -19,9 +19,17 @@ from tests.support.models_page import blocks_of_page
 
 _TRANSFORMERS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 _BLOCKS = (
-    "Loop", "HitLoop", "ListOfExperts", "Masks", "RepeatedTokens", "ChoiceLoop", "Split", "Grouped", "AllTokens",
+    "Loop",
+    "HitLoop",
+    "ListOfExperts",
+    "Masks",
+    "RepeatedTokens",
+    "ChoiceLoop",
+    "Split",
+    "Grouped",
+    "AllTokens",
     "Capacity",
-)  # fmt: skip
+)
 _PASSES = tuple(one.__name__ for one in (*PASSES, *JOINT_PASSES, *FINAL_PASSES) if one is not shard_context)
 
 
@@ -73,9 +81,14 @@ class Case:
 
 ACTIONS = ("step", "evaluate", "infer", "save and load", "two forwards", "penalty", "schedule")
 FAULTS = (
-    "bad token", "not a number", "no backward", "wrong checkpoint", "wrong optimizer state", "one expert",
+    "bad token",
+    "not a number",
+    "no backward",
+    "wrong checkpoint",
+    "wrong optimizer state",
+    "one expert",
     "interrupted backward",
-)  # fmt: skip
+)
 
 
 def draw_model(seed: int, number: int) -> Drawn:
@@ -87,10 +100,12 @@ def draw_model(seed: int, number: int) -> Drawn:
         options["reshard_every"] = random.choice((0, 1, 2))
     if policy == "hecate":
         options |= {
-            "reshard_every": random.choice((0, 1, 3)), "replicas": random.choice((0, 1, 2, 5)),
-            "objective": random.choice(("time", "paper")), "window": random.choice((1, 5)),
+            "reshard_every": random.choice((0, 1, 3)),
+            "replicas": random.choice((0, 1, 2, 5)),
+            "objective": random.choice(("time", "paper")),
+            "window": random.choice((1, 5)),
             "calibrate": random.random() < 0.3,
-        }  # fmt: skip
+        }
     if policy != "replicate":
         options["dense"] = random.choice(("replicate", "shard"))
     options |= {"rematerialize": random.random() < 0.3, "prefetch_bytes": random.choice((None, None, 0, 5000))}
@@ -109,10 +124,13 @@ def draw_case(seed: int, number: int, index: int) -> Case:
     for _ in range(random.choice((0, 1, 2))):
         actions.insert(random.randrange(len(actions) + 1), random.choice(FAULTS))
     return Case(
-        optimizer=random.choice(("sgd", "adamw")), clip=random.choice((None, "hecate", "torch")),
-        accumulate=random.choice((1, 1, 2, 3)), keep_zeros=random.random() < 0.2, ragged=random.random() < 0.3,
+        optimizer=random.choice(("sgd", "adamw")),
+        clip=random.choice((None, "hecate", "torch")),
+        accumulate=random.choice((1, 1, 2, 3)),
+        keep_zeros=random.random() < 0.2,
+        ragged=random.random() < 0.3,
         actions=(*actions, "step"),
-    )  # fmt: skip
+    )
 
 
 def build_model(drawn: Drawn, seed: int) -> nn.Module:

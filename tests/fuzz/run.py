@@ -74,13 +74,21 @@ class _Loop:
 
     def run(self) -> float:
         actions: dict[str, Callable[[], None]] = {
-            "step": self.step, "evaluate": lambda: self.look(torch.no_grad()),
-            "infer": lambda: self.look(torch.inference_mode()), "save and load": self.save_and_load,
-            "two forwards": self.two_forwards, "penalty": self.penalty, "schedule": self.schedule,
-            "bad token": self.bad_token, "not a number": self.not_a_number, "no backward": self.no_backward,
-            "wrong checkpoint": self.wrong_checkpoint, "wrong optimizer state": self.wrong_optimizer_state,
-            "one expert": self.one_expert, "interrupted backward": self.interrupted_backward,
-        }  # fmt: skip
+            "step": self.step,
+            "evaluate": lambda: self.look(torch.no_grad()),
+            "infer": lambda: self.look(torch.inference_mode()),
+            "save and load": self.save_and_load,
+            "two forwards": self.two_forwards,
+            "penalty": self.penalty,
+            "schedule": self.schedule,
+            "bad token": self.bad_token,
+            "not a number": self.not_a_number,
+            "no backward": self.no_backward,
+            "wrong checkpoint": self.wrong_checkpoint,
+            "wrong optimizer state": self.wrong_optimizer_state,
+            "one expert": self.one_expert,
+            "interrupted backward": self.interrupted_backward,
+        }
         for action in self.case.actions:
             actions[action]()
         return self.difference()

@@ -101,11 +101,17 @@ def swap_a_note(gm: GraphModule) -> str:
 @pytest.mark.parametrize(
     "plant",
     [
-        wait_twice, never_wait, wait_for_another_kind, wait_for_nothing, break_the_chain, leave_one_out, spoil_a_note,
+        wait_twice,
+        never_wait,
+        wait_for_another_kind,
+        wait_for_nothing,
+        break_the_chain,
+        leave_one_out,
+        spoil_a_note,
         swap_a_note,
     ],
     ids=lambda function: function.__name__,
-)  # fmt: skip
+)
 def test_a_planted_violation_in_a_final_graph_is_named(plant: Callable[[GraphModule], str]) -> None:
     gm = final_graph()
     verify_final(gm)

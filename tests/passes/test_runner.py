@@ -59,9 +59,13 @@ def test_dump_has_what_changed_in_run_order(tmp_path: Path) -> None:
     dumped(tmp_path)
     found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert found == [
-        "graph3/00_model.py", "graph3/12_exchange_rows.diff", "graph3/12_exchange_rows.py",
-        "graph3/layer_after.svg", "graph3/layer_before.svg", "index.html",
-    ]  # fmt: skip
+        "graph3/00_model.py",
+        "graph3/12_exchange_rows.diff",
+        "graph3/12_exchange_rows.py",
+        "graph3/layer_after.svg",
+        "graph3/layer_before.svg",
+        "index.html",
+    ]
     assert "exchange_back" not in (tmp_path / "graph3/00_model.py").read_text()
     diff = (tmp_path / "graph3/12_exchange_rows.diff").read_text()
     assert re.search(r"(?m)^\+    results_L0: .*exchange_back.*  # exchange_rows, L0$", diff)

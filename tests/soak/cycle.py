@@ -44,9 +44,12 @@ def draw_kill(draw: random.Random) -> Kill:
     place = draw.choice(EVERYWHERE + FIRST_ONLY)
     often = place not in ("verifying", "reading")
     return Kill(
-        place, draw.randint(1, 4) if often else 1, draw.randrange(3), draw.choice(WHOM),
+        place,
+        draw.randint(1, 4) if often else 1,
+        draw.randrange(3),
+        draw.choice(WHOM),
         draw.choice((0.0, 0.0, 0.002 * draw.random(), 0.05 * draw.random())),
-    )  # fmt: skip
+    )
 
 
 class Soak:
@@ -71,9 +74,12 @@ class Soak:
         notes = self._folder / f"notes{number}"
         notes.mkdir()
         arguments = {
-            "folder": str(self._folder / "checkpoints"), "notes": str(notes), "steps": self._steps, "seed": number,
+            "folder": str(self._folder / "checkpoints"),
+            "notes": str(notes),
+            "steps": self._steps,
+            "seed": number,
             "kill": vars(kill),
-        }  # fmt: skip
+        }
         try:
             code = launch.run(size, arguments, launcher=self._launcher)
         except launch.StillRunning as error:

@@ -63,9 +63,13 @@ class Killer:
     def _strike(self) -> None:
         whom, agent = self._kill.whom, os.getppid()
         ranks = {
-            "me": [self._rank], "rank 0": [0], "another": [(self._rank + 1) % self._size], "agent": [],
-            "all ranks": range(self._size), "everything": range(self._size),
-        }[whom]  # fmt: skip
+            "me": [self._rank],
+            "rank 0": [0],
+            "another": [(self._rank + 1) % self._size],
+            "agent": [],
+            "all ranks": range(self._size),
+            "everything": range(self._size),
+        }[whom]
         numbers = [int((self._pids / f"rank{rank}.pid").read_text()) for rank in ranks]
         # This rank last, or the others would live.
         numbers.sort(key=lambda number: number == os.getpid())

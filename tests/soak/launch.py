@@ -41,10 +41,23 @@ def run(size: int, arguments: dict[str, Any], *, launcher: str, timeout: float =
 
 def _torchrun(size: int, arguments: dict[str, Any], mark: str, timeout: float) -> int:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--max-restarts", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1",
-        "-m", "tests.soak.worker", json.dumps(arguments),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(size),
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--monitor-interval",
+        "0.1",
+        "-m",
+        "tests.soak.worker",
+        json.dumps(arguments),
+    ]
     environment = os.environ | {_MARK: mark, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -101,10 +114,17 @@ def _start_rank(rank: int, size: int, restart: int, port: int, arguments: dict[s
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": mark, "TORCHELASTIC_RESTART_COUNT": str(restart), _MARK: mark,
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": mark,
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            _MARK: mark,
+        }
         from tests.soak.worker import train
 
         train(**arguments)

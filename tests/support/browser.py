@@ -69,11 +69,25 @@ def look_at(page: str, expression: str, *, width: int, folder: Path) -> Seen:
     )
     done = subprocess.run(
         # Without a sandbox, because root has none; the page is our own.
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000",
-         "--enable-logging=stderr", "--dump-dom", frame.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={folder / 'profile'}",
+            "--window-size=1400,1000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            frame.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert text is not None and text[1], f"the page did not load:\n{done.stderr[-3000:]}"
     found = json.loads(html.unescape(text[1]))

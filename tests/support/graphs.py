@@ -146,9 +146,14 @@ def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
     ops = torch.ops.hecate
 
     def function(
-        x: torch.Tensor, dense: list[torch.Tensor], shards: list[torch.Tensor], placement: torch.Tensor,
-        slots: torch.Tensor, offsets: torch.Tensor, ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+        x: torch.Tensor,
+        dense: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        placement: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
         outs = []
         for layer, weight, shard in zip(ids, dense, shards, strict=True):
             attended = x @ weight @ weight

@@ -30,12 +30,22 @@ ROOT = Path(__file__).parents[2]
 
 # What every rank would import anyway. Not the tests: they look at the rank's environment when they are imported.
 _PRELOADED = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.testing", "pytest", "hecate",
-    "hecate.simulator", "torch.distributed.fsdp", "torch.distributed.device_mesh",
-    "transformers.models.auto.modeling_auto", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.models.mixtral.modeling_mixtral", "transformers.models.olmoe.modeling_olmoe",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.gpt_oss.modeling_gpt_oss",
-]  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.testing",
+    "pytest",
+    "hecate",
+    "hecate.simulator",
+    "torch.distributed.fsdp",
+    "torch.distributed.device_mesh",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.olmoe.modeling_olmoe",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+]
 # In torch 2.11 it looks for GPUs when it is imported, and no process that is forked then may use one.
 if not torch.cuda.is_available():
     _PRELOADED.append("torch._inductor.compile_fx")
@@ -148,11 +158,15 @@ def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arg
     os.dup2(log, 2)
     os.chdir(ROOT)
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         # As under torchrun: the store is there already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    }
     with _numbered(Path(folder), rank):
         code = _work(function, rank, Path(folder), arguments)
     sys.stdout.flush()
@@ -189,10 +203,21 @@ def _work(function: str, rank: int, folder: Path, arguments: dict[str, Any]) -> 
 def _torchrun(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
     """Returns what went wrong, or nothing."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-        "--module", "tests.support.ranks", function, str(folder), json.dumps(arguments),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(world_size),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--module",
+        "tests.support.ranks",
+        function,
+        str(folder),
+        json.dumps(arguments),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting.
     with (folder / "torchrun.log").open("w") as output:

@@ -49,17 +49,31 @@ def folder(tmp_path: Path) -> Path:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hecate.cli", "simulate", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_it_predicts_every_policy(folder: Path) -> None:
     out = folder / "out.json"
     done = run(
-        f"{folder}/model.py:small", "--cluster", f"{folder}/two.toml",
-        "--policy", "static", "--policy", "hecate", "--policy", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE",
-        "--workload", "zipf", "--json", str(out),
-    )  # fmt: skip
+        f"{folder}/model.py:small",
+        "--cluster",
+        f"{folder}/two.toml",
+        "--policy",
+        "static",
+        "--policy",
+        "hecate",
+        "--policy",
+        f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE",
+        "--workload",
+        "zipf",
+        "--json",
+        str(out),
+    )
     assert done.returncode == 0, done.stderr
     found = {result["policy"]: result for result in json.loads(out.read_text())}
     assert list(found) == ["static", "hecate", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE"]

@@ -82,9 +82,13 @@ def held(made: Capture, workload: str) -> tuple[StepMemory, np.ndarray]:
     experts, layers = made.layers[0].num_experts, len(made.layers)
     counts = make(workload, steps=1, layers=layers, ranks=4, experts=experts, rows=made.rows)
     ((_, routed),) = walk(
-        Static(), counts, [layer.owners for layer in made.layers], topology=SPEC.topology, rates=SPEC.rates,
+        Static(),
+        counts,
+        [layer.owners for layer in made.layers],
+        topology=SPEC.topology,
+        rates=SPEC.rates,
         sizes=made.sizes,
-    )  # fmt: skip
+    )
     return LiveBytes(made).step(routed, optimizer_bytes=8), sum(layer.rows.sum(0) for layer in routed)
 
 

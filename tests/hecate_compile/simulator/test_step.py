@@ -243,9 +243,13 @@ def test_more_rows_take_longer_and_even_rows_are_fastest(made: Capture) -> None:
     for name in ("balanced", "zipf", "one_hot"):
         counts = make(name, steps=1, layers=layers, ranks=4, experts=experts, rows=made.rows)
         ((_, routed),) = walk(
-            Static(), counts, [layer.owners for layer in made.layers], topology=slow.topology, rates=slow.rates,
+            Static(),
+            counts,
+            [layer.owners for layer in made.layers],
+            topology=slow.topology,
+            rates=slow.rates,
             sizes=made.sizes,
-        )  # fmt: skip
+        )
         prediction = simulator.step(routed)
         assert (prediction.waited >= -1e-9).all()
         assert prediction.seconds >= prediction.compute.max()

@@ -154,10 +154,12 @@ def train() -> dict[str, Any]:
         shards = [p for p in model.parameters() if shard_of(p) is not None]
         pairs = zip(sorted(seen), sorted(expected_seen), strict=True)
         found[f"{kind.__name__} {dense}"] = {
-            "loss": loss, "weights": state_error(model.state_dict(), reference.state_dict()),
-            "seen": max(abs(a - b) for a, b in pairs), "calls": len(seen),
+            "loss": loss,
+            "weights": state_error(model.state_dict(), reference.state_dict()),
+            "seen": max(abs(a - b) for a, b in pairs),
+            "calls": len(seen),
             "attributes": all(vars(p).get("lr_scale") == 0.5 and "_no_weight_decay" in vars(p) for p in shards),
-        }  # fmt: skip
+        }
     return found
 
 

@@ -372,9 +372,25 @@ class Sentinel(Experts):
 
 @pytest.mark.parametrize(
     "kind",
-    [Counts, Other, Threshold, Carried, AnotherMask, Stops, OtherGuard, Pooled, Used, ChangedThrough, SomeExperts,
-     Given, Mean, Renamed, Again, Sentinel],
-)  # fmt: skip
+    [
+        Counts,
+        Other,
+        Threshold,
+        Carried,
+        AnotherMask,
+        Stops,
+        OtherGuard,
+        Pooled,
+        Used,
+        ChangedThrough,
+        SomeExperts,
+        Given,
+        Mean,
+        Renamed,
+        Again,
+        Sentinel,
+    ],
+)
 def test_left_alone(kind: type[Experts]) -> None:
     module = kind()
     assert make_loops_traceable(module, find_experts(module)[0]) == ChangedLoops()
@@ -392,12 +408,23 @@ def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
 @pytest.mark.parametrize(
     ("call", "keeps"),
     [
-        ("h.mean(0)", False), ("h.mean()", False), ("h.abs().amax()", False), ("h.std(dim=0)", False),
-        ("h.amax((0, 1))", False), ("torch.max(h)", False), ("h.max(0)", False), ("h.item()", False),
-        ("h.mean(-1)", True), ("h.mean(1, keepdim=True)", True), ("h.norm(dim=1)", True), ("h.amax(dim=(-1,))", True),
-        ("torch.norm(h, 2, -1)", True), ("torch.max(h, zero)", True), ("h.min(other=limit)", True),
+        ("h.mean(0)", False),
+        ("h.mean()", False),
+        ("h.abs().amax()", False),
+        ("h.std(dim=0)", False),
+        ("h.amax((0, 1))", False),
+        ("torch.max(h)", False),
+        ("h.max(0)", False),
+        ("h.item()", False),
+        ("h.mean(-1)", True),
+        ("h.mean(1, keepdim=True)", True),
+        ("h.norm(dim=1)", True),
+        ("h.amax(dim=(-1,))", True),
+        ("torch.norm(h, 2, -1)", True),
+        ("torch.max(h, zero)", True),
+        ("h.min(other=limit)", True),
     ],
-)  # fmt: skip
+)
 def test_what_is_defined_without_rows(call: str, keeps: bool) -> None:
     (node,) = (part.value for part in ast.parse(call).body if isinstance(part, ast.Expr))
     assert isinstance(node, ast.Call) and keeps_rows(node) is keeps

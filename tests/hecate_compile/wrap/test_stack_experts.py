@@ -107,15 +107,17 @@ def train() -> dict[str, Any]:
         key = next(key for key in wrong if key.endswith("w2.weight"))
         del wrong[key]
         found[kind.__name__] = {
-            "worst": worst, "names": list(state) == list(expected),
+            "worst": worst,
+            "names": list(state) == list(expected),
             "weights": state_error(state, expected),
             "loaded": all(torch.equal(loaded[n], v) for n, v in wanted.items()),
             "part": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong, strict=False)),
-            "missing": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong)), "key": key,
+            "missing": message_of(lambda wrong=wrong, model=model: model.load_state_dict(wrong)),
+            "key": key,
             "rewritten": {r.name: r.rewritten for r in hecate.explain(model).graphs[0].passes},
             "skipped": [skip.reason for skip in hecate.explain(model).skipped],
             "rows": list(next(p for n, p in model.named_parameters() if n.endswith("w1_weight")).shape[1:]),
-        }  # fmt: skip
+        }
     return found
 
 

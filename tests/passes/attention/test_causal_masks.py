@@ -390,10 +390,17 @@ def llama(**changes: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, use_cache=False, **changes,
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            use_cache=False,
+            **changes,
         )
-    )  # fmt: skip
+    )
 
 
 def compare_with_itself(model: Any, reference: Any, *, length: int, **given: Tensor) -> None:

@@ -13,9 +13,14 @@ from tests.support.graphs import E, GraphUnderTest, H, R, apply, targets
 
 
 def masked_loop(
-    g: GraphUnderTest, *, add: Any = operator.iadd, mask: bool = True, swapped: bool = False, kept: bool = False,
+    g: GraphUnderTest,
+    *,
+    add: Any = operator.iadd,
+    mask: bool = True,
+    swapped: bool = False,
+    kept: bool = False,
     of_experts: bool = True,
-) -> GraphModule:  # fmt: skip
+) -> GraphModule:
     """``out[rows] += hidden[rows] @ w[e]`` with masks, or with numbers that come twice."""
     hidden, weights = g.input(torch.randn(R, H)), g.experts(H, H)
     out = g.call(torch.zeros_like, hidden)
@@ -58,9 +63,7 @@ def test_rewrites_additions_to_masked_rows(options: dict[str, Any]) -> None:
     assert apply(group_expert_loops, g, gm).rewritten == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"mask": False}, {"add": operator.isub}, {"kept": True}, {"of_experts": False}]
-)  # fmt: skip
+@pytest.mark.parametrize("options", [{"mask": False}, {"add": operator.isub}, {"kept": True}, {"of_experts": False}])
 def test_leaves_alone(options: dict[str, Any]) -> None:
     g = GraphUnderTest()
     gm = masked_loop(g, **options)

@@ -47,9 +47,15 @@ def _gathers(gm: GraphModule) -> list[int]:
 def test_blocks_are_gathered_at_once_at_their_first_read() -> None:
     r = Reads()
     names = (
-        "model.embed.weight", "model.layers.0.a", "model.layers.0.experts.1.b", "model.layers.10.a",
-        "model.layers.1.a", "model.layers.10.b", "model.norm.weight", "lm_head.weight",
-    )  # fmt: skip
+        "model.embed.weight",
+        "model.layers.0.a",
+        "model.layers.0.experts.1.b",
+        "model.layers.10.a",
+        "model.layers.1.a",
+        "model.layers.10.b",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
     gm = r.sum([r.read(r.shard(name)) for name in names])
     assert apply(bucket_gathers, r.g, gm).rewritten == 3
     assert _gathers(gm) == [1, 2, 2, 1, 2]

@@ -143,10 +143,14 @@ def test_a_copy_of_a_mask_that_is_changed_masks_something(way: str) -> None:
 @pytest.mark.parametrize(
     ("clamp", "limits", "dropped"),
     [
-        ("clamp_", {"max": E - 2}, True), ("clamp_", {"min": 0, "max": E}, True), ("clamp_max_", {"max": 0}, True),
-        ("clamp_", {"min": E + 1}, False), ("clamp_", {"min": 1}, False), ("clamp_", {"max": -1}, False),
+        ("clamp_", {"max": E - 2}, True),
+        ("clamp_", {"min": 0, "max": E}, True),
+        ("clamp_max_", {"max": 0}, True),
+        ("clamp_", {"min": E + 1}, False),
+        ("clamp_", {"min": 1}, False),
+        ("clamp_", {"max": -1}, False),
     ],
-)  # fmt: skip
+)
 def test_what_a_clamp_makes_of_numbers(clamp: str, limits: dict[str, int], dropped: bool) -> None:
     g = GraphUnderTest()
     numbers = g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1)

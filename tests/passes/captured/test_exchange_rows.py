@@ -49,8 +49,10 @@ def test_rewrites_at_several_ranks(bias: bool) -> None:
     names = targets(gm)
     assert "gather_experts" not in names
     assert [n for n in names if n.startswith(("route", "exchange"))] == [
-        "route.default", "exchange.default", "exchange_back.default",
-    ]  # fmt: skip
+        "route.default",
+        "exchange.default",
+        "exchange_back.default",
+    ]
     assert names.count("row_slots.default") == bias
     assert names[-1] == "mul", "the weighting by row stays outside"
 
@@ -115,10 +117,12 @@ def two_calls(g: GraphUnderTest, between: Callable[[Node, Node], Node], *, bias:
 @pytest.mark.parametrize(
     "known",
     [
-        {"replicates": False}, {"replicates": True}, {"replicates": True, "calibrates": True},
+        {"replicates": False},
+        {"replicates": True},
+        {"replicates": True, "calibrates": True},
         {"replicates": True, "chunks": 2},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_that_is_called_twice(bias: bool, known: dict[str, Any]) -> None:
     g = GraphUnderTest()
@@ -129,9 +133,14 @@ def test_a_layer_that_is_called_twice(bias: bool, known: dict[str, Any]) -> None
     assert "gather_experts" not in names
     calls, chunks, replicates = 2, known.get("chunks", 1), known["replicates"]
     for name, times in {
-        "place": 1, "sparse_all_gather": replicates, "gather_counts": calls, "route": calls,
-        "calibrate": calls * known.get("calibrates", 0), "exchange": calls * chunks, "exchange_back": calls * chunks,
-    }.items():  # fmt: skip
+        "place": 1,
+        "sparse_all_gather": replicates,
+        "gather_counts": calls,
+        "route": calls,
+        "calibrate": calls * known.get("calibrates", 0),
+        "exchange": calls * chunks,
+        "exchange_back": calls * chunks,
+    }.items():
         assert names.count(f"{name}.default") == times, name
     if "calibrates" not in known:
         assert names.count("hold") == replicates
@@ -261,9 +270,12 @@ REFUSED: dict[str, tuple[Body, str]] = {
 
 
 FIXES = {
-    "keep rows apart": "treat each row by itself", "own tokens": "a column of each row",
-    "another number of rows": "x.shape[0]", "in-place": "y = y + b", "switched on and off": "with gradients on",
-}  # fmt: skip
+    "keep rows apart": "treat each row by itself",
+    "own tokens": "a column of each row",
+    "another number of rows": "x.shape[0]",
+    "in-place": "y = y + b",
+    "switched on and off": "with gradients on",
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -22,9 +22,14 @@ def rows(g: GraphUnderTest, *shape: int) -> Node:
 
 
 def batched(
-    g: GraphUnderTest, *, product: Any = torch.bmm, between: Callable[[GraphUnderTest, Node], Node] | None = None,
-    transposed: bool = False, bias: bool = True, shared: bool = False,
-) -> GraphModule:  # fmt: skip
+    g: GraphUnderTest,
+    *,
+    product: Any = torch.bmm,
+    between: Callable[[GraphUnderTest, Node], Node] | None = None,
+    transposed: bool = False,
+    bias: bool = True,
+    shared: bool = False,
+) -> GraphModule:
     """Two products over ``[E, C, H]``."""
     x = rows(g, 1 if shared else E, C, H)
     w_in, w_out = g.experts(I, H) if transposed else g.experts(H, I), g.experts(I, H)
@@ -46,9 +51,15 @@ def gated(g: GraphUnderTest, h: Node) -> Node:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"product": torch.matmul}, {"product": operator.matmul, "shared": True}, {"transposed": True},
-     {"bias": False}, {"between": gated}],
-)  # fmt: skip
+    [
+        {},
+        {"product": torch.matmul},
+        {"product": operator.matmul, "shared": True},
+        {"transposed": True},
+        {"bias": False},
+        {"between": gated},
+    ],
+)
 def test_rewrites_and_then_exchanges(options: dict[str, Any]) -> None:
     g = GraphUnderTest()
     gm = batched(g, **options)

@@ -76,7 +76,10 @@ FORMS: dict[str, Callable[[Layer], Node]] = {
     "argsort": lambda a: a.summed(a.experts(), a.g.call(torch.argsort, a.order)),
     "casts": lambda a: a.summed(a.g.method("double", a.weighted(a.g.method("contiguous", a.experts())))),
     "index_add": lambda a: a.g.call(
-        torch.index_add, a.g.call(torch.zeros_like, a.hidden), 0, a.g.call(operator.floordiv, a.order, K),
+        torch.index_add,
+        a.g.call(torch.zeros_like, a.hidden),
+        0,
+        a.g.call(operator.floordiv, a.order, K),
         a.weighted(a.experts()),
     ),
     "index_add_": lambda a: a.g.method(
@@ -84,7 +87,7 @@ FORMS: dict[str, Callable[[Layer], Node]] = {
     ),
     "index_select": lambda a: a.summed(a.experts(a.g.call(torch.index_select, a.hidden, 0, a.tokens))),
     "parts that are joined": lambda a: a.summed(a.weighted(_joined(a, a.experts()))),
-}  # fmt: skip
+}
 
 
 def _joined(a: Layer, rows: Node) -> Node:
@@ -161,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Node], str]] = {
     ),
     "a sum that is read early": (lambda a: _in_turns(a, read=True), "reads a sum before"),
     "two sums": (lambda a: _in_turns(a, other=True), "summed in different tensors"),
-}  # fmt: skip
+}
 
 
 def _changed(a: Layer) -> Node:

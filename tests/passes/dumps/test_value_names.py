@@ -138,9 +138,14 @@ def test_dense_parameters_have_their_names() -> None:
     graph.call_function(operator.getitem, (averaged, 1))
     name_values(graph, graph.nodes, {})
     assert [node.name for node in graph.nodes] == [
-        "model_norm_weight", "kwargs_input_ids", "wholes", "whole_model_norm_weight", "whole_model_norm_bias",
-        "mean_grads", "mean_grad_model_norm_bias",
-    ]  # fmt: skip
+        "model_norm_weight",
+        "kwargs_input_ids",
+        "wholes",
+        "whole_model_norm_weight",
+        "whole_model_norm_bias",
+        "mean_grads",
+        "mean_grad_model_norm_bias",
+    ]
     assert source_of(x) == "model.norm.weight"
     assert not expert_regions(graph), "a dense parameter is of no layer"
     unknown = graph.call_function(replicate, (x, 10**9))

@@ -127,10 +127,17 @@ def numbers_from_outside(tokens: Tensor, experts: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "count"),
     [
-        (rows_of_a_sort, 2), (there_and_back, 3), (kept, 1), (negative, 0), (divided_by_less, 0),
-        (of_columns, 0), (single_numbers, 0), (numbers_seen_otherwise, 0), (numbers_from_outside, 0),
+        (rows_of_a_sort, 2),
+        (there_and_back, 3),
+        (kept, 1),
+        (negative, 0),
+        (divided_by_less, 0),
+        (of_columns, 0),
+        (single_numbers, 0),
+        (numbers_seen_otherwise, 0),
+        (numbers_from_outside, 0),
     ],
-)  # fmt: skip
+)
 def test_rows_are_copied_where_no_number_is_negative(
     function: Callable[[Tensor, Tensor], Tensor], count: int
 ) -> None:

@@ -13,13 +13,17 @@ from hecate.passes.final.node_cost import flops, is_heavy
 
 aten = torch.ops.aten
 FORWARD = (
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
-)  # fmt: skip
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+)
 BACKWARD = (
-    aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)  # fmt: skip
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 QUERY, KEY, VALUE, GRAD = (2, 8, 33, 16), (2, 2, 47, 16), (2, 2, 47, 24), (2, 8, 33, 24)
 
 

@@ -89,19 +89,37 @@ def test_schedule_starts_early_and_waits_late() -> None:
     run(FINAL_PASSES, gm, prefetch_bytes=10**9)
     assert names(gm) == [
         # Layer 0's experts come while its attention computes.
-        "sparse_all_gather_start 0", "mm", "mm",
-        "gather_counts_start 0", "gather_counts_wait 0",
-        "exchange_start 0", "exchange_wait 0", "sparse_all_gather_wait 0", "grouped_mm_pair",
-        "exchange_back_start 0", "mm", "exchange_back_wait 0",
+        "sparse_all_gather_start 0",
+        "mm",
+        "mm",
+        "gather_counts_start 0",
+        "gather_counts_wait 0",
+        "exchange_start 0",
+        "exchange_wait 0",
+        "sparse_all_gather_wait 0",
+        "grouped_mm_pair",
+        "exchange_back_start 0",
+        "mm",
+        "exchange_back_wait 0",
         # The next layer's, and then the gradients, in the gap behind the exchange.
-        "sparse_all_gather_start 1", "sparse_reduce_scatter_start 0", "mm", "mm",
-        "gather_counts_start 1", "gather_counts_wait 1",
-        "exchange_start 1", "exchange_wait 1", "sparse_all_gather_wait 1", "grouped_mm_pair",
-        "exchange_back_start 1", "mm", "exchange_back_wait 1",
+        "sparse_all_gather_start 1",
+        "sparse_reduce_scatter_start 0",
+        "mm",
+        "mm",
+        "gather_counts_start 1",
+        "gather_counts_wait 1",
+        "exchange_start 1",
+        "exchange_wait 1",
+        "sparse_all_gather_wait 1",
+        "grouped_mm_pair",
+        "exchange_back_start 1",
+        "mm",
+        "exchange_back_wait 1",
         "sparse_reduce_scatter_start 1",
         # Nobody but the optimizer needs these.
-        "sparse_reduce_scatter_wait 0", "sparse_reduce_scatter_wait 1",
-    ]  # fmt: skip
+        "sparse_reduce_scatter_wait 0",
+        "sparse_reduce_scatter_wait 1",
+    ]
     same(gm, inputs, expected)
 
 
@@ -191,9 +209,14 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
     ops = torch.ops.hecate
 
     def function(
-        grad: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor, placement: torch.Tensor,
-        offsets: torch.Tensor, ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        experts: torch.Tensor,
+        kept: torch.Tensor,
+        placement: torch.Tensor,
+        offsets: torch.Tensor,
+        ticket: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
         none = experts[:0]
         dense = kept.t() @ grad
         back = grad @ weight
@@ -208,10 +231,14 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
 
     torch.manual_seed(0)
     inputs = [
-        torch.randn(R, H), torch.randn(H, H), torch.randn(E, H, H), torch.randn(R, H),
-        torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        torch.randn(R, H),
+        torch.randn(H, H),
+        torch.randn(E, H, H),
+        torch.randn(R, H),
+        torch.full((E, 1), 2, dtype=torch.int8),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
         [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
-    ]  # fmt: skip
+    ]
     return make_fx(function, tracing_mode="fake")(*inputs), inputs
 
 
@@ -228,10 +255,22 @@ def test_weight_gradients_come_behind_the_exchange() -> None:
     order = steps(run(FINAL_PASSES, gm))
     # A fast link: the dense gradient, which no exchange needs, goes to the last one.
     assert order == [
-        "mm", "exchange_start", "exchange_wait", "grouped_mm", "grouped_mm",
-        "exchange_back_start", "mm", "sin", "grouped_mm_weight_grad", "cos", "grouped_mm_weight_grad",
-        "exchange_back_wait", "sparse_reduce_scatter_start", "mm", "sparse_reduce_scatter_wait",
-    ]  # fmt: skip
+        "mm",
+        "exchange_start",
+        "exchange_wait",
+        "grouped_mm",
+        "grouped_mm",
+        "exchange_back_start",
+        "mm",
+        "sin",
+        "grouped_mm_weight_grad",
+        "cos",
+        "grouped_mm_weight_grad",
+        "exchange_back_wait",
+        "sparse_reduce_scatter_start",
+        "mm",
+        "sparse_reduce_scatter_wait",
+    ]
     same(gm, inputs, expected)
 
 
@@ -256,9 +295,11 @@ def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
 
     torch.manual_seed(0)
     inputs = [
-        torch.randn(R, H), torch.randn(E, H, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        torch.randn(R, H),
+        torch.randn(E, H, H),
+        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
         [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
-    ]  # fmt: skip
+    ]
     return make_fx(reverse if backward else forward, tracing_mode="fake")(*inputs), inputs
 
 
@@ -270,9 +311,18 @@ def test_one_chunk_travels_while_another_is_computed(backward: bool) -> None:
     # Of equal matmuls, those of the weight are last, when nothing waits for them.
     weights = ["grouped_mm_weight_grad"] * 2 if backward else []
     assert order == [
-        "exchange_start", "exchange_start", "exchange_wait", "grouped_mm", "exchange_back_start",
-        "exchange_wait", "grouped_mm", "exchange_back_start", *weights, "exchange_back_wait", "exchange_back_wait",
-    ]  # fmt: skip
+        "exchange_start",
+        "exchange_start",
+        "exchange_wait",
+        "grouped_mm",
+        "exchange_back_start",
+        "exchange_wait",
+        "grouped_mm",
+        "exchange_back_start",
+        *weights,
+        "exchange_back_wait",
+        "exchange_back_wait",
+    ]
     torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
 
 
@@ -324,9 +374,12 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
     ops = torch.ops.hecate
 
     def forward(
-        x: torch.Tensor, router: torch.Tensor, placement: torch.Tensor, offsets: torch.Tensor,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        placement: torch.Tensor,
+        offsets: torch.Tensor,
         ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         before = x.cos()
         logits = before @ router
         scores = logits.softmax(-1)
@@ -355,9 +408,13 @@ def test_draws_in_front_of_counts_keep_their_order() -> None:
     ops = torch.ops.hecate
 
     def forward(
-        x: torch.Tensor, dense: torch.Tensor, router: torch.Tensor, placement: torch.Tensor, offsets: torch.Tensor,
+        x: torch.Tensor,
+        dense: torch.Tensor,
+        router: torch.Tensor,
+        placement: torch.Tensor,
+        offsets: torch.Tensor,
         ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         hidden = x @ dense
         mask = torch.bernoulli(hidden.sigmoid())
         _, wrapped = run_and_save_rng_state(torch.ops.aten.rand_like.default, (x @ dense.t())[:, :1])

@@ -15,9 +15,12 @@ from hecate.runtime.attention.pattern import Pattern
 @st.composite
 def patterns(draw: Any) -> Pattern:
     return Pattern(
-        block=16, local=draw(st.integers(1, 6)), stride=draw(st.integers(1, 12)), offset=draw(st.integers(0, 5)),
+        block=16,
+        local=draw(st.integers(1, 6)),
+        stride=draw(st.integers(1, 12)),
+        offset=draw(st.integers(0, 5)),
         patterns=draw(st.integers(1, 12)),
-    )  # fmt: skip
+    )
 
 
 def attends(p: Pattern, h: int, i: int, j: int) -> bool:

@@ -181,9 +181,16 @@ def test_what_the_kernels_compute_is_the_formula(local: int, stride: int, offset
         return _FLASH(q, k, v, dropout, causal, **given)
 
     def flash_backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout: float, causal: bool,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dropout: float,
+        causal: bool,
         **given: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         count("backward", q, k, causal)
         return _FLASH_BACKWARD(grad, q, k, v, out, lse, dropout, causal, **given)
 
@@ -328,9 +335,7 @@ def _operands() -> dict[str, tuple[Any, ...]]:
     }
 
 
-OPCHECKS = (
-    "s2_attention", "s2_attention_backward", "s2_mask", "s2_stored_mask", "s2_check", "s2_store", "s2_decode",
-)  # fmt: skip
+OPCHECKS = ("s2_attention", "s2_attention_backward", "s2_mask", "s2_stored_mask", "s2_check", "s2_store", "s2_decode")
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

@@ -73,7 +73,10 @@ def test_attention_compiles(tmp_path: Path) -> None:
     """In a process of its own: what is compiled for whom is known when kernels are imported."""
     run = subprocess.run(
         [sys.executable, "-c", "from tests.runtime.kernels import test_amd; test_amd.compile_attention()"],
-        capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=Path(__file__).parents[3],
         env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-2000:]

@@ -35,14 +35,25 @@ PRODUCTS = ("grouped_mm", "weight_grads")
 BY_ROWS = (*PRODUCTS, "gather_rows", "scatter_rows", "put_rows", "take_rows")
 # Blocks and widths of attention, and bytes for which a program's threads may have no registers.
 BLOCKS = [
-    (64, 64, torch.float32, 32), (64, 64, torch.bfloat16, 0), (128, 128, torch.bfloat16, 64),
-    (64, 128, torch.float32, 800), (128, 64, torch.bfloat16, 256), (64, 256, torch.bfloat16, 512),
-    (64, 32, torch.float32, 32), (128, 256, torch.float32, 8192),
-]  # fmt: skip
+    (64, 64, torch.float32, 32),
+    (64, 64, torch.bfloat16, 0),
+    (128, 128, torch.bfloat16, 64),
+    (64, 128, torch.float32, 800),
+    (128, 64, torch.bfloat16, 256),
+    (64, 256, torch.bfloat16, 512),
+    (64, 32, torch.float32, 32),
+    (128, 256, torch.float32, 8192),
+]
 # Whole numbers, one for each row or for each rank.
 INDICES = (
-    "expand_segments", "post_words", "split_rows", "wait_words", "balance_rows", "ticket_segments", "device_dispatch",
-)  # fmt: skip
+    "expand_segments",
+    "post_words",
+    "split_rows",
+    "wait_words",
+    "balance_rows",
+    "ticket_segments",
+    "device_dispatch",
+)
 # How words are written to other GPUs, which may have no atomics there, and read.
 WORDS = {"post_words": "st.release.sys.global.b64", "wait_words": "acquire"}
 # Attention has no configurations to try; see below.
@@ -124,13 +135,15 @@ def launched(run: Callable[[], object]) -> list[Launch]:
         parameters = {one.name: one for one in kernel.fn.params}
         given = dict(zip(kernel.arg_names, args, strict=False)) | constants
         numbers = {
-            key: value for key, value in given.items()
+            key: value
+            for key, value in given.items()
             if not isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize
-        }  # fmt: skip
+        }
         aligned = {
-            key: value.data_ptr() % 16 == 0 for key, value in given.items()
+            key: value.data_ptr() % 16 == 0
+            for key, value in given.items()
             if isinstance(value, torch.Tensor) and not parameters[key].do_not_specialize_on_alignment
-        }  # fmt: skip
+        }
         assert set(kernel.keys) <= set(numbers) | {"tuned_for"}
         name, dtypes = kernel.base_fn.__name__, [value.dtype for value in args if isinstance(value, torch.Tensor)]
         found.append(
@@ -198,9 +211,14 @@ NEWER = {"3.9": {(64, torch.bfloat16): 4, (128, torch.bfloat16): 336}}
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("block", "width", "dtype", "spilled"), BLOCKS if ALL else BLOCKS[:3])
 def test_attention_compiles_and_fits(
-    block: int, width: int, dtype: torch.dtype, spilled: int, capability: int, monkeypatch: pytest.MonkeyPatch,
+    block: int,
+    width: int,
+    dtype: torch.dtype,
+    spilled: int,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = compiled_attention(block, width, dtype, NoGpu(capability), monkeypatch)
     assert set(found) == {"s2_forward", "s2_backward_keys", "s2_backward_queries"}

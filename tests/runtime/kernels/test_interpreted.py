@@ -33,9 +33,13 @@ def test_kernels_equal_their_references() -> None:
     # Options and the worker's name of this run are not for that one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [*command, "tests/runtime/kernels/cases"], cwd=ROOT, env=kept | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+        [*command, "tests/runtime/kernels/cases"],
+        cwd=ROOT,
+        env=kept | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
     assert "skipped" not in done.stdout and " passed" in done.stdout, done.stdout[-500:]
 

@@ -65,7 +65,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "starts": (lambda: sum_replicas(ROWS, ROWS[:2], INDEX, INDEX), ValueError, "4 rows, but an index of 2"),
     "parts": (lambda: sum_replicas(ROWS[:1], ROWS, INDEX, INDEX), ValueError, r"expected parts \[2, 4\]"),
     "totals": (
-        lambda: sum_replicas(torch.zeros(3, 2).t(), ROWS[:2, :3], torch.arange(3), INDEX), ValueError,
+        lambda: sum_replicas(torch.zeros(3, 2).t(), ROWS[:2, :3], torch.arange(3), INDEX),
+        ValueError,
         "contiguous totals only",
     ),
     "numbers of no ranges": (lambda: expand_segments(INDEX[:0], INDEX[:0], 3), ValueError, "3 numbers of 0 ranges"),
@@ -75,44 +76,66 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nodes of other ranks": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX[:1], 0), ValueError, "index of 1"),
     "a rank too many": (lambda: split_rows(LONG, LONG.t(), INDEX, INDEX, 2), ValueError, "rank 2 of 2"),
     "short segments": (
-        lambda: take_rows(WINDOW[:, :, :8], Rows(ROWS), LINKS, torch.float32), ValueError, "a multiple of 128",
+        lambda: take_rows(WINDOW[:, :, :8], Rows(ROWS), LINKS, torch.float32),
+        ValueError,
+        "a multiple of 128",
     ),
     "rows to gaps": (
-        lambda: take_rows(WINDOW, Rows(ROWS.t()), LINKS, torch.float32), ValueError, "into contiguous rows",
+        lambda: take_rows(WINDOW, Rows(ROWS.t()), LINKS, torch.float32),
+        ValueError,
+        "into contiguous rows",
     ),
     "whole rows as floats": (
-        lambda: put_rows(Rows(LONG), LINKS, [WINDOW] * 2, INDEX, 0, torch.float32), TypeError, "do not travel as",
+        lambda: put_rows(Rows(LONG), LINKS, [WINDOW] * 2, INDEX, 0, torch.float32),
+        TypeError,
+        "do not travel as",
     ),
     "half links": (
-        lambda: post_words(Chunk(SHORT, *[INDEX] * 3, 0), [LONG, LONG], INDEX, 0), TypeError, "numbers of int64",
+        lambda: post_words(Chunk(SHORT, *[INDEX] * 3, 0), [LONG, LONG], INDEX, 0),
+        TypeError,
+        "numbers of int64",
     ),
     "fewer links": (
-        lambda: wait_words(LONG, Chunk(INDEX, INDEX, INDEX[:1], INDEX, 0), seconds=0), ValueError,
+        lambda: wait_words(LONG, Chunk(INDEX, INDEX, INDEX[:1], INDEX, 0), seconds=0),
+        ValueError,
         "one number for each link",
     ),
     "links with gaps": (
-        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, INDEX, 0), [LONG], INDEX, 0), ValueError, "have gaps",
+        lambda: post_words(Chunk(LONG.t()[0], INDEX, INDEX, INDEX, 0), [LONG], INDEX, 0),
+        ValueError,
+        "have gaps",
     ),
     "too many ranks": (
-        lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 4, 0), [LONG], INDEX, 0), ValueError,
+        lambda: post_words(Chunk(*[torch.zeros(129, dtype=torch.int64)] * 4, 0), [LONG], INDEX, 0),
+        ValueError,
         "at most 128",
     ),
     "counts of no ranks": (lambda: balance_rows(LONG[:0], INDEX, INDEX, LONG), ValueError, r"got \[0, 3\]"),
     "counts that are floats": (
-        lambda: balance_rows(LONG.float(), torch.arange(3), INDEX, LONG), TypeError, "numbers of int64",
+        lambda: balance_rows(LONG.float(), torch.arange(3), INDEX, LONG),
+        TypeError,
+        "numbers of int64",
     ),
     "owners of other experts": (lambda: balance_rows(LONG, INDEX, INDEX, LONG), ValueError, "an index of 2"),
     "parts of other ranks": (
-        lambda: balance_rows(LONG, torch.arange(3), INDEX, LONG[:, :2]), ValueError, r"expected parts \[2, 3\]",
+        lambda: balance_rows(LONG, torch.arange(3), INDEX, LONG[:, :2]),
+        ValueError,
+        r"expected parts \[2, 3\]",
     ),
     "what arrives": (
-        lambda: ticket_segments(LONG.t(), LONG.t(), torch.arange(3), INDEX), ValueError, r"got \[3, 2\], ",
+        lambda: ticket_segments(LONG.t(), LONG.t(), torch.arange(3), INDEX),
+        ValueError,
+        r"got \[3, 2\], ",
     ),
     "half of what arrives": (
-        lambda: ticket_segments(LONG.t(), LONG.half(), torch.arange(3), INDEX), TypeError, "of int64",
+        lambda: ticket_segments(LONG.t(), LONG.half(), torch.arange(3), INDEX),
+        TypeError,
+        "of int64",
     ),
     "what arrives elsewhere": (
-        lambda: ticket_segments(LONG.t(), LONG.to("meta"), torch.arange(3), INDEX), ValueError, "on meta",
+        lambda: ticket_segments(LONG.t(), LONG.to("meta"), torch.arange(3), INDEX),
+        ValueError,
+        "on meta",
     ),
     "inner sizes": (lambda: grouped_mm(ROWS[:, :3], OWN, OWN[:0], OFFS), ValueError, r"got \[3, 3\], \[2, 4, 5\]"),
     "matrices of two dtypes": (lambda: grouped_mm(ROWS, OWN, OWN[:0].half(), OFFS), TypeError, "dtypes differ"),
@@ -124,13 +147,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "matrices of other slots": (lambda: clear_empty_slots(OWN[:1], OFFS), ValueError, "1 slots"),
     "matrices with gaps": (lambda: clear_empty_slots(OWN[..., ::2], OFFS), ValueError, "contiguous"),
     "gradients of another shape": (
-        lambda: weight_grads(ROWS, ROWS, OFFS, OWN, OWN[:0]), ValueError, r"expected \[R, A\], \[R, B\]",
+        lambda: weight_grads(ROWS, ROWS, OFFS, OWN, OWN[:0]),
+        ValueError,
+        r"expected \[R, A\], \[R, B\]",
     ),
     "gradients with gaps": (
         lambda: weight_grads(ROWS, torch.zeros(3, 5), OFFS, torch.zeros(2, 5, 4).transpose(1, 2), OWN[:0]),
-        ValueError, "contiguous tensors only",
+        ValueError,
+        "contiguous tensors only",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

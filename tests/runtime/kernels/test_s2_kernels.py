@@ -20,9 +20,16 @@ from tests.support.extent import ALL
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
 # Short ones: the interpreter runs one program after another.
 NAMES = (
-    "whole blocks", "no multiple of the block", "shared keys", "a pattern for each query head", "an offset",
-    "narrow values", "only local blocks", "shorter than a block", "blocks of several tiles",
-)  # fmt: skip
+    "whole blocks",
+    "no multiple of the block",
+    "shared keys",
+    "a pattern for each query head",
+    "an offset",
+    "narrow values",
+    "only local blocks",
+    "shorter than a block",
+    "blocks of several tiles",
+)
 
 # How far from dense attention in float64 the worst number may be.
 BARS = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -83,9 +90,13 @@ def main() -> None:
 def test_in_the_interpreter() -> None:
     """In a process of its own: whether Triton interprets is read when it is imported."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.kernels.test_s2_kernels"], capture_output=True, text=True, timeout=500,
-        cwd=Path(__file__).parents[3], env=os.environ | {"TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.runtime.kernels.test_s2_kernels"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1] == "drawn"
 

@@ -38,9 +38,11 @@ def random_dispatch(seed: int) -> Dispatch:
     share = rng.choice([0.0, 0.2, 0.6, 1.0])
     replicas = [set(np.flatnonzero(rng.uniform(size=ranks) < share).tolist()) for _ in range(experts)]
     return Dispatch(
-        counts=_counts(rng, ranks, experts), placement=Placement.with_replicas(owners, replicas), topology=topology,
+        counts=_counts(rng, ranks, experts),
+        placement=Placement.with_replicas(owners, replicas),
+        topology=topology,
         rank=int(rng.integers(ranks)),
-    )  # fmt: skip
+    )
 
 
 def _counts(rng: np.random.Generator, ranks: int, experts: int) -> Ints:

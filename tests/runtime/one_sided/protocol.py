@@ -111,8 +111,10 @@ class Exchanges:
     def check(self, rank: int) -> None:
         """What came is what was sent, and came back to where it was."""
         for number, counts in enumerate(self.case.counts):
-            parts = [self.rows(number, s)[self.order(number, s)[0]].split(counts[s].tolist())[rank] for s in
-                     range(self.case.world_size)]  # fmt: skip
+            parts = [
+                self.rows(number, s)[self.order(number, s)[0]].split(counts[s].tolist())[rank]
+                for s in range(self.case.world_size)
+            ]
             rows, sent = self.rows(number, rank), int(counts[rank].sum())
             expected = torch.cat(parts)[self.order(number, rank)[1]], torch.cat([rows[:sent] * 2, rows[sent:] * 0])
             found = self.arrived[number, rank], self.returned[number, rank]

@@ -190,8 +190,10 @@ def test_what_was_recorded_reads_other_placements(name: str) -> None:
                 out = ops.exchange(rows, *ticket, layer.id)
                 back = ops.exchange_back(out * 2, *ticket, 10, layer.id)
                 replicas = ops.sparse_all_gather(shards, placed, held, layer.id)
-                grads = [torch.randn(slots, *shard.shape[1:], generator=torch.Generator().manual_seed(rank)) for
-                         shard in shards]  # fmt: skip
+                grads = [
+                    torch.randn(slots, *shard.shape[1:], generator=torch.Generator().manual_seed(rank))
+                    for shard in shards
+                ]
                 halves = [[grad[part] for grad in grads] for part in (slice(owned), slice(owned, owned + len(held)))]
                 home = ops.sparse_reduce_scatter(*halves, placed, owned, layer.id)
                 count = placement.num_replicas and len(placement.slots_on(rank)) - owned

@@ -90,8 +90,9 @@ def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatc
     mode = FakeTensorMode()
     tensors = {
         field.name: mode.from_tensor(getattr(tables, field.name))
-        for field in dataclasses.fields(tables) if field.name != "rank"
-    }  # fmt: skip
+        for field in dataclasses.fields(tables)
+        if field.name != "rank"
+    }
     with mode:
         counts = torch.zeros(3, 4, dtype=torch.int64, device=CPU)
         fake = DeviceTables(rank=1, **tensors)

@@ -31,9 +31,19 @@ from tests.runtime.one_sided.test_carrier import CPU, ONE_EACH, PLENTY, carrier_
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS
 
 MODULES = (
-    balance_rows, split_rows, ticket_segments, expand_segments, gather_rows, put_rows, take_rows, post_words,
-    wait_words, pack_experts, sum_replicas, clear_rows,
-)  # fmt: skip
+    balance_rows,
+    split_rows,
+    ticket_segments,
+    expand_segments,
+    gather_rows,
+    put_rows,
+    take_rows,
+    post_words,
+    wait_words,
+    pack_experts,
+    sum_replicas,
+    clear_rows,
+)
 
 
 class Launch(NamedTuple):
@@ -143,8 +153,9 @@ def test_many_rows_take_few_launches_and_no_pass_over_their_room(launched: list[
     window = torch.from_numpy(np.zeros((PLACES, size, segment), dtype=np.uint8))
     board = torch.zeros(PLACES, size, dtype=torch.int64)
     view = Windows(rank=1, data=[window] * size, signals=[board] * size)
-    layer = layer_over(Transport(view, seconds=1.0), World(rank=1, size=8, group=None, device=CPU),
-                       Placement.owned(ONE_EACH), 200)  # fmt: skip
+    layer = layer_over(
+        Transport(view, seconds=1.0), World(rank=1, size=8, group=None, device=CPU), Placement.owned(ONE_EACH), 200
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         splits = torch.zeros(3, size, dtype=torch.int64, device=CPU)
         send, receive = (torch.zeros(n, dtype=torch.int64, device=CPU) for n in (rows, room))

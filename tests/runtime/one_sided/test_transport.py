@@ -123,8 +123,10 @@ def test_a_rank_that_never_comes_is_named(world_size: int) -> None:
         with pytest.raises(ExchangeFailed, match=rf"rank {rank} waited in vain for ranks \[{absent}\]"):
             ranks.transports[rank].check()
         for number, counts in enumerate(case.counts):
-            parts = [exchanges.rows(number, s)[exchanges.order(number, s)[0]].split(counts[s].tolist())[rank]
-                     for s in others]  # fmt: skip
+            parts = [
+                exchanges.rows(number, s)[exchanges.order(number, s)[0]].split(counts[s].tolist())[rank]
+                for s in others
+            ]
             came, here = torch.cat(parts), exchanges.order(number, rank)[1]
             known = here < len(came)
             assert torch.equal(exchanges.arrived[number, rank][known], came[here[known]])
@@ -141,9 +143,11 @@ def test_more_rows_than_the_host_was_told_of_are_noticed() -> None:
         rows = [torch.ones(5, WIDTH), torch.ones(1, WIDTH)]
         out = [torch.zeros(1, WIDTH), torch.zeros(room, WIDTH)]
         ranks.run(
-            [t.steps(Rows(rows[r]), device_counts[r], Rows(out[r]), most=most, wire=torch.float32)
-             for r, t in enumerate(ranks.transports)]
-        )  # fmt: skip
+            [
+                t.steps(Rows(rows[r]), device_counts[r], Rows(out[r]), most=most, wire=torch.float32)
+                for r, t in enumerate(ranks.transports)
+            ]
+        )
         for rank, transport in enumerate(ranks.transports):
             if rank in fails:
                 with pytest.raises(ExchangeFailed, match="1 rows more"):
@@ -159,10 +163,18 @@ def test_rows_of_another_exchange_are_noticed() -> None:
     sends = [torch.tensor([0, 5]), torch.tensor([1, 0])]
     expects = [torch.tensor([0, 3]), torch.tensor([5, 0])]
     ranks.run(
-        [t.steps(Rows(torch.ones(5, WIDTH)), sends[r], Rows(torch.zeros(5, WIDTH)), most=5, wire=torch.float32,
-                 expects=expects[r])
-         for r, t in enumerate(ranks.transports)]
-    )  # fmt: skip
+        [
+            t.steps(
+                Rows(torch.ones(5, WIDTH)),
+                sends[r],
+                Rows(torch.zeros(5, WIDTH)),
+                most=5,
+                wire=torch.float32,
+                expects=expects[r],
+            )
+            for r, t in enumerate(ranks.transports)
+        ]
+    )
     with pytest.raises(ExchangeFailed, match="rank 0 had 2 rows more, or fewer, than it was told of"):
         ranks.transports[0].check()
     ranks.transports[1].check()
@@ -174,9 +186,11 @@ def test_a_bounded_room_takes_fewer_rows() -> None:
     rows, out = [SOME_ROWS, SOME_ROWS + 100], [torch.full((9, 2), torch.nan) for _ in range(2)]
     sends = [torch.tensor([1, 3]), torch.tensor([0, 2])]
     ranks.run(
-        [t.steps(Rows(rows[r]), sends[r], Rows(out[r]), most=6, wire=torch.float32)
-         for r, t in enumerate(ranks.transports)]
-    )  # fmt: skip
+        [
+            t.steps(Rows(rows[r]), sends[r], Rows(out[r]), most=6, wire=torch.float32)
+            for r, t in enumerate(ranks.transports)
+        ]
+    )
     assert torch.equal(out[0][:1], rows[0][:1]) and out[0][1:].isnan().all()
     assert torch.equal(out[1][:5], torch.cat([rows[0][1:4], rows[1][:2]])) and out[1][5:].isnan().all()
 
@@ -184,12 +198,20 @@ def test_a_bounded_room_takes_fewer_rows() -> None:
 @pytest.mark.parametrize(
     ("rows", "send"),
     [
-        (SOME_ROWS, [6]), (SOME_ROWS[:0], [0]), (SOME_ROWS.t(), [2]), (SOME_ROWS[:, 0], [6]),
-        (SOME_ROWS.view(3, 2, 2), [3]), (SOME_ROWS.double(), [6]), (SOME_ROWS > 3, [6]), (SOME_ROWS.long(), [6]),
-        (SOME_ROWS[:, :0], [6]), (torch.arange(199.0).expand(3, 199), [3]), (torch.arange(400).view(2, 200), [2]),
+        (SOME_ROWS, [6]),
+        (SOME_ROWS[:0], [0]),
+        (SOME_ROWS.t(), [2]),
+        (SOME_ROWS[:, 0], [6]),
+        (SOME_ROWS.view(3, 2, 2), [3]),
+        (SOME_ROWS.double(), [6]),
+        (SOME_ROWS > 3, [6]),
+        (SOME_ROWS.long(), [6]),
+        (SOME_ROWS[:, :0], [6]),
+        (torch.arange(199.0).expand(3, 199), [3]),
+        (torch.arange(400).view(2, 200), [2]),
         (torch.empty(0, 400), [0]),
     ],
-)  # fmt: skip
+)
 def test_all_to_all_takes_what_todays_does(rows: torch.Tensor, send: list[int]) -> None:
     """Any dtype and shape; a row that is longer than a segment goes in pieces."""
     transport = Transport(local_windows(1, SEGMENT, CPU)[0], seconds=1.0)
@@ -292,8 +314,10 @@ def exchange_between_processes() -> bool:
     for seed in range(20):
         random = np.random.default_rng(seed)
         counts = random.integers(0, 300, (size, size)) * (random.random((size, size)) < 0.7)
-        rows = [torch.arange(int(c.sum()) * 64, dtype=torch.float32, device=device).view(-1, 64) + 1000 * r
-                for r, c in enumerate(counts)]  # fmt: skip
+        rows = [
+            torch.arange(int(c.sum()) * 64, dtype=torch.float32, device=device).view(-1, 64) + 1000 * r
+            for r, c in enumerate(counts)
+        ]
         found = one_sided.all_to_all(transport, rows[rank], counts[rank].tolist(), counts[:, rank].tolist())
         expected = torch.cat([rows[source].split(counts[source].tolist())[rank] for source in range(size)])
         transport.check()

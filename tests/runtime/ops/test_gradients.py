@@ -63,8 +63,14 @@ def test_every_mean_begins_where_compiled_kernels_may_read_a_vector(dtype: torch
 
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-TRAVELS = [(BRAIN, None, FLOAT), (HALF, None, FLOAT), (FLOAT, None, FLOAT), (DOUBLE, None, DOUBLE),
-           (BRAIN, BRAIN, BRAIN), (FLOAT, BRAIN, BRAIN)]  # fmt: skip
+TRAVELS = [
+    (BRAIN, None, FLOAT),
+    (HALF, None, FLOAT),
+    (FLOAT, None, FLOAT),
+    (DOUBLE, None, DOUBLE),
+    (BRAIN, BRAIN, BRAIN),
+    (FLOAT, BRAIN, BRAIN),
+]
 
 
 @pytest.mark.parametrize(("own", "chosen", "travels"), TRAVELS)

@@ -100,10 +100,13 @@ def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     offs, x = torch.tensor([2, 5], dtype=torch.int32), torch.zeros(5, 8)
     w, narrow = torch.zeros(2, 8, 16), torch.zeros(2, 8, 3)
     cases = {
-        "bf16": (x.bfloat16(), [w.bfloat16()]), "pair": (x.bfloat16(), [w.bfloat16(), w.bfloat16()]),
-        "unaligned": (x.bfloat16(), [narrow.bfloat16()]), "fp32": (x, [w]), "fp16": (x.half(), [w.half()]),
+        "bf16": (x.bfloat16(), [w.bfloat16()]),
+        "pair": (x.bfloat16(), [w.bfloat16(), w.bfloat16()]),
+        "unaligned": (x.bfloat16(), [narrow.bfloat16()]),
+        "fp32": (x, [w]),
+        "fp16": (x.half(), [w.half()]),
         "fp64": (x.double(), [w.double()]),
-    }  # fmt: skip
+    }
 
     def choices() -> dict[str, str]:
         return {name: grouped_mm._choose(rows, others, offs) for name, (rows, others) in cases.items()}

@@ -96,8 +96,10 @@ def test_rows_cross_once_and_arrive_in_slot_order(drawn: tuple[Case, Placement],
         assert len(pairs) == len(set(pairs))
         wanted = {
             (int(tokens[rank][row]), topology.node_of[to])
-            for to in ranks for source, row in routes[to] if source == rank
-        }  # fmt: skip
+            for to in ranks
+            for source, row in routes[to]
+            if source == rank
+        }
         assert set(pairs) == wanted
 
     # Back: the transpose.

@@ -24,7 +24,10 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     "place": (torch.zeros(1),),
     "sparse_all_gather": ([torch.randn(4, 2, 3), torch.randn(4, 2)], OWNED, NONE),
     "sparse_reduce_scatter": (
-        [torch.randn(4, 2, 3), torch.randn(4, 2)], [torch.randn(0, 2, 3), torch.randn(0, 2)], OWNED, 4,
+        [torch.randn(4, 2, 3), torch.randn(4, 2)],
+        [torch.randn(0, 2, 3), torch.randn(0, 2)],
+        OWNED,
+        4,
     ),
     "gather_counts": (torch.tensor([1, 1, 4, 6], dtype=torch.int32), OWNED),
     "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
@@ -32,39 +35,66 @@ OPCHECKS: dict[str, tuple[object, ...]] = {
     "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 0, 2),
     "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
     "exchange": (
-        torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6),
+        torch.randn(6, 3, requires_grad=True),
+        torch.tensor([[6], [6]]),
+        torch.randperm(6),
+        torch.randperm(6),
     ),
     "exchange_back": (
-        torch.randn(6, 3, requires_grad=True), torch.tensor([[6], [6]]), torch.randperm(6), torch.randperm(6), 6,
+        torch.randn(6, 3, requires_grad=True),
+        torch.tensor([[6], [6]]),
+        torch.randperm(6),
+        torch.randperm(6),
+        6,
     ),
     "route_nodes": (
-        torch.tensor([0, 1, 0, 2, 2, 1]), torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([[6], [6]]),
-        torch.arange(6), torch.arange(6), 2,
+        torch.tensor([0, 1, 0, 2, 2, 1]),
+        torch.tensor([[1, 0, 3, 2]]),
+        OWNED,
+        torch.tensor([[6], [6]]),
+        torch.arange(6),
+        torch.arange(6),
+        2,
     ),
     "exchange_nodes": (
-        torch.randn(6, 3, requires_grad=True), torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]),
-        torch.tensor([0, 1, 0, 2, 2, 1]), torch.randperm(6),
+        torch.randn(6, 3, requires_grad=True),
+        torch.tensor([[3], [3], [6], [6]]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([0, 1, 0, 2, 2, 1]),
+        torch.randperm(6),
     ),
     "exchange_nodes_back": (
-        torch.randn(6, 3, requires_grad=True), torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]),
-        torch.tensor([0, 1, 0, 2, 2, 1]), torch.randperm(6), 6,
+        torch.randn(6, 3, requires_grad=True),
+        torch.tensor([[3], [3], [6], [6]]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([0, 1, 0, 2, 2, 1]),
+        torch.randperm(6),
+        6,
     ),
     "grouped_mm": (
-        torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True), torch.tensor([2, 6]),
+        torch.randn(6, 3, requires_grad=True),
+        torch.randn(2, 3, 5, requires_grad=True),
+        torch.tensor([2, 6]),
     ),
     "grouped_mm_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 6]), True),
     "grouped_mm_pair": (
-        torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True),
-        torch.randn(1, 3, 5, requires_grad=True), torch.tensor([2, 5, 6]),
+        torch.randn(6, 3, requires_grad=True),
+        torch.randn(2, 3, 5, requires_grad=True),
+        torch.randn(1, 3, 5, requires_grad=True),
+        torch.tensor([2, 5, 6]),
     ),
     "grouped_mm_pair_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 5, 6]), 2, 1, True),
     "row_slots": (torch.tensor([2, 6]), 6),
     "sizes_to_offsets": ([2, 4], torch.zeros(1)),
-}  # fmt: skip
+}
 _WITHOUT_LAYER = (
-    "grouped_mm", "grouped_mm_weight_grad", "grouped_mm_pair", "grouped_mm_pair_weight_grad", "row_slots",
+    "grouped_mm",
+    "grouped_mm_weight_grad",
+    "grouped_mm_pair",
+    "grouped_mm_pair_weight_grad",
+    "row_slots",
     "sizes_to_offsets",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

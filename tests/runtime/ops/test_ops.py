@@ -179,9 +179,10 @@ def test_exchange_nodes_and_back(replicas: str, topology: str, wire: torch.dtype
         # Each pair of a token and another node crosses once in each direction, forward and backward.
         pairs = [
             (source, int(tokens[source][row]), nodes.node_of[to])
-            for to, route in enumerate(routes) for source, row in route
+            for to, route in enumerate(routes)
+            for source, row in route
             if nodes.node_of[to] != nodes.node_of[source]
-        ]  # fmt: skip
+        ]
         leaving = sum(source == rank for source, *_ in set(pairs))
         relayed = sum(reference.relay_of(source, node, nodes) == rank for source, _, node in set(pairs))
         row_bytes = 4 * (2 if wire is not None else 4)

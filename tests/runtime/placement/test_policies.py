@@ -156,9 +156,14 @@ def test_auto_takes_what_pays_and_no_more() -> None:
     assert 1 <= few <= 2
     small = LayerSizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e4)
     even = LayerView(
-        id=0, owners=owners, loads=(np.full(32, 8000),), long_load=np.full(32, 8000), topology=topology, sizes=small,
+        id=0,
+        owners=owners,
+        loads=(np.full(32, 8000),),
+        long_load=np.full(32, 8000),
+        topology=topology,
+        sizes=small,
         rates=LINKS,
-    )  # fmt: skip
+    )
     assert Hecate().place(even).num_replicas == 32
 
 

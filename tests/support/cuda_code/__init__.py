@@ -73,8 +73,11 @@ def made_for(
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cuda_code", family, dtype, str(ranks), str(folder), *options],
-        capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((folder / "made.json").read_text())
     parts = {name: Code(**found.pop(name)) for name in ("forward", "backward")}

@@ -24,11 +24,23 @@ def load_guard(folder: Path) -> None:
     if not library.exists():
         include = torch_folder / "include"
         subprocess.run(
-            ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{include}",
-             f"-I{include}/torch/csrc/api/include", str(Path(__file__).parent / "guard.cpp"), "-o", str(library),
-             f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"],
+            [
+                "g++",
+                "-std=c++20",
+                "-O0",
+                "-shared",
+                "-fPIC",
+                f"-I{include}",
+                f"-I{include}/torch/csrc/api/include",
+                str(Path(__file__).parent / "guard.cpp"),
+                "-o",
+                str(library),
+                f"-L{torch_folder}/lib",
+                "-lc10",
+                "-ltorch_cpu",
+            ],
             check=True,
-        )  # fmt: skip
+        )
     needed = [
         path for name in ("libgomp*", "libc10.so", "libtorch_cpu.so") for path in torch_folder.glob(f"lib/{name}")
     ]
@@ -51,12 +63,26 @@ import triton.runtime.driver
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 H100 = SimpleNamespace(
-    name="H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32,
-    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
-    L2_cache_size=50 << 20, gcnArchName="", is_integrated=False, memory_bus_width=5120, memory_clock_rate=2619000,
-    clock_rate=1980000, uuid="x",
-)  # fmt: skip
+    name="H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=False,
+    memory_bus_width=5120,
+    memory_clock_rate=2619000,
+    clock_rate=1980000,
+    uuid="x",
+)
 
 
 def get_device_capability(device: object = None) -> tuple[int, int]:
@@ -68,27 +94,46 @@ def pretend_device() -> None:
     # Dynamo lets it run while it traces, since it is torch's.
     get_device_capability.__module__ = "torch.cuda"
     told: dict[str, Any] = dict(
-        get_device_capability=get_device_capability, get_device_properties=lambda *device: H100,
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, is_initialized=lambda: True,
-        _lazy_init=lambda: None, synchronize=lambda *device: None, set_device=lambda *device: None,
-        _exchange_device=lambda device: 0, _maybe_exchange_device=lambda device: 0, manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None, get_rng_state=lambda *device: torch.zeros(1),
-        set_rng_state=lambda *state: None, is_bf16_supported=lambda *given, **options: True,
+        get_device_capability=get_device_capability,
+        get_device_properties=lambda *device: H100,
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        is_initialized=lambda: True,
+        _lazy_init=lambda: None,
+        synchronize=lambda *device: None,
+        set_device=lambda *device: None,
+        _exchange_device=lambda device: 0,
+        _maybe_exchange_device=lambda device: 0,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda *device: torch.zeros(1),
+        set_rng_state=lambda *state: None,
+        is_bf16_supported=lambda *given, **options: True,
         is_current_stream_capturing=lambda: False,
-    )  # fmt: skip
+    )
     for name, value in told.items():
         setattr(torch.cuda, name, value)
-    for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_setDevice", "_cuda_maybeExchangeDevice",
-                 "_cuda_getCurrentRawStream"):  # fmt: skip
+    for name in (
+        "_cuda_getDevice",
+        "_cuda_exchangeDevice",
+        "_cuda_setDevice",
+        "_cuda_maybeExchangeDevice",
+        "_cuda_getCurrentRawStream",
+    ):
         if not hasattr(torch._C, name):
             setattr(torch._C, name, lambda *device: 0)
     torch.version.cuda = "13.0"
     asked: dict[str, Any] = dict(
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
-        get_compute_capability=lambda device=None: 90, get_device_properties=lambda device=None: H100,
-        is_triton_capable=lambda device=None: True, raise_if_triton_unavailable=lambda device=None: None,
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        get_compute_capability=lambda device=None: 90,
+        get_device_properties=lambda device=None: H100,
+        is_triton_capable=lambda device=None: True,
+        raise_if_triton_unavailable=lambda device=None: None,
         is_bf16_supported=lambda *given, **options: True,
-    )  # fmt: skip
+    )
     for name, value in asked.items():
         setattr(interfaces.CudaInterface, name, staticmethod(value))
     interfaces.CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: H100)

@@ -56,8 +56,9 @@ def rows_of(tensor: Tensor, order: int, index: list[int]) -> Rows:
 @pytest.mark.parametrize("wire", DTYPES)
 @settings(max_examples=4, deadline=None)
 @given(chunks(), st.sampled_from([0, 1, 2]), st.sampled_from([1, 8, 31]), st.randoms(use_true_random=False))
-def test_rows_are_put_and_taken(dtype: torch.dtype, wire: torch.dtype, chunk: Chunk, order: int, width: int,
-                                random: object) -> None:  # fmt: skip
+def test_rows_are_put_and_taken(
+    dtype: torch.dtype, wire: torch.dtype, chunk: Chunk, order: int, width: int, random: object
+) -> None:
     """There are more rows than travel, and links with more than a chunk has."""
     chunk = replace(chunk, receives=chunk.sends)
     total = int(chunk.sends.sum())
@@ -93,8 +94,9 @@ def test_other_rows_move_as_bytes(dtype: torch.dtype, launches: list[str]) -> No
 @settings(max_examples=15, deadline=None)
 @given(chunks(), st.integers(1, 3))
 def test_words(chunk: Chunk, places: int) -> None:
-    found, expected = ([torch.zeros(places, WORLD, dtype=torch.int64, device=DEVICE) for _ in range(WORLD)]
-                       for _ in range(2))  # fmt: skip
+    found, expected = (
+        [torch.zeros(places, WORLD, dtype=torch.int64, device=DEVICE) for _ in range(WORLD)] for _ in range(2)
+    )
     copy = copy_of(chunk)
     post_words(chunk, found, addresses(found), 3)
     post_words_reference(copy, expected, 3)

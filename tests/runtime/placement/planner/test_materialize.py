@@ -266,9 +266,10 @@ def test_rematerialized_experts_travel_three_times() -> None:
 def test_moves_take_the_busiest_link() -> None:
     """An expert moves with two moments; ranks 0 and 1 are a node, and its link carries both ways at once."""
     costs = CostModel(
-        topology=Topology.even(4, 2), sizes=LayerSizes(row_flops=1, row_bytes=1, expert_bytes=8),
+        topology=Topology.even(4, 2),
+        sizes=LayerSizes(row_flops=1, row_bytes=1, expert_bytes=8),
         rates=Rates(flops=1, rank_bytes=4, node_bytes=2),
-    )  # fmt: skip
+    )
     old = Owners((0, 1, 2, 3), 4)
     assert costs.reshard_seconds(old, old) == 0
     assert costs.reshard_seconds(old, Owners((1, 0, 2, 3), 4)) == 3 * 8 / 4
