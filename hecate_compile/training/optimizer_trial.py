@@ -8,11 +8,9 @@ not, and neither does one that averages or copies parameters between ranks: ever
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 import warnings
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from hecate.private import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
+from hecate.training.optimizer_twin import twin_of
 from hecate.wrap.shard import shard_of
 
 # Torch's own that treat each element alone. A class derived from one may not.
@@ -53,8 +51,6 @@ _WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "Scal
 _LARGE, _SMALL = 144, 16
 # A gradient in each step, times this: what is clipped by its own past shows when it grows.
 _STEPS = (1.0, 4.0, 0.5, 9.0)
-# Most numbers that an optimizer may hold beside parameters and their state, and have copied.
-_MOST_NUMBERS = 2**22
 _FINE, _DIFFERS, _UNKNOWN = range(3)
 
 
@@ -221,7 +217,7 @@ def _take_steps(
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     with _undisturbed(seed, device):
-        twin = _twin(optimizer, {id: parameters[kind] for id, kind in kind_of.items()})
+        twin = twin_of(optimizer, {id: parameters[kind] for id, kind in kind_of.items()})
         for factor in _STEPS:
 
             def gradients(factor: float = factor) -> torch.Tensor:
@@ -240,65 +236,6 @@ def _take_steps(
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
     return _Outcome({kind: parameter.detach() for kind, parameter in parameters.items()}, numbers)
-
-
-def _twin(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimizer:
-    """A copy in which other parameters stand, each once; nothing of it is shared with the original."""
-    memo: dict[int, Any] = dict(stand_ins)
-    twin = _copy(optimizer, memo)
-    seen: set[int] = set()
-    for group in twin.param_groups:
-        once = [p for p in {id(p): p for p in group["params"]}.values() if id(p) not in seen]
-        seen.update(map(id, once))
-        group["params"][:] = once
-        if "lr" in group and group["lr"] is not None:
-            # A warm-up begins with zero.
-            group["lr"] = group["lr"].clamp(min=0.01) if torch.is_tensor(group["lr"]) else max(group["lr"], 0.01)
-    twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
-    return twin
-
-
-def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    twin = type(optimizer).__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    own = dict(vars(optimizer))
-    # What trainers put around it, and leave in it for one step.
-    for key in ("step", "zero_grad", "grad_scale", "found_inf"):
-        own.pop(key, None)
-    twin_state: dict[Any, Any] = defaultdict(dict)
-    memo[id(own["state"])] = twin_state
-    for key, value in own.items():
-        if key.startswith("_optimizer_"):
-            memo[id(value)] = OrderedDict()
-        elif isinstance(value, Optimizer) and id(value) not in memo:
-            # Its own way to be copied forgets what its class has added.
-            _copy(value, memo)
-    beside = (value for key, value in own.items() if key not in ("state", "param_groups"))
-    held = (leaf for value in beside if id(value) not in memo for leaf in tree_leaves(value))
-    if sum(leaf.numel() for leaf in held if isinstance(leaf, torch.Tensor) and id(leaf) not in memo) > _MOST_NUMBERS:
-        raise ValueError("it holds large tensors beside its parameters")
-    vars(twin).update(copy.deepcopy(own, memo))
-    # What it has already was made with it, or loaded.
-    for key, value in own["state"].items():
-        stand_in = memo.get(id(key))
-        if stand_in is None:
-            twin_state[key] = copy.deepcopy(value, memo)
-        elif all(not torch.is_tensor(part) or _can_be_resized(part, key) for part in value.values()):
-            twin_state[stand_in] = {name: _resized(part, key, stand_in, memo) for name, part in value.items()}
-    return twin
-
-
-def _can_be_resized(value: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """True for a number and for plain state of the parameter's shape. Subclasses may be without most operators."""
-    return type(value) in (torch.Tensor, nn.Parameter) and (not value.ndim or value.shape == parameter.shape)
-
-
-def _resized(value: Any, parameter: nn.Parameter, stand_in: nn.Parameter, memo: dict[int, Any]) -> Any:
-    """State of ``parameter`` as ``stand_in`` would have it, as long as it was not made element by element."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return copy.deepcopy(value, memo)
-    like = stand_in if value.dtype == parameter.dtype else stand_in.to(value.dtype)
-    return torch.full_like(like, value.flatten()[0].item() if value.numel() else 0, requires_grad=False)
 
 
 @contextmanager

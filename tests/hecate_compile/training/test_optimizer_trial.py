@@ -159,6 +159,28 @@ class Locked(Own):
         self.lock = threading.Lock()
 
 
+class Holding(Lion):
+    """Keeps what it is about, and asks it nothing."""
+
+    model: Any = None
+
+
+class Asking(Lion):
+    """Its rate follows from its model."""
+
+    model: Any = None
+
+    def update(self, p: Any) -> torch.Tensor:
+        return super().update(p) * len(list(self.model.children()))
+
+
+class Notes:
+    """What an optimizer may hold that is no container of torch's: here more numbers than are copied."""
+
+    def __init__(self) -> None:
+        self.past = [torch.zeros(2**21) for _ in range(3)]
+
+
 def _scheduled(params: Any) -> Optimizer:
     """Its rate begins at zero, and its step is wrapped."""
     optimizer = TrustRatio(params)
@@ -207,14 +229,21 @@ def try_all() -> dict[str, Any]:
     local = PostLocalSGDOptimizer(sgd, PeriodicModelAverager(period=1, warmup_steps=0))
     found["local"], found["kept"]["local"] = message_of(local.step), unchanged()
 
-    for name, kind in {"noisy": Noisy, "locked": Locked}.items():
+    head, copied = torch.nn.Linear(1, 1), []
+    torch.nn.Linear.__deepcopy__ = lambda module, memo: copied.append(module)  # type: ignore[attr-defined]
+    for name, kind in {"noisy": Noisy, "locked": Locked, "holding": Holding, "asking": Asking, "large": Lion}.items():
         optimizer = kind(model.parameters())
+        vars(optimizer).update(model=model, kept={"heads": [head], "call": model.forward})
+        if name == "large":
+            vars(optimizer).update(notes=Notes())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             message = message_of(optimizer.step)
             optimizer.step()
         found["warned"][name] = [message, *(str(w.message) for w in caught if "hecate" in str(w.message))]
 
+    del torch.nn.Linear.__deepcopy__
+    found["copied"] = len(copied)
     start, params = reference.state_dict(), list(reference.parameters())
     start = {key: value.clone() for key, value in start.items()}
     for name, make in RIGHT.items():
@@ -274,8 +303,14 @@ def test_what_treats_elements_alone_trains_as_in_one_process() -> None:
 @pytest.mark.distributed
 def test_what_cannot_be_tried_is_named_once() -> None:
     first, second = results()
-    for name, reason in {"noisy": "draws random numbers", "locked": "cannot pickle"}.items():
+    reasons = {
+        "noisy": "draws random numbers", "locked": "cannot pickle", "large": "large tensors",
+        "asking": "its step uses a PlainLanguageModel that it holds",
+    }  # fmt: skip
+    for name, reason in reasons.items():
         message, *warned = first["warned"][name]
         assert message == "no error" and len(warned) == 1, warned
         assert reason in warned[0] and "a norm, a mean or a product" in warned[0]
         assert second["warned"][name] == ["no error"]
+    assert first["warned"]["holding"] == second["warned"]["holding"] == ["no error"]
+    assert first["copied"] == second["copied"] == 0, "modules are neither copied nor shared"
