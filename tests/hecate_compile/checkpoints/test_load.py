@@ -12,6 +12,7 @@ from torch import nn
 
 import hecate
 from tests.support.models import build
+from tests.support.ranks import message_of
 
 
 class Net(nn.Module):
