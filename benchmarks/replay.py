@@ -52,7 +52,7 @@ def draw(path: Path, counts: np.ndarray[Any, Any], results: dict[str, Replay], l
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("--png needs matplotlib: pip install 'hecate-compile[benchmarks]'") from None
+        raise SystemExit("--png needs matplotlib: pip install 'hecate-compile[report]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

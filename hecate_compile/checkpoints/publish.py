@@ -14,16 +14,14 @@ outlived their launcher cannot publish behind the back of the next run. Token an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hecate.checkpoints.file_lock import FileLock
 from hecate.checkpoints.manifest import Manifest, read_manifest, write_manifest
 from hecate.checkpoints.safety.files import CorruptError, FileRecord
 
@@ -92,7 +90,7 @@ def open_draft(folder: Path, step: int) -> Path:
         OSError: it cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with FileLock(folder / ".lock", _PATIENCE):
         _take_over(folder)
         for old in folder.glob("step-*.tmp-*"):
             if f".tmp-{_run}-" not in old.name:
@@ -109,7 +107,7 @@ def publish(draft: Path, *, step: int, ranks: int, files: dict[str, FileRecord],
         PermissionError: another run has taken the folder over since the draft was opened.
     """
     folder = draft.parent
-    with _locked(folder):
+    with FileLock(folder / ".lock", _PATIENCE):
         _check_owner(folder)
         known = published(folder)
         sequence = 1 + max((one.manifest.sequence for one in known if one.manifest is not None), default=0)
@@ -159,22 +157,6 @@ def _check_owner(folder: Path) -> None:
     raise PermissionError(
         f"another run saves to {folder} since this one did, so this one may not: two runs cannot share a folder"
     )
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Alone among processes. The lock goes with the process, however it ends."""
-    end = time.monotonic() + _PATIENCE
-    with (folder / ".lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"another process has held {folder}/.lock for {_PATIENCE:.0f} s") from None
-                time.sleep(0.05)
-        yield
 
 
 def sync(path: Path) -> None:

@@ -110,7 +110,7 @@ def _optional() -> Iterator[Check]:
             "pip install 'hecate-compile[examples]'",
         ),
         ("tensorboard", "hecate.monitor(..., tensorboard=True)", "pip install tensorboard"),
-        ("matplotlib", "plots of the benchmarks", "pip install 'hecate-compile[benchmarks]'"),
+        ("matplotlib", "hecate report, plots of the benchmarks", "pip install 'hecate-compile[report]'"),
     ):
         if importlib.util.find_spec(name) is None:
             yield Check(name=name, state="look", found="not installed", advice=f"For {what}: {how}")

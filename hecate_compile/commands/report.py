@@ -11,7 +11,6 @@ from hecate.commands.console import console
 from hecate.reports.run_alerts import find_alerts
 from hecate.reports.run_data import load_run
 from hecate.reports.run_files import RunError
-from hecate.reports.run_page import page_of
 
 
 def report(
@@ -23,10 +22,14 @@ def report(
 
     It can be called while the run goes on, or after it was killed.
 
-    Ends with code 0; 2 if there is no run that can be read, 3 with --strict if there are alerts.
+    It needs matplotlib: pip install 'hecate-compile[report]'.
+
+    Ends with code 0; 1 if matplotlib is missing, 2 if there is no run that can be read, 3 with --strict if there are
+    alerts.
 
     Example: hecate report runs/x --out x.html
     """
+    screen = console()
     target = out if out is not None else run / "report.html"
     if not target.resolve().parent.is_dir():
         raise typer.BadParameter(
@@ -34,13 +37,18 @@ def report(
             + ("; hecate.monitor(model, folder) writes a run" if out is None else "")
         )
     try:
+        # It draws with what is not installed with Hecate.
+        from hecate.reports.run_page import page_of
+    except ModuleNotFoundError as error:
+        screen.print(f"hecate report needs {error.name}: pip install 'hecate-compile[report]'", markup=False)
+        raise typer.Exit(1) from None
+    try:
         data = load_run(run)
         alerts = find_alerts(data)
         page = page_of(data, name=run.resolve().name, alerts=alerts)
         target.write_text(page, encoding="utf-8")
     except (RunError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    screen = console()
     screen.print(f"{data.steps} steps of {data.head.world_size} rank(s): {target}", soft_wrap=True)
     for note in data.notes:
         screen.print(f"note: {note}")

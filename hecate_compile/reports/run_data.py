@@ -173,7 +173,7 @@ def _read_start(folder: Path, head: RunHead, notes: list[str], problems: list[Ru
         if not path.exists():
             continue
         try:
-            read = read_rank(path)
+            read = read_rank(path, head)
         except RunError as error:
             problems.append(error)
             read = RankFile(problem=str(error))
@@ -181,7 +181,7 @@ def _read_start(folder: Path, head: RunHead, notes: list[str], problems: list[Ru
             notes.append(f"{folder.name}: rank {rank}: {read.problem}")
         if read.steps:
             ranks[rank] = read
-    if 0 not in ranks:
+    if 0 not in ranks or not {"load", "holders", "owners"} <= ranks[0].arrays.keys():
         notes.append(f"{folder.name}: rank 0 wrote no step, so it is left out")
         return None
     missing = [rank for rank in range(head.world_size) if rank not in ranks]
@@ -229,16 +229,25 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
     travel, exposed = of_ranks("travel", (layers[0] + 1,)), of_ranks("exposed", (layers[0] + 1,))
     names = sorted({name for start in starts for read in start.ranks.values() for name in read.arrays})
     return RunData(
-        head=head, notes=tuple(notes), step=of_first("step"), seconds=_nan(np.nanmax, of_ranks("seconds", ()), 1),
-        load=load, holders=of_first("holders"), owners=owners, rows=of_ranks("rows", layers),
+        head=head,
+        notes=tuple(notes),
+        step=of_first("step"),
+        seconds=_nan(np.nanmax, of_ranks("seconds", ()), 1),
+        load=load,
+        holders=of_first("holders"),
+        owners=owners,
+        rows=of_ranks("rows", layers),
         owner_rows=_owner_rows(load, owners, size),
-        row_bytes=of_ranks("row_bytes", layers).sum(1), expert_bytes=of_ranks("expert_bytes", layers).sum(1),
-        travel=travel.sum(1), exposed=exposed.sum(1),
-        layer_travel=_nan(np.nanmean, travel[:, :-1], 2), layer_exposed=_nan(np.nanmean, exposed[:, :-1], 2),
+        row_bytes=of_ranks("row_bytes", layers).sum(1),
+        expert_bytes=of_ranks("expert_bytes", layers).sum(1),
+        travel=travel.sum(1),
+        exposed=exposed.sum(1),
+        layer_travel=_nan(np.nanmean, travel[:, :-1], 2),
+        layer_exposed=_nan(np.nanmean, exposed[:, :-1], 2),
         memory=of_ranks("memory", ()),
         logged={name[4:]: _logged(name, starts, kept) for name in names if name.startswith("log.")},
         timelines=_timelines(starts, kept),
-    )  # fmt: skip
+    )
 
 
 def _nan(function: Any, values: Floats, axis: int) -> Floats:

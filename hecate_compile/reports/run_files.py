@@ -1,26 +1,10 @@
 """What :func:`hecate.monitor` writes: a folder that a killed run leaves readable.
 
 One folder for each start of a run (``start000``), in it ``run.json`` and one file for each rank, ``rank0.steps``. It
-is a row of chunks, which are only ever appended. A chunk is a head of 12 bytes (magic, length and checksum of what
-follows) and a compressed numpy archive of some steps, n. L are layers, E the most experts of a layer:
+is a row of numpy arrays of bytes, which are only ever appended; each is an ``.npz`` archive of some steps, a chunk:
 
-============================ ========================== ======================================================
-``step``                     int64 ``[n]``              number of the training forward
-``began``, ``seconds``       float64 ``[n]``            Unix time; until the next forward began
-``rows``                     int64 ``[n, L]``           rows that this rank computed
-``row_bytes``                int64 ``[n, L]``           of rows that it sent
-``expert_bytes``             int64 ``[n, L]``           of experts and their gradients that it sent
-``travel``, ``exposed``      float32 ``[n, L + 1]``     seconds of collectives, and in which compute stood still for
-                                                        them; last those of no layer. NaN where not measured
-``memory``                   int64 ``[n]``              bytes of this process: on a GPU the most in use there
-``log.NAME``                 float64 ``[n]``            what the user logged, NaN where nothing
-``load``                     uint32 ``[n, L, E]``       rows of each expert from all ranks; rank 0 only
-``holders``                  uint16 ``[n, L, E]``       ranks that held it; rank 0 only
-``owners_step``, ``owners``  int64 ``[k]``, int32 ``[k, L, E]``  from which step on who owned it; rank 0 only
-``span_step``                int64 ``[m]``              spans of a few steps: the step
-``span_names``               str ``[m, 3]``             part, operator, subject
-``span_times``               float64 ``[m, 5]``         started, begun, ended, waited, ready; from the step's begin
-============================ ========================== ======================================================
+    with open("rank0.steps", "rb") as file:
+        chunk = np.load(io.BytesIO(np.load(file).tobytes()))  # and again for the next one
 """
 
 from __future__ import annotations
@@ -29,25 +13,44 @@ import io
 import json
 import os
 import re
-import struct
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 Chunk = Mapping[str, Array]
 
-_HEAD = struct.Struct("<4sII")
-_MAGIC = b"hrun"
-_FORMAT = 1
+# A change that older readers would get wrong raises it. A new field or column does not: readers give it a default.
+FORMAT = 2
 # A chunk is written after so many steps or seconds, whichever comes first: what a killed run loses.
 CHUNK_STEPS, CHUNK_SECONDS = 20, 10.0
+
+# Each array of a chunk: its type, its shape, and what is in it. n steps, L layers, T layers and what is of no layer,
+# E the most experts of a layer, k changes of owners, m collectives of a few steps.
+COLUMNS: dict[str, tuple[Any, str, str]] = {
+    "step": (np.int64, "n", "number of the training forward"),
+    "began": (np.float64, "n", "Unix time"),
+    "seconds": (np.float64, "n", "until the next forward began"),
+    "memory": (np.int64, "n", "bytes of this process; on a GPU the most in use there"),
+    "rows": (np.int64, "nL", "rows that this rank computed"),
+    "row_bytes": (np.int64, "nL", "of rows that it sent"),
+    "expert_bytes": (np.int64, "nL", "of experts and their gradients that it sent"),
+    "travel": (np.float32, "nT", "seconds of collectives; NaN where not measured"),
+    "exposed": (np.float32, "nT", "seconds in which compute stood still for them"),
+    "load": (np.uint32, "nLE", "rows of each expert from all ranks; rank 0 only"),
+    "holders": (np.uint16, "nLE", "ranks that held it; rank 0 only"),
+    "owners_step": (np.int64, "k", "from which step on who owned it; rank 0 only"),
+    "owners": (np.int32, "kLE", "its owner, -1 for experts that a layer does not have; rank 0 only"),
+    "span_step": (np.int64, "m", "the step of a collective"),
+    "span_names": (np.str_, "m3", "part, operator, subject"),
+    "span_times": (np.float64, "m5", "started, begun, ended, waited, ready; from the step's begin"),
+}
+# What the user logged, "log.loss" for instance; NaN where nothing was.
+LOGGED = (np.float64, "n", "")
 
 
 class RunError(ValueError):
@@ -74,7 +77,7 @@ class RunHead:
     experts: tuple[int, ...]
     nodes: tuple[int, ...]
     started: float
-    format: int = _FORMAT
+    format: int = FORMAT
 
     @property
     def world_size(self) -> int:
@@ -94,37 +97,33 @@ class RunHead:
         """
         path = folder / "run.json"
         try:
-            given: dict[str, Any] = {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in json.loads(path.read_text()).items()
-            }
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise RunError(f"{path} is not what hecate.monitor writes: {error}") from None
-        # Nobody reads it, and it is not written any more.
-        given.pop("first_step", None)
-        if given.get("format") != _FORMAT:
-            found = given.get("format")
-            raise RunError(f"{path}: format {found!r} is not known here; this version reads format {_FORMAT}")
-        if set(given) != set(_KINDS) or not all(_is(given[name], kind) for name, kind in _KINDS.items()):
-            wrong = [name for name, kind in _KINDS.items() if name not in given or not _is(given[name], kind)]
-            raise RunError(f"{path} is not what hecate.monitor writes: {', '.join(wrong) or 'more than it writes'}")
-        head = cls(**given)
-        if len(head.layers) != len(head.experts) or not head.nodes:
-            raise RunError(f"{path} is not what hecate.monitor writes: layers without experts, or no rank")
-        return head
+            given = json.loads(path.read_text())
+            found = given["format"]
+            if found == FORMAT:
+                return cls(**{one.name: _as(one.type, given[one.name]) for one in fields(cls) if one.name in given})
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise RunError(f"{path} is not what hecate.monitor writes: {type(error).__name__}: {error}") from None
+        raise RunError(
+            f"{path}: a run in format {found!r}, which this release of hecate-compile cannot read; it reads format "
+            f"{FORMAT}. The release that wrote the run draws it: hecate report"
+        )
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.experts) or not self.nodes:
+            raise ValueError("layers without experts, or no rank")
 
 
-# What stands in run.json; a list of something is a tuple of it here.
-_KINDS: dict[str, type | list[type]] = {
-    "model": str, "policy": str, "device": str, "layers": [str], "experts": [int], "nodes": [int],
-    "started": float, "format": int,
-}  # fmt: skip
+_KINDS: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
 
 
-def _is(value: Any, kind: type | list[type]) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, tuple) and all(_is(one, kind[0]) for one in value)
-    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+def _as(annotation: Any, value: Any) -> Any:
+    """A value of ``run.json`` as an attribute of :class:`RunHead`, whose annotations are text."""
+    many = annotation.startswith("tuple[")
+    kind = _KINDS[annotation.removeprefix("tuple[").removesuffix(", ...]")]
+    values = value if many else [value]
+    if not isinstance(values, list) or not all(isinstance(one, kind) and not isinstance(one, bool) for one in values):
+        raise ValueError(f"{value!r} where {annotation} is expected")
+    return tuple(values) if many else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ class RankFile:
     """What one rank wrote.
 
     Attributes:
-        arrays: all chunks, one behind the other.
+        arrays: all chunks, one after the other.
         problem: what is missing at the end, in words; empty if nothing is.
     """
 
@@ -141,7 +140,7 @@ class RankFile:
 
     @property
     def steps(self) -> int:
-        return len(self.arrays["step"]) if "step" in self.arrays else 0
+        return len(self.arrays.get("step", ()))
 
 
 def start_folder(root: Path, number: int) -> Path:
@@ -154,7 +153,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def start_numbers(root: Path) -> list[int]:
-    """Of all starts that are there, in order."""
+    """The numbers of all starts that are there, in order."""
     names = [path.name for path in root.glob("start*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"start([0-9]{3}|[1-9][0-9]{3,})", name))
 
@@ -174,85 +173,86 @@ def starts_in(root: Path) -> list[Path]:
     return found
 
 
-def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
-    """Write one chunk and hand it to the operating system, which keeps it when this process is killed."""
-    plain = io.BytesIO()
-    named: dict[str, Any] = dict(arrays)
-    np.savez(plain, **named)
-    # The fastest level: most of it is small numbers in wide integers.
-    packed = zlib.compress(plain.getbuffer(), 1)
-    file.write(_HEAD.pack(_MAGIC, len(packed), zlib.crc32(packed)) + packed)
-    file.flush()
-
-
 def next_step(root: Path, head: RunHead) -> int:
-    """The number behind the last step of earlier starts of the same model; 0 if there are none that can be read."""
+    """The number after the last step of earlier starts of the same model; 0 if there are none that can be read."""
     for number in reversed(start_numbers(root)):
         folder = start_folder(root, number)
         with suppress(RunError):
             earlier = RunHead.read(folder)
             if (earlier.model, earlier.layers, earlier.experts) != (head.model, head.layers, head.experts):
                 return 0
-            steps = read_rank(rank_path(folder, 0)).arrays.get("step")
-            if steps is not None and len(steps):
-                return int(steps[-1]) + 1
+            read = read_rank(rank_path(folder, 0), earlier)
+            if read.steps:
+                return int(read.arrays["step"][-1]) + 1
     return 0
 
 
-def read_rank(path: Path) -> RankFile:
-    """Everything that a rank wrote, up to what is damaged.
+def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
+    """Write one chunk and hand it to the operating system, which keeps it when this process is killed."""
+    archive = io.BytesIO()
+    named: dict[str, Any] = dict(arrays)
+    np.savez_compressed(archive, **named)
+    np.save(file, np.frombuffer(archive.getbuffer(), np.uint8))
+    file.flush()
 
-    The last chunk of a run that was killed may be cut off, and is left out.
+
+def read_rank(path: Path, head: RunHead) -> RankFile:
+    """Everything that a rank wrote, up to what is damaged or cut off, as the last chunk of a killed run may be.
 
     Raises:
         RunError: there is no such file, or nothing in it can be read.
     """
+    chunks: list[Chunk] = []
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            while file.peek(1):
+                place = file.tell()
+                try:
+                    chunks.append(_read_chunk(file, head))
+                # What is in a damaged archive raises nearly anything.
+                except Exception as error:
+                    why = f"damaged or cut off at byte {place} ({type(error).__name__}: {error})"
+                    if not chunks:
+                        raise RunError(f"{path} is {why}") from None
+                    return RankFile(arrays=_joined(chunks), problem=f"its file is {why}; what follows is left out")
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}") from None
-    chunks: list[dict[str, Array]] = []
-    place, problem = 0, ""
-    while place < len(data):
-        head, begin = data[place : place + _HEAD.size], place + _HEAD.size
-        if len(head) < _HEAD.size:
-            problem = "the last chunk is cut off"
-            break
-        magic, length, checksum = _HEAD.unpack(head)
-        packed = data[begin : begin + length]
-        if magic == _MAGIC and len(packed) < length:
-            problem = "the last chunk is cut off"
-            break
-        chunk = _unpack(packed) if magic == _MAGIC and zlib.crc32(packed) == checksum else None
-        if chunk is None:
-            # Where the next one begins is not known for sure.
-            if not chunks:
-                raise RunError(f"{path} is damaged at byte {place}: what hecate.monitor wrote there was changed")
-            problem = f"its file is damaged at byte {place}; what follows is left out"
-            break
-        chunks.append(chunk)
-        place = begin + length
-    return RankFile(arrays=_joined(chunks), problem=problem)
+    return RankFile(arrays=_joined(chunks))
 
 
-def _unpack(packed: bytes) -> dict[str, Array] | None:
-    """The arrays of a chunk; None if it is none."""
-    try:
-        with np.load(io.BytesIO(zlib.decompress(packed)), allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile):
-        return None
+def _read_chunk(file: IO[bytes], head: RunHead) -> Chunk:
+    """The next chunk, of the types and shapes of ``COLUMNS``; columns of later releases are left out."""
+    packed = np.lib.format.read_array(file, allow_pickle=False)
+    with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as archive:
+        kinds = {name: LOGGED if name.startswith("log.") else COLUMNS.get(name) for name in archive.files}
+        chunk = {name: archive[name] for name, kind in kinds.items() if kind is not None}
+    layers = len(head.layers)
+    sizes = {"n": len(chunk["step"]), "L": layers, "T": layers + 1, "E": max(head.experts, default=0), "3": 3, "5": 5}
+    for name, array in chunk.items():
+        dtype, letters, _ = kinds[name] or LOGGED
+        # Of "k" and "m" the first array of them says how many there are.
+        wanted = tuple(sizes.setdefault(letter, len(array)) for letter in letters)
+        if array.shape != wanted or array.dtype.kind != np.dtype(dtype).kind:
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {list(wanted)}"
+            )
+    for name, (dtype, letters, _) in COLUMNS.items():
+        if name not in chunk and letters in ("n", "nL", "nT"):
+            shape = tuple(sizes[letter] for letter in letters)
+            chunk[name] = np.full(shape, np.nan if dtype in (np.float32, np.float64) else 0, dtype)
+    return chunk
 
 
-def _joined(chunks: list[dict[str, Array]]) -> dict[str, Array]:
-    """Chunks one behind the other. What was logged in some chunks only is NaN in the others."""
-    names = list(dict.fromkeys(name for chunk in chunks for name in chunk))
-    joined = {}
-    for name in names:
-        parts = [
-            chunk[name] if name in chunk else np.full(len(chunk["step"]), np.nan)
-            for chunk in chunks
-            if name in chunk or name.startswith("log.")
-        ]
-        joined[name] = np.concatenate(parts)
-    return joined
+def _joined(chunks: list[Chunk]) -> dict[str, Array]:
+    """Chunks one after the other. What was logged in some chunks only is NaN in the others."""
+    names = dict.fromkeys(name for chunk in chunks for name in chunk)
+    return {
+        name: np.concatenate(
+            [
+                chunk[name] if name in chunk else np.full(len(chunk["step"]), np.nan)
+                for chunk in chunks
+                if name in chunk or name.startswith("log.")
+            ]
+        )
+        for name in names
+    }

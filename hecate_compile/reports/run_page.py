@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hecate.passes.dumps.html_page import html_page
 from hecate.passes.dumps.palette import KINDS
+from hecate.reports.plots import COLOURS, Bar, heat_map, line_plot, timeline
 from hecate.reports.ratios import Floats, max_over_mean
 from hecate.reports.run_alerts import Alert, find_alerts, gone_since
-from hecate.reports.run_data import RankTimeline, RunData
-from hecate.reports.svg_plots import COLOURS, Array, Bar, heat_map, line_plot, timeline
+from hecate.reports.run_data import RunData
+from hecate.reports.run_files import Array
+from hecate.reports.tables import Section
 from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
 
-# Lines of a plot that has one for each rank, and ranks of a timeline.
-_MOST_LINES, _MOST_TIMELINES = 6, 8
+# Lines of a plot that has one for each rank, ranks of a timeline, and collectives of its table.
+_MOST_LINES, _MOST_TIMELINES, _MOST_WAITS = 6, 8, 10
 # What a collective carries, and its name in the legend of the timeline.
-_KINDS = {
-    "rows": "rows", "counts": "counts", "tickets": "counts", "replicas": "experts", "experts": "experts",
-    "dense": "dense", "bucket": "dense",
-}  # fmt: skip
-_COLOURS = {kind: KINDS[kind] for kind in ("rows", "experts", "dense", "counts")} | {
-    "other": "#777777", "stands still": COLOURS[1],
-}  # fmt: skip
+_KINDS = dict(rows="rows", counts="counts", tickets="counts", replicas="experts", experts="experts")
+_KINDS |= dict(dense="dense", bucket="dense")
+_COLOURS = {kind: KINDS[kind] for kind in ("rows", "experts", "dense", "counts")}
+_COLOURS |= {"other": "#777777", "stands still": COLOURS[1]}
 
 _STYLE = """
 body { overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 28px 0 8px; }
@@ -38,8 +37,7 @@ p { margin: 4px 0; max-width: 75ch; } .quiet { color: #555; }
 .wide { grid-template-columns: minmax(0, 1fr); max-width: 560px; }
 figure { margin: 0; border: 1px solid #e3e3e3; border-radius: 6px; padding: 8px; min-width: 0; }
 figcaption { font-weight: 600; font-size: .92em; margin-bottom: 4px; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: #333; }
-svg .grid { stroke: #ddd; stroke-width: .7; }
+img { width: 100%; height: auto; display: block; } td, th { padding: 0 8px; }
 ul.alerts { list-style: none; padding: 0; margin: 8px 0; }
 ul.alerts li { border-left: 4px solid #d55e00; background: #fff5ee; padding: 8px 12px; margin: 6px 0; }
 ul.alerts li.good { border-color: #009e73; background: #eefaf5; }
@@ -63,7 +61,8 @@ def page_of(run: RunData, *, name: str, alerts: Sequence[Alert] | None = None) -
         _section("Balance", _BALANCE, _balance(run)) if run.head.layers else "",
         _section("Load of ranks", _RANKS, _ranks(run)) if run.head.layers and run.head.world_size > 1 else "",
         _section("Time", _TIME, _times(run)),
-        _section("Timeline of a step", _TIMELINE, _timelines(run), wide=True) if run.timelines else "",
+        _section("Timeline of a step", _TIMELINE, [_timelines(run)], wide=True) if run.timelines else "",
+        _waits(run),
         _section("Memory and traffic", _MEMORY, _memory(run)),
         _layers(run),
     ]
@@ -80,8 +79,8 @@ _TIME = (
     "part of the collectives' time in which the compute went on."
 )
 _TIMELINE = (
-    "What travelled, and below it when the compute stood still for that. Hold the pointer on a bar for its name. "
-    "Clocks of ranks start with the step, each on its own."
+    "What travelled, and below it when the compute stood still for that. Clocks of ranks start with the step, each "
+    "on its own."
 )
 _MEMORY = "Memory of a process; on GPUs the most that tensors took. Bytes are those that a rank sent in a step."
 
@@ -168,23 +167,33 @@ def _times(run: RunData) -> list[str]:
     return plots
 
 
-def _timelines(run: RunData) -> list[str]:
+def _timelines(run: RunData) -> str:
     shown = run.timelines[:_MOST_TIMELINES]
-    end = max(float(one.times[:, 4].max()) for one in shown)
-    bars, lines = [], []
+    lines: list[tuple[str, list[Bar]]] = []
     for one in shown:
-        lines += [f"rank {one.rank}", ""]
-        bars += list(_bars(one, len(lines) - 2))
+        milliseconds = (one.times * 1e3).tolist()
+        travels = [
+            (begun, ended, _kind(operator))
+            for operator, (_, begun, ended, _, _) in zip(one.names[:, 1].tolist(), milliseconds, strict=True)
+        ]
+        waits = [(waited, ready, "stands still") for _, _, _, waited, ready in milliseconds]
+        lines += [(f"rank {one.rank}", travels), ("", waits)]
     title = f"Step {shown[0].step}" + ("" if len(shown) == len(run.timelines) else f", the first {len(shown)} ranks")
-    return [timeline(bars, lines, _COLOURS, title=title, end=end * 1e3)]
+    return timeline(lines, _COLOURS, title=title)
 
 
-def _bars(one: RankTimeline, line: int) -> Iterable[Bar]:
-    for (part, operator, subject), times in zip(one.names.tolist(), one.times.tolist(), strict=True):
-        _, begun, ended, waited, ready = (moment * 1e3 for moment in times)
-        text = f"{part} {operator} of {subject}: {ended - begun:.2f} ms, compute stood still {ready - waited:.2f} ms"
-        yield Bar(line=line, begin=begun, end=ended, kind=_kind(operator), text=text)
-        yield Bar(line=line + 1, begin=waited, end=ready, kind="stands still", text=text)
+def _waits(run: RunData) -> str:
+    """The collectives of the timeline for which the compute stood still the longest."""
+    found = [
+        (ready - waited, (f"rank {one.rank}", *names, as_time(ended - begun), as_time(ready - waited)))
+        for one in run.timelines
+        for names, (_, begun, ended, waited, ready) in zip(one.names.tolist(), one.times.tolist(), strict=True)
+    ]
+    if not found:
+        return ""
+    rows = tuple(row for _, row in sorted(found, reverse=True)[:_MOST_WAITS])
+    columns = ("", "part", "what travelled", "of", "took", "stood still")
+    return Section(title="Longest waits in this step", columns=columns, rows=rows, numbers=(4, 5)).html()
 
 
 def _kind(operator: str) -> str:

@@ -32,14 +32,6 @@ def as_time(seconds: float) -> str:
     return f"{_three_digits(seconds * 1e6)} us"
 
 
-def short(number: float) -> str:
-    """With few letters, for the axis of a plot: 1.2k, 34M, 0.005."""
-    for size, prefix in _PREFIXES:
-        if abs(number) >= size:
-            return f"{number / size:.3g}{prefix}"
-    return f"{number:.3g}"
-
-
 def rates_text(rates: Rates) -> str:
     """How fast a machine is, in words."""
     links = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import torch
 import hecate
 from hecate.reports import monitor as monitor_module
 from hecate.reports.run_data import load_run
-from hecate.reports.run_files import rank_path, read_rank
+from hecate.reports.run_files import RunHead, rank_path, read_rank
 from hecate.reports.run_page import page_of
 from hecate.reports.tensorboard_log import TensorBoardLog
 from tests.hecate_compile.reports.made_run import make_run
@@ -134,7 +135,7 @@ def test_a_block_that_raises_keeps_its_steps(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), hecate.monitor(model, tmp_path):
         run_step(model, batch(0))
         raise ZeroDivisionError
-    assert read_rank(rank_path(tmp_path / "start000", 0)).steps == 1
+    assert load_run(tmp_path).steps == 1
     with hecate.monitor(model, tmp_path):
         pass
 
@@ -155,9 +156,12 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
 
     monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
-    with hecate.monitor(model, tmp_path) as monitor:
-        log = Log()
-        monkeypatch.setattr(monitor, "_tensorboard", log)
+    log = Log()
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: name)
+        patch.setattr(monitor_module, "TensorBoardLog", lambda *given: log)
+        monitor = hecate.monitor(model, tmp_path, tensorboard=True)
+    with monitor:
         run_step(model, batch(0))
         monitor.log(loss=1.0)
         run_step(model, batch(1))
@@ -207,7 +211,7 @@ def test_two_monitors_do_not_share_a_folder(tmp_path: Path) -> None:
             hecate.monitor(other, tmp_path)
         assert not (tmp_path / "start001").exists()
     with hecate.monitor(other, tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["start000", "start001"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".monitor", "start000", "start001"]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -246,21 +250,25 @@ def test_whatever_fails_while_it_opens_is_told_to_all_and_leaves_nothing_open(
         raise KeyError("a bug")
 
     model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
-    told = []
-    for name in ("broadcast", "all_reduce"):
-        monkeypatch.setattr(monitor_module.collectives, name, lambda tensor, world: told.append(tensor.tolist()))
+    told: list[str] = []
+
+    def gather(text: bytes, world: Any) -> list[bytes]:
+        told.append(json.loads(text)["problem"])
+        return [text]
+
+    monkeypatch.setattr(monitor_module, "gather_texts", gather)
     with monkeypatch.context() as patch:
         patch.setattr(monitor_module, "next_step", fail)
         with pytest.raises(OSError, match=r"rank 0 cannot write.*a bug"):
             hecate.monitor(model, tmp_path)
-    assert told == [[1, 0, 0]], "before it raises"
+    assert told == ["KeyError: 'a bug'"], "before it raises"
     told.clear()
     with monkeypatch.context() as patch:
         patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: name)
         patch.setattr(monitor_module, "TensorBoardLog", fail)
-        with pytest.raises(OSError, match=r"a bug.*cannot write"):
+        with pytest.raises(OSError, match=r"rank 0 cannot write.*a bug"):
             hecate.monitor(model, tmp_path, tensorboard=True)
-    assert told == [[0, 0, 0], [1]]
+    assert told == ["", "KeyError: 'a bug'"]
     told.clear()
     with monkeypatch.context() as patch:
         patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: None)
@@ -303,7 +311,7 @@ def test_a_rank_that_cannot_write_stops_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     where = "tests.hecate_compile.reports.test_monitor:refuse"
     first, second = run_ranks(where, 2, path=str(tmp_path / "x"), blocked="rank1.steps")
-    assert "another rank cannot write" in first and "no room for rank1.steps" in second
+    assert all("rank 1 cannot write" in text and "no room for rank1.steps" in text for text in (first, second))
     for text in run_ranks(where, 2, path=str(tmp_path / "file"), blocked=""):
         assert text.startswith(("FileExistsError", "NotADirectoryError", "OSError")) and "rank 0" in text
 
@@ -330,7 +338,7 @@ def test_scalars_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.Monke
 
     # Clocks are not exact, so more than all of the time may have been waited for.
     folder = make_run(tmp_path, steps=4, load_of=uneven, exposed_of=lambda number: 0.5 + 0.25 * number)
-    TensorBoardLog(tmp_path, 2).write(read_rank(rank_path(folder, 0)).arrays)
+    TensorBoardLog(tmp_path, 2).write(read_rank(rank_path(folder, 0), RunHead.read(folder)).arrays)
     run = load_run(tmp_path)
     assert written["hecate/hidden"] == pytest.approx([0.5, 0.25, 0, 0]) == run.hidden.tolist()
     assert written["hecate/imbalance_of_owners"] == pytest.approx(run.before.mean(1)) and run.before[0, 0] > 1.3

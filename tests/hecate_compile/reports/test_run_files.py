@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
-from dataclasses import replace
+import struct
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,8 @@ from hecate.reports.run_files import (
 )
 from tests.hecate_compile.reports.made_run import make_run
 
+HEAD = RunHead(model="x", policy="x", device="cpu", layers=(), experts=(), nodes=(0,), started=0.0)
+
 
 def written(path: Path, count: int) -> Path:
     with path.open("ab") as file:
@@ -34,53 +38,72 @@ def written(path: Path, count: int) -> Path:
 
 
 def test_chunks_come_back_in_order(tmp_path: Path) -> None:
-    read = read_rank(written(tmp_path / "x.steps", 3))
+    read = read_rank(written(tmp_path / "x.steps", 3), HEAD)
     assert read.steps == 9 and read.problem == ""
     assert read.arrays["step"].tolist() == list(range(9))
     # What was not logged in the first chunk is NaN there.
-    assert np.isnan(read.arrays["log.loss"][:3]).all() and read.arrays["log.loss"][3:].tolist() == [
-        1.5,
-        2,
-        2.5,
-        3,
-        3.5,
-        4,
-    ]
+    assert np.isnan(read.arrays["log.loss"][:3]).all()
+    assert read.arrays["log.loss"][3:].tolist() == [1.5, 2, 2.5, 3, 3.5, 4]
 
 
-@pytest.mark.parametrize("left", [1, 5, 11, 12, 40])
+def test_columns_of_other_releases(tmp_path: Path) -> None:
+    with (tmp_path / "x.steps").open("ab") as file:
+        append_chunk(file, {"step": np.arange(2), "of_a_later_release": np.zeros(7)})
+    read = read_rank(tmp_path / "x.steps", HEAD)
+    assert "of_a_later_release" not in read.arrays
+    assert read.arrays["memory"].tolist() == [0, 0] and np.isnan(read.arrays["travel"]).all(), "of an earlier one"
+
+
+@pytest.mark.parametrize("left", [1, 5, 11, 130, 200])
 def test_a_last_chunk_that_is_cut_off_is_left_out(left: int, tmp_path: Path) -> None:
     path = written(tmp_path / "x.steps", 2)
     whole = path.stat().st_size
     written(path, 1)
     path.write_bytes(path.read_bytes()[: whole + left])
-    read = read_rank(path)
-    assert read.steps == 6 and "cut off" in read.problem
+    read = read_rank(path, HEAD)
+    assert read.steps == 6 and f"cut off at byte {whole}" in read.problem
 
 
-def test_a_changed_byte_is_an_error_with_its_place(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.steps", 2)
-    data = bytearray(path.read_bytes())
-    data[30] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(RunError, match="damaged at byte 0"):
-        read_rank(path)
-    path.write_bytes(b"not a run at all, but long enough")
-    with pytest.raises(RunError, match="damaged"):
-        read_rank(path)
-    with pytest.raises(RunError, match=r"none\.steps"):
-        read_rank(tmp_path / "none.steps")
-
-
-def test_what_stands_before_a_changed_byte_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [3, 60, 190, 250])
+def test_what_stands_before_a_changed_byte_is_read(place: int, tmp_path: Path) -> None:
     path = written(tmp_path / "x.steps", 1)
     first = path.stat().st_size
     written(path, 2)
     data = bytearray(path.read_bytes())
-    data[first + 30] ^= 1
+    data[first + place] ^= 0x55
     path.write_bytes(data)
-    read = read_rank(path)
-    assert read.steps == 3 and read.problem == f"its file is damaged at byte {first}; what follows is left out"
+    read = read_rank(path, HEAD)
+    assert read.steps == 3 and read.problem.startswith(f"its file is damaged or cut off at byte {first} (")
+    path.write_bytes(data[first:])
+    with pytest.raises(RunError, match=r"x\.steps is damaged or cut off at byte 0"):
+        read_rank(path, HEAD)
+
+
+def hostile() -> dict[str, bytes]:
+    """Files that no monitor wrote."""
+    chunk, kind, count = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.save(chunk, np.array([{}], dtype=object), allow_pickle=True)
+    append_chunk(kind, {"step": np.array(["a"])})
+    append_chunk(count, {"step": np.arange(3), "memory": np.arange(2)})
+    huge = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118)
+    huge += b"{'descr': '|u1', 'fortran_order': False, 'shape': (999999999999999,), }".ljust(117) + b"\n"
+    return {
+        "text": b"not a run at all, but long enough",
+        "pickled": chunk.getvalue(),
+        "a word for a number": kind.getvalue(),
+        "of two lengths": count.getvalue(),
+        "huge": huge,
+        "no chunk": (lambda file: (np.save(file, np.zeros(3)), file.getvalue())[1])(io.BytesIO()),
+    }
+
+
+@pytest.mark.parametrize("name", list(hostile()))
+def test_what_no_monitor_wrote_is_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.steps").write_bytes(hostile()[name])
+    with pytest.raises(RunError, match=r"x\.steps is damaged"):
+        read_rank(tmp_path / "x.steps", HEAD)
+    with pytest.raises(RunError, match=r"none\.steps"):
+        read_rank(tmp_path / "none.steps", HEAD)
 
 
 def test_a_damaged_rank_or_start_is_noted_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -90,7 +113,7 @@ def test_a_damaged_rank_or_start_is_noted_and_the_rest_is_shown(tmp_path: Path) 
     run = load_run(tmp_path)
     assert run.steps == 5 and np.isnan(run.rows[..., 1]).all() and not np.isnan(run.rows[..., 0]).any()
     assert any("start001 is left out" in note for note in run.notes)
-    assert any("rank 1" in note and "damaged at byte 0" in note for note in run.notes)
+    assert any("rank 1" in note and "cut off at byte 0" in note for note in run.notes)
     rank_path(folder, 0).write_bytes(b"x" * 100)
     with pytest.raises(RunError, match=r"run\.json"):
         load_run(tmp_path)
@@ -99,19 +122,29 @@ def test_a_damaged_rank_or_start_is_noted_and_the_rest_is_shown(tmp_path: Path) 
 def test_a_head_of_something_else_is_an_error(tmp_path: Path) -> None:
     make_run(tmp_path / "x", steps=1)
     good = json.loads((tmp_path / "x/start000/run.json").read_text())
-    wrong = [
-        {"model": 0}, {"layers": 3}, {"layers": [1, 2]}, {"nodes": []}, {"experts": [8, True]},
-        {"started": None}, {"format": 99}, {"more": 1}, {"experts": [8]},
-    ]  # fmt: skip
+    wrong = [{"model": 0}, {"layers": 3}, {"layers": [1, 2]}, {"nodes": []}, {"experts": [8, True]}]
+    wrong += [{"started": None}, {"experts": [8]}]
     texts = ["", "[]", "{}", '{"model": 1}', "{", *(json.dumps(good | one) for one in wrong)]
     for text in texts:
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(RunError, match=r"run\.json"):
+        with pytest.raises(RunError, match=r"run\.json is not what hecate\.monitor writes"):
             RunHead.read(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(good | {"started": 1}))
-    assert RunHead.read(tmp_path).layers == tuple(good["layers"])
-    (tmp_path / "run.json").write_text(json.dumps(good | {"first_step": 0}))
-    assert RunHead.read(tmp_path).layers == tuple(good["layers"]), "as it was written before"
+    for given in ({"started": 1}, {"of_a_later_release": 1}):
+        (tmp_path / "run.json").write_text(json.dumps(good | given))
+        assert RunHead.read(tmp_path).layers == tuple(good["layers"])
+
+
+@pytest.mark.parametrize("other", [1, 99])
+def test_another_format_is_named(other: int, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=3)
+    head = RunHead.read(folder)
+    (folder / "run.json").write_text(json.dumps(asdict(head) | {"format": other}))
+    with pytest.raises(RunError, match=rf"run\.json: a run in format {other}, .*it reads format 2"):
+        load_run(tmp_path)
+    assert next_step(tmp_path, head) == 0, "a new start in the same folder"
+    make_run(tmp_path, steps=3, start=1)
+    run = load_run(tmp_path)
+    assert run.steps == 3 and f"start000 is left out: {folder}" in run.notes[0]
 
 
 def test_a_head_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

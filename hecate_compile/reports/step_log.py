@@ -1,0 +1,172 @@
+"""The steps of a run, taken down one by one: what :func:`hecate.monitor` writes, as columns of ``run_files``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hecate.compiled_model import CompiledModel
+from hecate.reports.run_files import COLUMNS, LOGGED, Array
+
+Number = float | int | torch.Tensor
+
+
+@dataclass
+class _Step:
+    """A step of which the end is not known yet.
+
+    Attributes:
+        began, clock: its begin, as Unix time and on the clock of spans.
+        drawn: whether its collectives are kept one by one.
+    """
+
+    number: int
+    began: float
+    clock: float
+    drawn: bool
+    logged: dict[str, Number] = field(default_factory=dict)
+
+
+class StepLog:
+    """Steps since the last :meth:`take`.
+
+    Args:
+        first_step: number of the first step.
+        timeline_every: steps between two whose collectives are kept one by one.
+    """
+
+    def __init__(self, state: CompiledModel, first_step: int, timeline_every: int) -> None:
+        self._world, self._next, self._timeline_every = state.world, first_step, timeline_every
+        self._layers = tuple(dict.fromkeys(state.layers))
+        self._place = {layer.name: index for index, layer in enumerate(self._layers)}
+        self._most = max((layer.num_experts for layer in self._layers), default=0)
+        self._known_owners: tuple[Any, ...] | None = None
+        self._step: _Step | None = None
+        self._columns: dict[str, list[Any]] = {}
+        self._logged: list[dict[str, Number]] = []
+
+    @property
+    def count(self) -> int:
+        """Steps that have ended."""
+        return len(self._logged)
+
+    @property
+    def logged(self) -> dict[str, Number] | None:
+        """What the user logs now belongs here: to the step that runs, or to the last one; None if there is none."""
+        if self._step is not None:
+            return self._step.logged
+        return self._logged[-1] if self._logged else None
+
+    def begin(self) -> None:
+        """The next step begins: a forward with gradients."""
+        drawn = self._next % self._timeline_every == 0
+        self._step = _Step(self._next, time.time(), time.perf_counter(), drawn)
+        if drawn:
+            self._world.queue.ask_for_times()
+        self._next += 1
+
+    def end(self) -> None:
+        """Take down the step that ran until now. The layers and the queue still have it."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        layers, alone = self._layers, self._world.size == 1
+        for layer in layers:
+            layer.read_rows()
+        self._add(
+            step=step.number,
+            began=step.began,
+            seconds=time.perf_counter() - step.clock,
+            rows=[0 if alone else layer.rows for layer in layers],
+            row_bytes=[layer.bytes_sent for layer in layers],
+            expert_bytes=[layer.expert_bytes_sent for layer in layers],
+            memory=_memory(self._world.device),
+        )
+        self._logged.append(step.logged)
+        self._add_spans(step)
+        if self._world.rank == 0:
+            self._add_load()
+            self._add_owners(step)
+
+    def take(self) -> dict[str, Array]:
+        """The arrays of a chunk, which this object then forgets."""
+        columns, logged, self._columns, self._logged = self._columns, self._logged, {}, []
+        if "load" in columns:
+            columns["load"] = [self._as_lines(line, 0) for line in columns["load"]]
+        arrays = {name: np.asarray(lines, COLUMNS[name][0]) for name, lines in columns.items()}
+        if self._world.size == 1:
+            arrays["rows"] = arrays["load"].sum(2, dtype=np.int64)
+        for name in sorted({name for line in logged for name in line}):
+            arrays[f"log.{name}"] = np.asarray([float(line.get(name, np.nan)) for line in logged], LOGGED[0])
+        return arrays
+
+    def _add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._columns.setdefault(name, []).append(value)
+
+    def _add_spans(self, step: _Step) -> None:
+        queue = self._world.queue
+        # With NCCL times are read in steps that are drawn only.
+        measured = step.drawn or not queue.on_stream
+        travel = np.full(len(self._layers) + 1, 0.0 if measured else np.nan)
+        exposed = travel.copy()
+        # What nobody waited for has no times.
+        for span in (span for span in queue.spans if measured and span.ready):
+            where = self._place.get(span.subject, -1)
+            travel[where] += span.seconds
+            exposed[where] += span.exposed
+            if step.drawn:
+                times = (span.started, span.begun, span.ended, span.waited, span.ready)
+                self._add(
+                    span_step=step.number,
+                    span_names=(span.part, span.operator, span.subject),
+                    span_times=[moment - step.clock for moment in times],
+                )
+        self._add(travel=travel, exposed=exposed)
+
+    def _add_load(self) -> None:
+        loads: list[Any] = []
+        holders: list[Any] = []
+        for layer in self._layers:
+            counts = layer.counts
+            # On a GPU they are read when the chunk is taken: the host must not wait for it here.
+            loads.append(counts.numpy().sum(0) if counts is not None and counts.device.type == "cpu" else counts)
+            placement = layer.placer.plan.current
+            holders.append(None)
+            if placement is not None and placement.num_replicas:
+                holders[-1] = np.bincount(placement.pairs[0], minlength=layer.num_experts)
+        self._add(load=loads, holders=self._as_lines(holders, 1))
+
+    def _add_owners(self, step: _Step) -> None:
+        owners = tuple(layer.owners for layer in self._layers)
+        # Owners are replaced, never changed.
+        if self._known_owners is None or any(a is not b for a, b in zip(owners, self._known_owners, strict=True)):
+            self._known_owners = owners
+            self._add(owners_step=step.number, owners=self._as_lines([one.array for one in owners], -1))
+
+    def _as_lines(self, layers: Sequence[Any], otherwise: int) -> Array:
+        """Values of each layer's experts as one array ``[L, E]``, filled up where there are none."""
+        lines = np.full((len(self._layers), self._most), otherwise, np.int64)
+        for line, values in zip(lines, layers, strict=True):
+            if values is not None:
+                values = values.sum(0).cpu().numpy() if isinstance(values, torch.Tensor) else values
+                line[: len(values)] = values
+        return lines
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that tensors took so far, else what this process has in memory; 0 if unknown."""
+    peak = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if peak is not None:
+        return int(peak(device))
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
