@@ -5,31 +5,37 @@ A process of its own for each trial, so that one that crashes or hangs is a resu
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from torch import nn
 
-from hecate.commands.built import build
-from hecate.commands.rank_batches import batch_of_rank, fingerprint_of
-from hecate.commands.script_facts import ScriptFacts
+from hecate.commands.built import Batch, build
 from hecate.compilation import compile
 from hecate.config import Config
 from hecate.runtime.comm.start import start_process_group
 from hecate.runtime.comm.world import backend_for, local_device, name_of
 
+Array = np.ndarray[Any, Any]
+
 SEED = 0
+Kind = Literal["compiled", "bare", "plain"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trial:
     """What a worker is told.
 
@@ -46,52 +52,135 @@ class Trial:
     script: str
     out: str
     disabled: tuple[str, ...]
-    kind: Literal["compiled", "bare", "plain"] = "compiled"
+    kind: Kind
     steps: int
     own_batches: bool = False
 
-    def as_text(self) -> str:
-        return json.dumps(asdict(self))
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank computed.
+
+    Attributes:
+        loss: of each step.
+        gradients: by step and parameter, as ``STEP.NAME``; those that are not there are None.
+        facts: what decides how results can be compared.
+    """
+
+    loss: Array
+    gradients: dict[str, Array]
+    facts: dict[str, Any]
+
+    def write(self, path: Path) -> None:
+        arrays: dict[str, Any] = dict(self.gradients)
+        np.savez(path, loss=self.loss, facts=np.asarray(json.dumps(self.facts)), **arrays)
 
     @classmethod
-    def from_text(cls, text: str) -> Trial:
-        given = json.loads(text)
-        return cls(**given | {"disabled": tuple(given["disabled"])})
+    def read(cls, path: Path) -> RankResult:
+        """
+        Raises:
+            ValueError: nothing was written that can be read.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = dict(archive)
+            return cls(loss=arrays.pop("loss"), facts=json.loads(str(arrays.pop("facts"))), gradients=arrays)
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two results are apart, relative to the second.
+
+    Attributes:
+        loss: worst of all ranks and steps.
+        gradient: the largest error of an element, relative to the largest of that gradient on any rank.
+        worst: the step and the parameter that it is of.
+        error: why there is no result.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""
+    error: str = ""
+
+    def beyond(self, tolerance: float) -> bool:
+        return bool(self.error) or not (self.loss <= tolerance and self.gradient <= tolerance)
+
+    def __str__(self) -> str:
+        step, _, name = self.worst.partition(".")
+        return f"loss {self.loss:.1e}, gradients {self.gradient:.1e}" + (f" ({name}, step {step})" if name else "")
+
+
+# Infinite numbers may be in both.
+@np.errstate(invalid="ignore")
+def compare(ours: Sequence[RankResult], theirs: Sequence[RankResult], *, gradients: bool = True) -> Difference:
+    """How far results are from ``theirs``, over all ranks; their losses alone without ``gradients``."""
+    pairs = list(zip(ours, theirs, strict=True))
+    loss = max(_largest((mine.loss - other.loss) / np.maximum(np.abs(other.loss), 1e-12)) for mine, other in pairs)
+    errors: dict[str, float] = {}
+    for key in sorted({key for pair in pairs for one in pair for key in one.gradients}) if gradients else ():
+        values = [(mine.gradients.get(key), other.gradients.get(key)) for mine, other in pairs]
+        error = max(
+            math.inf if mine is None or other is None or mine.shape != other.shape else _largest(mine - other)
+            for mine, other in values
+            if not (mine is None and other is None)
+        )
+        # A rank with almost nothing is not more exact than the others.
+        scale = max((_largest(other) for _, other in values if other is not None), default=0.0)
+        errors[key] = 0.0 if error == 0 else error / scale if 0 < scale < math.inf else math.inf
+    worst = max(errors, key=errors.__getitem__, default="")
+    found = errors.get(worst, 0.0)
+    return Difference(loss=loss, gradient=found, worst=worst if found else "")
+
+
+def _largest(values: Array) -> float:
+    """The largest absolute value; NaN, which compares as smaller than everything, is infinite."""
+    return float(np.nan_to_num(np.abs(values.astype(np.float64)), nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
 def run_trial(trial: Trial, rank: int, ranks: int) -> None:
-    """Write ``rank{rank}.npz``: ``loss`` ``[steps]``, ``names``, ``facts``, and gradients as ``STEP.NUMBER``."""
+    """Write ``rank{rank}.npz``."""
     torch.manual_seed(SEED)
     made = build(trial.script, "script")
-    model, batches = made.model, made.batches
     # Compiled in seconds. A fault that only Inductor's graphs have needs a Config with that backend.
-    config = made.config if made.config is not None else Config(backend="aot_eager")
-    if not trial.own_batches:
-        batches = tuple(batch_of_rank(batch, rank, ranks) for batch in batches)
-    facts = ScriptFacts.of(model, config, " ".join(map(fingerprint_of, batches)))
+    model, config = made.model, made.config or Config(backend="aot_eager")
+    batches = [one if trial.own_batches else batch_of_rank(one, rank, ranks) for one in made.batches]
+    facts = facts_of(model, config, batches)
     if trial.kind != "plain":
         model = compile(model, config_of(trial, config))
     losses: list[float] = []
-    arrays: dict[str, Any] = {}
-    names = [name for name, _ in model.named_parameters()]
+    gradients: dict[str, Array] = {}
     for step in range(trial.steps):
         model.zero_grad(set_to_none=True)
-        # Dropout, if there is any, drops the same.
         torch.manual_seed(SEED + 1 + step)
+        before = _random_states()
         loss = _loss_of(model(**batches[step % len(batches)]), trial.script)
+        facts["random"] = _random_states() != before
         loss.backward()
         losses.append(float(loss.detach()))
-        for number, (_, parameter) in enumerate(model.named_parameters()):
+        for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                arrays[f"{step}.{number}"] = parameter.grad.detach().to("cpu", torch.float32).numpy()
-    target = Path(trial.out) / f"rank{rank}.npz"
-    part = target.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez(
-            file, loss=np.asarray(losses), names=np.asarray(names, dtype=np.str_),
-            facts=np.asarray(facts.as_text()), **arrays,
-        )  # fmt: skip
-    part.replace(target)
+                gradients[f"{step}.{name}"] = parameter.grad.detach().to("cpu", torch.float32).numpy()
+    RankResult(np.asarray(losses), gradients, facts).write(Path(trial.out) / f"rank{rank}.npz")
+
+
+def facts_of(model: nn.Module, config: Config, batches: list[Batch]) -> dict[str, Any]:
+    """What decides how results can be compared: the coarsest type, options, and a fingerprint of the batches."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if config.mixed_precision is not None and config.mixed_precision.param_dtype is not None:
+        kinds.add(config.mixed_precision.param_dtype)
+    coarsest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+    plain = [{key: value.tolist() for key, value in one.items() if torch.is_tensor(value)} for one in batches]
+    return {
+        "dtype": str(coarsest).removeprefix("torch."),
+        "rounding": torch.finfo(coarsest).eps,
+        "options": [
+            name for name in ("attention", "mixed_precision", "wire_dtype") if getattr(config, name) is not None
+        ],
+        "batches": hashlib.sha256(repr(plain).encode()).hexdigest(),
+    }
 
 
 def config_of(trial: Trial, config: Config) -> Config:
@@ -110,8 +199,47 @@ def config_of(trial: Trial, config: Config) -> Config:
     )
 
 
+def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
+    """This rank's part of the rows, repeated to as many as there were; of one row, its tokens in another order.
+
+    Where all ranks compute the same, nobody sees that communication is missing: a mean of equal numbers is each of
+    them. Shapes stay what they were. A tensor with another number of rows than most have is left as it is.
+    """
+    tensors = {key: value for key, value in batch.items() if torch.is_tensor(value) and value.ndim}
+    if ranks == 1 or not tensors:
+        return batch
+    rows = _most_common(value.shape[0] for value in tensors.values())
+    if rows > 1:
+        parts = torch.arange(rows, device="cpu").tensor_split(min(rows, ranks))
+        part = parts[rank % len(parts)]
+        chosen = part.repeat(-(-rows // len(part)))[:rows]
+        return dict(batch) | {
+            key: value[chosen.to(value.device)] for key, value in tensors.items() if value.shape[0] == rows
+        }
+    # Positions say where, not what; what is as long as the ids is about tokens, and sizes of images are not.
+    tokens = {key: value for key, value in tensors.items() if value.ndim > 1 and "position" not in key}
+    whole = {key: value for key, value in tokens.items() if not value.is_floating_point()}
+    if not whole:
+        return batch
+    length = batch["input_ids"].shape[1] if "input_ids" in whole else _most_common(v.shape[1] for v in whole.values())
+    return dict(batch) | {key: value.roll(rank, 1) for key, value in whole.items() if value.shape[1] == length}
+
+
+def _most_common(numbers: Iterable[int]) -> int:
+    return Counter(numbers).most_common(1)[0][0]
+
+
+def _random_states() -> list[Any]:
+    """They change when a forward draws random numbers."""
+    states = [torch.get_rng_state().tolist()]
+    if local_device().type != "cpu":
+        states.append(torch.get_device_module(local_device()).get_rng_state().tolist())
+    return states
+
+
 def _loss_of(out: Any, script: str) -> torch.Tensor:
-    loss = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, Mapping) else out.loss
+    held = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    loss = out if isinstance(out, torch.Tensor) else held
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TypeError(f"the model of {script} must return a loss: a tensor of one element, out.loss or out['loss']")
     return loss
@@ -119,7 +247,7 @@ def _loss_of(out: Any, script: str) -> torch.Tensor:
 
 def main() -> None:
     """Under torchrun, or alone."""
-    trial = Trial.from_text(sys.argv[1])
+    trial = Trial(**json.loads(sys.argv[1]))
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if trial.kind == "plain" and "RANK" in os.environ and not dist.is_initialized():
@@ -127,8 +255,13 @@ def main() -> None:
         start_process_group(name_of(local_device()), backend_for)
     try:
         run_trial(trial, rank, ranks)
+    # The launcher's exit code would not tell one from the other.
     except typer.BadParameter as error:
+        (Path(trial.out) / f"refused{rank}").write_text(error.message)
         sys.exit(f"Error: {error.message}")
+    except Exception as error:
+        (Path(trial.out) / f"failed{rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
