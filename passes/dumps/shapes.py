@@ -1,7 +1,7 @@
 """Shapes of values, as text: ``f32[R', 16]``.
 
 Sizes that no graph knows, because they differ between ranks and steps, have the letters of the glossary
-(``runtime/__init__.py``), as the operators that they come from were registered.
+(``docs/glossary.md``), as the operators that they come from were registered.
 """
 
 from __future__ import annotations
