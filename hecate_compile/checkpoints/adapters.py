@@ -11,7 +11,7 @@ from hecate.checkpoints.state_dicts import sites_of
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into it, which have other names, and files of their own."""
+    """True if PEFT has put adapters into ``model``, which have other names, and files of their own."""
     return any("peft_config" in module.__dict__ for module in model.modules())
 
 
@@ -26,7 +26,7 @@ def frozen_base(model: nn.Module) -> set[str]:
     adapters = {
         id(parameter)
         for module in model.modules()
-        # Of PEFT's layers; an adapter that is not active is frozen.
+        # Names that PEFT's layers give; an adapter that is not active is frozen, and an adapter all the same.
         for part in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
         for parameter in _parameters_at(module, part)
     }

@@ -1,4 +1,4 @@
-"""What ranks say to each other while they save and load, over a group of their own on the CPU.
+"""Messages between ranks while they save and load, over a group of their own on the CPU.
 
 Ranks fail alone (a full disk, a folder that one node does not see), and all must hear of it. Everything travels as
 JSON in tensors of bytes, never as pickled objects.
@@ -23,7 +23,7 @@ from hecate.runtime.comm.world import World
 
 T = TypeVar("T")
 
-# By the name of the group that it is beside.
+# Keyed by the name of the group whose ranks it has.
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
@@ -32,7 +32,7 @@ class CheckpointError(RuntimeError):
 
 
 class MismatchError(CheckpointError):
-    """What is in the files is of another model or optimizer."""
+    """The files are of another model or optimizer."""
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which decides and publishes."""
+        """True on rank 0, which decides and publishes."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:

@@ -49,7 +49,7 @@ class LogicalTensor(torch.Tensor):
 
     @property
     def part(self) -> torch.Tensor:
-        """What this rank has, ``[n, ...]``."""
+        """This rank's rows, ``[n, ...]``."""
         return self.as_subclass(torch.Tensor)
 
     def with_part(self, part: torch.Tensor) -> LogicalTensor:
@@ -65,7 +65,7 @@ class LogicalTensor(torch.Tensor):
     # --- what DCP calls ---
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole: DCP compares it with what was saved."""
+        """Size of the whole: DCP compares it with what was saved."""
         return self.whole if dim is None else self.whole[dim]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

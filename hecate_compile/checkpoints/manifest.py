@@ -18,7 +18,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in a checkpoint. A field that is added has a default: that of checkpoints which have it not.
+    """The content of a checkpoint. A field that is added has a default, which holds for checkpoints that lack it.
 
     Attributes:
         step: as the user counts.

@@ -172,7 +172,7 @@ def set_options(optimizer: Optimizer, groups: list[dict[str, Any]], own: list[di
 
 
 def compare_groups(model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[str]:
-    """Why :func:`set_options` could not give ``optimizer`` the options of ``groups``, a line each."""
+    """List why :func:`set_options` could not give ``optimizer`` the options of ``groups``, a line each."""
     try:
         own = _groups(optimizer, _first_sites(model))
     except ValueError as error:

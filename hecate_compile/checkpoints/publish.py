@@ -8,7 +8,7 @@ A kill at any instant leaves the steps of before, and perhaps a temporary folder
 that was published is ever written to again: a step that is there already gets a neighbour, ``step-00000300.2``.
 
 One run owns the folder: its token stands in ``.owner``. Whoever saves first takes it over, so workers that
-outlived their launcher cannot publish behind the back of the next run. Token and rename are under one file lock.
+outlived their launcher cannot publish into the next run's folder. Token and rename are under one file lock.
 """
 
 from __future__ import annotations

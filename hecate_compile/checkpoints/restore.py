@@ -46,13 +46,13 @@ from hecate.checkpoints.safety.tensor_index import read_index
 from hecate.checkpoints.safety.tensor_reader import TensorReader
 from hecate.checkpoints.state_dicts import get_model_state_dict
 
-# Of what run.json has not: fields that are younger than the checkpoint, and those of a model where none was saved.
+# Values of fields that run.json lacks: they are younger than the checkpoint, or of a model, and none was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What :func:`load` found.
+    """A step that :func:`load` found.
 
     Attributes:
         step: as given to :func:`save`.
@@ -84,7 +84,7 @@ class UnusableError(Exception):
 
 
 def damage_of(error: Exception) -> str:
-    """What is wrong with a checkpoint, if it is that; what is wrong with this rank is raised."""
+    """Describe what is wrong with a checkpoint; raise what is wrong with this rank instead."""
     # Not allowed, out of descriptors, gone from the network: an older step would be no better.
     if isinstance(error, OSError) and error.errno != errno.EIO:
         raise error
@@ -103,7 +103,7 @@ class Restoring:
         self.own: list[dict[str, Any]] = self._usable(self._read_own)
 
     def _usable(self, read: Callable[[], Any]) -> Any:
-        """What ``read`` gives; if it fails on any rank, the checkpoint is given up on all.
+        """Return what ``read`` gives; if it fails on any rank, the checkpoint is given up on all.
 
         Whatever it fails with: what was compared before fits, so it is not what hecate.save writes. What is loaded
         instead overwrites all of it.
@@ -184,7 +184,7 @@ class Restoring:
     def _differences(
         self, model: nn.Module | None, optimizers: list[Optimizer], *, strict: bool, cast: bool, same_options: bool
     ) -> list[str]:
-        """What does not fit, before anything is changed."""
+        """List what does not fit, before anything is changed."""
         if model is None:
             return []
         left_out = set(self.run["left_out"])
@@ -195,7 +195,7 @@ class Restoring:
             out += [f"the extra state of {name!r} is not in the checkpoint" for name in sorted(own - kept)]
             out += [f"the model has no extra state in {name!r}" for name in sorted(kept - own)]
         if same_options:
-            # What was saved without a word about attention had full attention.
+            # Checkpoints that do not name attention are of models with full attention.
             lines = differences({"hecate.attention": None} | self.run["options"], function_options(model))
             out += [f"{line}; same_options=False loads it all the same" for line in lines]
         if optimizers and len(optimizers) != len(self.run["optimizers"]):

@@ -1,4 +1,4 @@
-"""What a run needs beside its tensors to go on as if it had not stopped."""
+"""State of a run besides its tensors: random numbers, owners, the planner's memory, options of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.attention_config import attention_config
 
-# Of a model's configuration, what says nothing of the function that it computes, or only of training.
+# Entries of a model's configuration that do not change the function that it computes, or only in training.
 _IRRELEVANT = {
     "_name_or_path",
     "architectures",
@@ -45,8 +45,8 @@ _IRRELEVANT = {
 }
 
 
-# Of what the planner remembers. It begins anew where another version was saved: raise it when a field that is there
-# means something else. A field that is added is read with a default.
+# Version of what the planner remembers, which begins anew if a checkpoint has another. Raise it when a field that is
+# there means something else. A field that is added is read with a default.
 _MEMORY = 1
 
 
@@ -118,7 +118,7 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
 
 
 def forget_last_forward(model: nn.Module) -> None:
-    """What the host has still to learn of it is of another run than the one that is loaded."""
+    """Drop counts of the last forward that the host has not read yet: they are of the run before the load."""
     if is_compiled(model):
         compiled_model_of(model, "load").forward.carrier.forget()
 
@@ -166,7 +166,7 @@ def _layers(compiled: CompiledModel) -> list[Layer]:
 
 
 def _conditions(compiled: CompiledModel) -> dict[str, Any]:
-    """What a plan is for."""
+    """Ranks, nodes, device and policy that a plan was made for."""
     device = compiled.world.device
     return {
         "memory": _MEMORY,
@@ -190,7 +190,7 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What ``get_extra_state`` gives, by the names of the modules."""
+    """Results of ``get_extra_state``, by the names of the modules."""
     return {name: module.get_extra_state() for name, module in modules_with_extra_state(model).items()}
 
 

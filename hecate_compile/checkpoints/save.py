@@ -39,7 +39,7 @@ _under_way: list[Future[Path]] = []
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written, as it was when it was taken.
+    """The content of a checkpoint, as it was when it was taken.
 
     Attributes:
         tensors: nested dicts, for DCP.
@@ -101,7 +101,7 @@ def async_save(
     extra: Any = None,
     keep: int | None = None,
 ) -> Future[Path]:
-    """As :func:`save`, but it returns as soon as everything is copied to the host's memory; a thread writes it.
+    """Copy a step to the host's memory and return; a thread saves it as :func:`save` does.
 
     Training may go on at once. The step is saved when the future is done on some rank. What went wrong is raised by
     ``result()``, and if nobody asked, by the next save. Ask for the result of the last one before
@@ -162,7 +162,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
     if model is not None:
         tensors["model"] = get_model_state_dict(model)
         for name in () if first else persistent_buffers(model):
-            # Of what several ranks have anyone's is written, and these may differ until the next forward.
+            # DCP writes any rank's copy of what several have, and buffers may differ until the next forward.
             tensors["model"].pop(name, None)
         if has_adapters(model):
             # The base is where it came from, and many times as large.
@@ -266,6 +266,6 @@ def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks, metadata: 
 
 
 def _require_space(draft: Path) -> None:
-    """What follows is small; with a disk that is full to the brim a rename might be all that fails."""
+    """Raise OSError if the disk is full: the files that follow are so small that only the rename might fail."""
     if shutil.disk_usage(draft).free < 2**20:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft.parent))

@@ -41,7 +41,7 @@ class Site:
         return self.members or (self.name,)
 
     def split(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is like the parameter, by the names of the plain model; the parameter itself, or optimizer state.
+        """Split the parameter, or optimizer state of its shape, by the names of the plain model.
 
         Raises:
             ValueError: it has no line for each line of the shard.
@@ -99,7 +99,7 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: a compiled model; for any other it is ``model.state_dict()``.
     """
     if not is_compiled(model):
-        # What modules have beside tensors is no tensor.
+        # Extra state of modules need not be a tensor; run_state saves it.
         return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
     state: dict[str, torch.Tensor] = {}
     for site in sites_of(model):

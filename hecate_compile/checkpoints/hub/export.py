@@ -116,7 +116,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is written where; of rank 0.
+    """The files that rank 0 writes, and the steps that fill them.
 
     Attributes:
         dtypes: of each of the model's tensors in the files.
@@ -132,7 +132,7 @@ class _Plan:
 
     @staticmethod
     def of(view: PlainView, limit: int, dtype: torch.dtype | None) -> _Plan:
-        """Made of shapes alone."""
+        """Plan from shapes, without any data."""
         layout: Layout = PretrainedLayout(view) if view.is_pretrained else PlainLayout(view)
         if view.is_pretrained and getattr(view, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized. model.save_pretrained writes it")

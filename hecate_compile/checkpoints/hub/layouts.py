@@ -21,10 +21,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Layout(Protocol):
-    """How a library writes a model."""
+    """The tensors of a model in the form in which a library writes them."""
 
     def kept(self, likes: Tensors) -> Tensors:
-        """Those of the model's tensors that are written."""
+        """The model's tensors that are written."""
         ...
 
     def groups(self, likes: Tensors) -> list[list[str]]:
@@ -32,12 +32,12 @@ class Layout(Protocol):
         ...
 
     def convert(self, tensors: Tensors) -> Tensors:
-        """What the files have in place of a group, in order."""
+        """The tensors that files have in place of a group, in order."""
         ...
 
 
 class PlainLayout:
-    """As the state dict has it."""
+    """The layout of the state dict."""
 
     def __init__(self, view: PlainView) -> None:
         sharing: dict[int, int] = {}
@@ -57,7 +57,7 @@ class PlainLayout:
 
 
 class PretrainedLayout:
-    """As transformers' ``save_pretrained`` has it."""
+    """The layout of transformers' ``save_pretrained``."""
 
     def __init__(self, view: PlainView) -> None:
         # Any: it answers what the model answers.
@@ -124,7 +124,7 @@ class PretrainedLayout:
         self._converts = found is not None
 
     def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:
-        """Whether group by group comes out what the whole model gives."""
+        """True if group by group gives what the whole model gives."""
         parts = [part for names in groups for part in self.convert({name: likes[name] for name in names}).items()]
         return [(n, t.shape, t.dtype) for n, t in parts] == [(n, t.shape, t.dtype) for n, t in whole.items()]
 

@@ -28,7 +28,7 @@ from hecate.wrap.shard import shard_of
 
 
 class IncompatibleKeys(NamedTuple):
-    """What ``strict=False`` left out; named as in ``load_state_dict``.
+    """Names that ``strict=False`` left out; called as in ``load_state_dict``.
 
     Attributes:
         missing_keys: of the model, not in the files.
@@ -82,7 +82,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         )
     ranks.together(lambda: _fill(plan, files))
     if view.is_pretrained:
-        # As from_pretrained does: the model is saved again under the names that it was loaded by.
+        # So that the model is saved again under the names that it was loaded by, as after from_pretrained.
         set_weight_conversions(model, plan.conversions)
     return IncompatibleKeys(plan.missing, plan.unexpected)
 

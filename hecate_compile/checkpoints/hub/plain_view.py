@@ -37,7 +37,7 @@ class PlainTensor:
 
     @property
     def row(self) -> int | None:
-        """Where ``here`` has the line of ``expert``; None if another rank has it."""
+        """The line of ``expert`` in ``here``; None if another rank has it."""
         assert self.expert is not None
         shard: Any = shard_of(self.here)
         experts = list(range(self.here.shape[0])) if shard is None else shard.experts
@@ -61,7 +61,7 @@ class PlainView:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it is a model of transformers."""
+        """True for a model of transformers."""
         return is_pretrained(self.model)
 
     def get_parameter(self, target: str) -> torch.Tensor:
@@ -74,7 +74,7 @@ class PlainView:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model is one of transformers. Imports nothing."""
+    """True for a model of transformers. Imports nothing."""
     module: Any = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 

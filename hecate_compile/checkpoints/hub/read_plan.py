@@ -37,7 +37,7 @@ class Group:
     targets: list[PlainTensor] = field(default_factory=list)
 
     def convert(self, view: PlainView, read: Callable[[str], torch.Tensor], only: Iterable[str]) -> dict[str, Any]:
-        """What comes out of the sources in ``only``, by name in the model."""
+        """Convert the sources in ``only``; returns tensors by their name in the model."""
         wanted = set(only)
         if self.converter is None:
             return {self.target: read(self.sources[0][0])}
@@ -72,7 +72,7 @@ def _later(read: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch
 
 
 def _is_by_line(operations: Sequence[Any]) -> bool:
-    """Whether each line of what comes out is made of the same line of each list that goes in."""
+    """True if each line of the result is made of the same line of each list of sources."""
     from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose
 
     first, *rest = operations
@@ -89,7 +89,7 @@ def _is_by_line(operations: Sequence[Any]) -> bool:
 
 @dataclass
 class ReadPlan:
-    """What is read into what, and what does not fit.
+    """Groups of tensors in the files and their targets in the model, and what does not fit.
 
     Attributes:
         conversions: those of transformers that were used.
@@ -104,7 +104,7 @@ class ReadPlan:
 
     @staticmethod
     def of(view: PlainView, files: SafeFiles) -> ReadPlan:
-        """Made of names and shapes alone."""
+        """Plan from names and shapes, without any data."""
         plan = ReadPlan(view, [], [], [], [], [])
         if view.is_pretrained:
             plan._group_as_transformers_does(files)
@@ -202,7 +202,7 @@ def differences_of(plan: ReadPlan) -> list[str]:
 
 
 def _is_numbered(names: Sequence[str]) -> bool:
-    """Whether sorted names differ in one part, which counts from 0: a list with a gap would shift the rest."""
+    """True if sorted names differ in one part, which counts from 0: a list with a gap would shift the rest."""
     differ = [parts for parts in zip(*(name.split(".") for name in names), strict=False) if len(set(parts)) > 1]
     if len(names) == 1:
         return True

@@ -30,7 +30,7 @@ _FORBIDDEN = {"EXT1", "EXT2", "EXT4", "BINPUT", "LONG_BINPUT", "PUT"}
 
 
 def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """What is in which file.
+    """Read the index of a checkpoint of format 1.
 
     Args:
         files: those that it may refer to.
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        # Of this pickle alone: it may set attributes of what it names.
+        # A class of its own for each pickle, which may set attributes of what it names.
         self._fields = type("Fields", (_Fields,), {})
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers, texts, containers and tensors as JSON beside a safetensors file: nothing that runs when it is read."""
+"""Numbers, texts, containers and tensors as JSON and a safetensors file: nothing that runs when it is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError, Ru
 
 
 def write_plain(value: Any, path: Path) -> None:
-    """Write ``value`` to ``path`` (.json), and tensors in it to a .safetensors file beside.
+    """Write ``value`` to ``path`` (.json), and tensors in it to a .safetensors file with the same stem.
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, set, frozenset, deque, dict, torch.Tensor,
@@ -47,7 +47,7 @@ def write_plain(value: Any, path: Path) -> None:
 
 
 def read_plain(path: Path) -> Any:
-    """What :func:`write_plain` wrote.
+    """Read what :func:`write_plain` wrote.
 
     Raises:
         ValueError: the file holds something else.
@@ -145,7 +145,7 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 @cache
 def _has_dtype(dtype: torch.dtype) -> bool:
-    """Whether safetensors can write it."""
+    """True if safetensors can write it."""
     try:
         save({"": torch.empty(0, dtype=dtype, device="cpu")})
     except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):

@@ -52,7 +52,7 @@ def write_index(metadata: Metadata, path: Path) -> None:
 
 
 def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """What :func:`write_index` wrote.
+    """Read what :func:`write_index` wrote.
 
     Args:
         files: those that it may refer to.
