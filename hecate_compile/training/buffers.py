@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from hecate.private import buffers_of, foreach_copy_, is_persistent, keep_versions
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.faults import RankEndedError
 from hecate.runtime.comm.queue import Job, run
+from hecate.runtime.comm.warn import warn_alone
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.step_mode import StepMode
 
@@ -65,11 +67,18 @@ class Buffers:
     def before_forward(self, mode: StepMode) -> None:
         """Take rank 0's, if that is due. A collective then, and the first of a forward.
 
-        Where ranks may evaluate on their own, some have it behind them when the others come to their next step.
+        Where ranks may evaluate on their own, some have it behind them when the others come to their next step. Of
+        an evaluation of which the others have no part any more, because they have ended, each rank's own are right.
         """
         due, self._due = self._due, mode.training and self._sync.enabled
-        if due:
+        if not due:
+            return
+        try:
             self._send()
+        except RankEndedError as error:
+            if mode.training or self._sync.in_graph:
+                raise
+            warn_alone(f"{error}. This rank evaluates with its own buffers.", stacklevel=6)
 
     def after_additions(self) -> None:
         """Take rank 0's, if buffers came that no rank has sent yet. A collective then."""

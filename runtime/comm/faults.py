@@ -33,6 +33,10 @@ _CALLS = 64
 _SPLITS = 4096
 
 
+class RankEndedError(RuntimeError):
+    """A rank takes no part any more: its program has ended, or it is gone."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Why a group cannot go on.
@@ -40,17 +44,20 @@ class Problem:
     Attributes:
         disagreement: ranks do different things; else one failed or is gone.
         certain: what happened is known. If not, the text is no more than what this rank saw.
+        ended: a rank takes no part any more.
     """
 
     text: str
     disagreement: bool = False
     certain: bool = True
+    ended: bool = False
 
     def error_in(self, what: str) -> RuntimeError:
         """What a rank raises that was in the collective ``what``."""
         if self.disagreement:
             return DisagreementError(self.text)
-        return RuntimeError(f"hecate: {what} cannot end: {self.text}")
+        kind = RankEndedError if self.ended else RuntimeError
+        return kind(f"hecate: {what} cannot end: {self.text}")
 
 
 @dataclass(frozen=True)
@@ -102,10 +109,10 @@ def verdict(group: dist.ProcessGroup, patience: float | None = None) -> Problem 
         return Problem(text, disagreement=True)
     for rank, one in heard.items():
         if one.entry.get("left"):
-            return Problem(f"rank {rank} has ended torch.distributed (destroy_process_group)")
+            return Problem(f"rank {rank} has ended torch.distributed (destroy_process_group)", ended=True)
         failure = one.entry.get("failure")
         if failure is not None and _to_blame(failure, name, history.number, patience):
-            return Problem(f"rank {rank} {failure['text']}")
+            return Problem(f"rank {rank} {failure['text']}", ended=failure["final"])
         place = program.place_of(one.entry.get("place"))
         if place is not None and told[rank].get("number", 0) < history.number and place.misses_this_rank():
             passed = program.behind(one.entry["forwards"])
@@ -164,7 +171,8 @@ def _gone(group: dist.ProcessGroup) -> Problem | None:
     names = f"rank {next(iter(gone))} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} have"
     them, seconds = "it was" if len(gone) == 1 else "they were", max(gone.values())
     return Problem(
-        f"{names} not been heard of for {seconds:.0f} s: {them} killed, stopped, or cut off from the others"
+        f"{names} not been heard of for {seconds:.0f} s: {them} killed, stopped, or cut off from the others",
+        ended=True,
     )
 
 

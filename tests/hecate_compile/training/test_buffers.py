@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -203,3 +205,34 @@ def added_after_an_evaluation() -> str:
 @pytest.mark.distributed
 def test_a_broadcast_that_one_rank_has_behind_it_comes_before_what_both_add() -> None:
     assert run_ranks(f"{_HERE}:added_after_an_evaluation", 2, timeout=120) == ["no error, 1.0"] * 2
+
+
+def alone(last: int) -> list[Any]:
+    """One rank evaluates when the other has ended."""
+    dist.init_process_group("gloo")
+    rank, size = rank_and_size()
+    model = hecate.compile(Model("own"), hecate.Config(backend="aot_eager", policy="replicate"))
+    model(batch(0).chunk(size)[rank]).backward()
+    kept = [buffer.clone() for buffer in model.buffers()]
+    said: list[str] = []
+    if rank == last:
+        # Until the other one is gone.
+        time.sleep(3)
+        model.eval()
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said += [message_of(lambda part=part: model(batch(90 + part))) for part in range(2)]
+        said += [str(one.message) for one in caught if "hecate" in str(one.message)]
+        said.append(message_of(lambda: model(batch(0).chunk(size)[rank]).backward()))
+        assert all(map(torch.equal, kept, model.buffers()))
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_evaluates_alone_when_the_others_have_ended(last: int) -> None:
+    first, second, warned, trained = run_ranks(f"{_HERE}:alone", 2, last=last, timeout=90)[last]
+    assert first == second == "no error"
+    assert f"rank {1 - last}" in warned and "This rank evaluates with its own buffers" in warned
+    assert trained.startswith("RankEndedError: ") and f"rank {1 - last}" in trained
