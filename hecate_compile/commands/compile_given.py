@@ -92,9 +92,15 @@ def _with_options(config: Config, policy: str | None, disabled: list[str], dump:
     try:
         # What is captured is not run, so nothing is lost without Inductor. Speeds are the cluster's.
         return replace(
-            config, policy=name if name is not None else config.policy, rates=None, topology=None,
-            disable_passes=(*config.disable_passes, *disabled), backend="aot_eager", dump=dump, dump_ranks="first",
-        )  # fmt: skip
+            config,
+            policy=name if name is not None else config.policy,
+            rates=None,
+            topology=None,
+            disable_passes=(*config.disable_passes, *disabled),
+            backend="aot_eager",
+            dump=dump,
+            dump_ranks="first",
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -109,6 +115,11 @@ def _cluster(cluster: Path | None, ranks: int, nodes: int) -> ClusterSpec:
         raise typer.BadParameter(f"--nodes {nodes} does not divide --ranks {ranks}")
     # Of today's accelerators, about: without a machine there are no measured ones.
     return ClusterSpec(
-        name="made up", nodes=nodes, gpus=ranks // nodes, flops=2e14, memory_bytes=2e12, rank_bytes=2e11,
+        name="made up",
+        nodes=nodes,
+        gpus=ranks // nodes,
+        flops=2e14,
+        memory_bytes=2e12,
+        rank_bytes=2e11,
         node_bytes=1e11,
-    )  # fmt: skip
+    )

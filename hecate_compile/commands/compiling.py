@@ -23,9 +23,16 @@ from hecate.wrap.parameter_reads import UntracedReadError
 
 # What Hecate says about a model, and what torch says about code that it cannot trace.
 _ABOUT_THE_MODEL = (
-    CaptureError, NoExpertsError, UntracedReadError, UnsupportedAttentionError,
-    Unsupported, UserError, TorchRuntimeError, UncapturedHigherOrderOpError, FailOnRecompileLimitHit,
-)  # fmt: skip
+    CaptureError,
+    NoExpertsError,
+    UntracedReadError,
+    UnsupportedAttentionError,
+    Unsupported,
+    UserError,
+    TorchRuntimeError,
+    UncapturedHigherOrderOpError,
+    FailOnRecompileLimitHit,
+)
 
 
 @contextmanager

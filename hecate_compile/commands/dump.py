@@ -42,9 +42,17 @@ def dump(
         raise typer.BadParameter(f"--out {out}: {error}") from None
     began = time.time()
     made = given.compile_given(
-        model, ranks=ranks, nodes=nodes, cluster=cluster, layers=layers, rows=rows, length=length, policy=policy,
-        disabled=disable_pass, dump=out,
-    )  # fmt: skip
+        model,
+        ranks=ranks,
+        nodes=nodes,
+        cluster=cluster,
+        layers=layers,
+        rows=rows,
+        length=length,
+        policy=policy,
+        disabled=disable_pass,
+        dump=out,
+    )
     screen = console()
     # The folder may hold graphs of an earlier run. File systems round times.
     files = [path for path in sorted(out.glob("rank*/**/*")) if path.is_file() and path.stat().st_mtime > began - 2]

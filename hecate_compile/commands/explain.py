@@ -32,9 +32,16 @@ def explain(
     Example: hecate explain qwen3_moe --ranks 16 --nodes 2
     """
     made = given.compile_given(
-        model, ranks=ranks, nodes=nodes, cluster=cluster, layers=layers, rows=rows, length=length, policy=policy,
+        model,
+        ranks=ranks,
+        nodes=nodes,
+        cluster=cluster,
+        layers=layers,
+        rows=rows,
+        length=length,
+        policy=policy,
         disabled=disable_pass,
-    )  # fmt: skip
+    )
     screen = console()
     # Its tables have a width of their own.
     screen.print(str(made.explanation), soft_wrap=True)

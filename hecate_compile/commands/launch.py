@@ -26,15 +26,18 @@ def run_ranks(
     Returns:
         The exit code, None if there was no end in ``timeout`` seconds, and what all ranks printed.
     """
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                "--rdzv-endpoint", "127.0.0.1:0", "--module"] if ranks > 1 else ["-m"]  # fmt: skip
+    torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --module --nproc-per-node"
+    launcher = [*torchrun.split(), str(ranks)] if ranks > 1 else ["-m"]
     command = [sys.executable, *launcher, module, *arguments]
     # A file, not a pipe: a rank that outlives torchrun would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, env=None if environment is None else dict(environment), stdout=log, stderr=subprocess.STDOUT,
+            command,
+            env=None if environment is None else dict(environment),
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         code: int | None = None
         try:
             with suppress(subprocess.TimeoutExpired):

@@ -36,9 +36,10 @@ def policy_named(name: str, replicas: Replicas) -> Policy:
         typer.BadParameter: there is none of this name.
     """
     known = {
-        "static": Static, "hecate": lambda: Hecate(objective="time", replicas=replicas),
+        "static": Static,
+        "hecate": lambda: Hecate(objective="time", replicas=replicas),
         "paper": lambda: Hecate(objective="paper", replicas=replicas),
-    }  # fmt: skip
+    }
     if name in known:
         return known[name]()
     if ":" not in name:

@@ -45,17 +45,28 @@ def replay(
         for name, one in policies.items()
     }
     table = Table(
-        "policy", "max/mean rows", "99th percentile", "replicas per layer", "rows leaving a node", "owners changed",
-        "ms of a layer", "times as fast",
+        "policy",
+        "max/mean rows",
+        "99th percentile",
+        "replicas per layer",
+        "rows leaving a node",
+        "owners changed",
+        "ms of a layer",
+        "times as fast",
         title=f"{trace.name}: {steps} steps, {layers} layers, {ranks} ranks on {topology.num_nodes} node(s), "
         f"{experts} experts",
         caption="predicted for what experts compute and send; times as fast as the first policy",
-    )  # fmt: skip
+    )
     first = results[policy[0]].seconds.mean()
     for name, result in results.items():
         table.add_row(
-            name, f"{result.imbalance.mean():.2f}", f"{np.percentile(result.imbalance, 99):.2f}",
-            f"{result.replicas.mean():.1f}", f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
-            str(result.moved), f"{result.seconds.mean() * 1e3:.3f}", f"{first / result.seconds.mean():.2f}",
-        )  # fmt: skip
+            name,
+            f"{result.imbalance.mean():.2f}",
+            f"{np.percentile(result.imbalance, 99):.2f}",
+            f"{result.replicas.mean():.1f}",
+            f"{result.crossing.sum() / max(1, result.rows.sum()):.0%}",
+            str(result.moved),
+            f"{result.seconds.mean() * 1e3:.3f}",
+            f"{first / result.seconds.mean():.2f}",
+        )
     console(150).print(table)

@@ -66,10 +66,13 @@ def simulate(
         config = made.config or Config()
         # Speeds and nodes are the cluster's.
         config = replace(
-            config, rates=None, topology=None, dump=None,
+            config,
+            rates=None,
+            topology=None,
+            dump=None,
             replicas=config.replicas if given is None else given,
             rematerialize=config.rematerialize if rematerialize is None else rematerialize,
-        )  # fmt: skip
+        )
         makers = {name: policy_named(name, config.replicas) for name in policy}
         options = Options(config=config, steps=steps, optimizer_bytes=optimizer_bytes)
     except (ClusterError, ValueError, TypeError) as error:
@@ -131,18 +134,36 @@ def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[Cluste
 
 def _table(results: list[Result]) -> Table:
     table = Table(
-        "cluster", "policy", "step, ms", "times as fast", "max/mean rows", "replicas per layer", "waits, ms",
-        "GB leaving a node", "GB of states", "GB of slots", "GB, peak", "GB, activations",
+        "cluster",
+        "policy",
+        "step, ms",
+        "times as fast",
+        "max/mean rows",
+        "replicas per layer",
+        "waits, ms",
+        "GB leaving a node",
+        "GB of states",
+        "GB of slots",
+        "GB, peak",
+        "GB, activations",
         caption="times as fast as the first policy on the same cluster; memory of the rank with most, in brackets "
         "the mean of all; peak and activations as if no operators were fused",
-    )  # fmt: skip
+    )
     first: dict[str, float] = {}
     for r in results:
         base = first.setdefault(r.cluster, r.seconds)
         table.add_row(
-            r.cluster, r.policy, f"{r.seconds * 1e3:.1f}", f"{base / r.seconds:.2f}", f"{r.imbalance:.2f}",
-            f"{r.replicas:.1f}", f"{r.waited * 1e3:.1f}", f"{r.node_bytes / 1e9:.3f}", f"{r.states / 1e9:.3f}",
-            f"{r.slot_bytes / 1e9:.3f}", f"{r.peak / 1e9:.1f} ({r.mean_peak / 1e9:.1f})",
+            r.cluster,
+            r.policy,
+            f"{r.seconds * 1e3:.1f}",
+            f"{base / r.seconds:.2f}",
+            f"{r.imbalance:.2f}",
+            f"{r.replicas:.1f}",
+            f"{r.waited * 1e3:.1f}",
+            f"{r.node_bytes / 1e9:.3f}",
+            f"{r.states / 1e9:.3f}",
+            f"{r.slot_bytes / 1e9:.3f}",
+            f"{r.peak / 1e9:.1f} ({r.mean_peak / 1e9:.1f})",
             f"{r.activations / 1e9:.1f} ({r.mean_activations / 1e9:.1f})",
-        )  # fmt: skip
+        )
     return table

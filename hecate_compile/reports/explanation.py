@@ -107,8 +107,11 @@ class Explanation:
             "policy": self.policy,
             "layers": [
                 {
-                    "name": experts.name, "experts": experts.num_experts, "found_by": experts.sign,
-                    "parameters": list(experts.parameters), "owned": list(layer.owners.counts),
+                    "name": experts.name,
+                    "experts": experts.num_experts,
+                    "found_by": experts.sign,
+                    "parameters": list(experts.parameters),
+                    "owned": list(layer.owners.counts),
                 }
                 for experts, layer in zip(self.experts, self.layers, strict=True)
             ],
@@ -130,7 +133,7 @@ class Explanation:
             "bytes": [asdict(one) for one in self.layer_bytes],
             "disabled": list(self.disabled),
             "loops": list(self.loops),
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         return sections_as_text(self._parts())
@@ -197,10 +200,15 @@ class Explanation:
         rows = []
         for experts, layer in zip(self.experts, self.layers, strict=True):
             owned = ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else "")
-            rows.append((
-                experts.name or "(the model)", str(experts.num_experts), experts.sign,
-                ", ".join(experts.parameters), owned,
-            ))  # fmt: skip
+            rows.append(
+                (
+                    experts.name or "(the model)",
+                    str(experts.num_experts),
+                    experts.sign,
+                    ", ".join(experts.parameters),
+                    owned,
+                )
+            )
         columns = ("module", "experts", "found by", "parameters", "owned per rank")
         return Section(title="experts", columns=columns, rows=tuple(rows), numbers=(1,))
 
@@ -225,11 +233,16 @@ class Explanation:
         columns: tuple[str, ...] = ("part", "of", "what travels", "times", "bytes", "predicted", "behind")
         rows = [
             (
-                one.part, one.subject, one.operator, str(one.count), as_bytes(one.predicted_bytes),
-                as_time(one.predicted), as_time(one.behind),
+                one.part,
+                one.subject,
+                one.operator,
+                str(one.count),
+                as_bytes(one.predicted_bytes),
+                as_time(one.predicted),
+                as_time(one.behind),
             )
             for one in self.travels
-        ]  # fmt: skip
+        ]
         if not self.spans:
             return Section(title=title, columns=columns, rows=tuple(rows), numbers=(3, 4, 5, 6))
         measured = [(_time_if_run(one.took), _time_if_run(one.exposed)) for one in self.travels]
@@ -243,15 +256,25 @@ class Explanation:
     def _bytes(self) -> Section:
         rows = tuple(
             (
-                one.layer, as_bytes(one.predicted_rows), as_bytes(one.rows), as_bytes(one.predicted_experts),
-                as_bytes(one.experts), as_bytes(one.most_replica_bytes), as_bytes(one.replica_bytes),
+                one.layer,
+                as_bytes(one.predicted_rows),
+                as_bytes(one.rows),
+                as_bytes(one.predicted_experts),
+                as_bytes(one.experts),
+                as_bytes(one.most_replica_bytes),
+                as_bytes(one.replica_bytes),
             )
             for one in self.layer_bytes
-        )  # fmt: skip
+        )
         columns = (
-            "MoE layer", "rows, predicted", "rows, sent", "experts, predicted", "experts, sent", "replicas, at most",
+            "MoE layer",
+            "rows, predicted",
+            "rows, sent",
+            "experts, predicted",
+            "experts, sent",
+            "replicas, at most",
             "replicas, held (mean)",
-        )  # fmt: skip
+        )
         return Section(
             title="bytes of this rank in the last step", columns=columns, rows=rows, numbers=(1, 2, 3, 4, 5, 6)
         )
@@ -273,30 +296,40 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
     if last:
         first = skips[0]
         return Region(
-            graph=number, layer=layer, rewritten=False, reason=first.reason, line=first.line or last[0].line,
+            graph=number,
+            layer=layer,
+            rewritten=False,
+            reason=first.reason,
+            line=first.line or last[0].line,
             fix=_fix_of(first),
-        )  # fmt: skip
+        )
     return Region(graph=number, layer=layer, rewritten=True)
 
 
 def _passes(title: str, records: tuple[PassRecord, ...]) -> Section:
     rows = tuple(
         (
-            str(index), record.name, _SUMMARIES.get(record.name, ""),
-            str(record.rewritten) if record.enabled else "off", str(len(record.skipped)),
+            str(index),
+            record.name,
+            _SUMMARIES.get(record.name, ""),
+            str(record.rewritten) if record.enabled else "off",
+            str(len(record.skipped)),
             f"{record.seconds * 1e3:.1f}",
         )
         for index, record in enumerate(records, start=1)
-    )  # fmt: skip
+    )
     columns = ("", "pass", "what it does", "rewritten", "left alone", "ms")
     return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5))
 
 
 def _plain(record: PassRecord) -> dict[str, Any]:
     return {
-        "name": record.name, "enabled": record.enabled, "rewritten": record.rewritten,
-        "left_alone": len(record.skipped), "seconds": record.seconds,
-    }  # fmt: skip
+        "name": record.name,
+        "enabled": record.enabled,
+        "rewritten": record.rewritten,
+        "left_alone": len(record.skipped),
+        "seconds": record.seconds,
+    }
 
 
 def _time_if_run(seconds: float | None) -> str:

@@ -67,10 +67,13 @@ class Stats:
             hottest = max(range(len(layer.expert_rows)), key=layer.expert_rows.__getitem__)
             sent = [rows + experts for rows, experts in zip(layer.bytes_sent, layer.expert_bytes_sent, strict=True)]
             table.add_row(
-                layer.name, " ".join(map(str, layer.rows)), f"{layer.imbalance:.2f}",
-                f"{hottest} ({layer.expert_rows[hottest]})", str(layer.replicas),
+                layer.name,
+                " ".join(map(str, layer.rows)),
+                f"{layer.imbalance:.2f}",
+                f"{hottest} ({layer.expert_rows[hottest]})",
+                str(layer.replicas),
                 " ".join(f"{size / 1e6:.2f}" for size in sent),
-            )  # fmt: skip
+            )
         return as_text(table)
 
 

@@ -41,13 +41,18 @@ def travels(spans: Iterable[Span]) -> tuple[Travel, ...]:
         groups.setdefault((span.part, span.subject, span.operator), []).append(span)
     return tuple(
         Travel(
-            part=part, subject=subject, operator=operator, count=len(group),
-            predicted=sum(span.predicted for span in group), behind=sum(span.behind for span in group),
-            took=_total(group, "seconds"), exposed=_total(group, "exposed"),
+            part=part,
+            subject=subject,
+            operator=operator,
+            count=len(group),
+            predicted=sum(span.predicted for span in group),
+            behind=sum(span.behind for span in group),
+            took=_total(group, "seconds"),
+            exposed=_total(group, "exposed"),
             predicted_bytes=sum(span.predicted_bytes for span in group),
         )
         for (part, subject, operator), group in groups.items()
-    )  # fmt: skip
+    )
 
 
 def _total(spans: Sequence[Span], name: str) -> float | None:
@@ -94,10 +99,12 @@ def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) ->
     return tuple(
         LayerBytes(
             layer=layer.name,
-            predicted_rows=predicted(layer, "rows"), rows=layer.bytes_sent,
-            predicted_experts=predicted(layer, "replicas"), experts=layer.expert_bytes_sent,
+            predicted_rows=predicted(layer, "rows"),
+            rows=layer.bytes_sent,
+            predicted_experts=predicted(layer, "replicas"),
+            experts=layer.expert_bytes_sent,
             replica_bytes=layer.replicas * layer.sizes.expert_bytes / layer.world.size,
             most_replica_bytes=slots * layer.sizes.expert_bytes,
         )
         for layer in layers
-    )  # fmt: skip
+    )

@@ -302,8 +302,12 @@ def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") ->
     # The folder that is worked in is on the path, and tests.support with it.
     return subprocess.run(
         [sys.executable, "-m", "hecate.cli", "bisect", f"{script}:{function}", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
 
 
 def plain_beside_a_gpu(script: str, folder: str) -> str:

@@ -77,7 +77,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, state: str) -
         ((1, "x\n[rank0]: RuntimeError: no route\n"), "no route", "torchrun"),
         ((1, ""), "no output", "torchrun"),
     ],
-)  # fmt: skip
+)
 def test_a_self_test_without_a_good_end_says_why(
     ended: tuple[int | None, str], said: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_self_test_without_a_good_end_says_why(
 
 
 def test_the_command_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = Check(name="two ranks", state="bad", found="x [y]", advice="do [this]")
+    bad = Check("two ranks", "bad", "x [y]", "do [this]")
     monkeypatch.setattr(doctor, "self_test", lambda timeout: bad)
     monkeypatch.setattr(doctor, "all_checks", lambda: iter(()))
     ran = CliRunner().invoke(app, ["doctor"])

@@ -79,9 +79,14 @@ def folder(tmp_path: Path) -> Path:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hecate.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "hecate.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
 
 
 @pytest.mark.slow
@@ -141,13 +146,16 @@ def test_the_users_own_line_is_named_for_a_relative_name_too(folder: Path, monke
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
-        (NoExpertsError("no experts"), typer.Exit), (RuntimeError("hecate.compile: compiled already"), typer.Exit),
+        (NoExpertsError("no experts"), typer.Exit),
+        (RuntimeError("hecate.compile: compiled already"), typer.Exit),
         (Unsupported("a branch on data", gb_type="x", skip_frame=False), typer.Exit),
         (ValueError("hecate.Config: no such pass"), typer.BadParameter),
-        (InvalidGraphError("hecate: rows never come back"), InvalidGraphError), (TypeError("bad operand"), TypeError),
-        (ValueError("of the model's own code"), ValueError), (typer.Exit(7), typer.Exit),
+        (InvalidGraphError("hecate: rows never come back"), InvalidGraphError),
+        (TypeError("bad operand"), TypeError),
+        (ValueError("of the model's own code"), ValueError),
+        (typer.Exit(7), typer.Exit),
     ],
-)  # fmt: skip
+)
 def test_faults_keep_their_traceback(
     error: Exception, ends: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,10 +212,13 @@ def test_only_experts_are_shared_when_memory_is_counted(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "layers", "kept"),
     [
-        (dict(mlp_only_layers=[0, 1, 2]), None, 4), (dict(decoder_sparse_step=3), None, 3), (dict(), None, 2),
-        (dict(mlp_only_layers=[0, 1, 2]), 1, 1), (dict(), 9, 5),
+        (dict(mlp_only_layers=[0, 1, 2]), None, 4),
+        (dict(decoder_sparse_step=3), None, 3),
+        (dict(), None, 2),
+        (dict(mlp_only_layers=[0, 1, 2]), 1, 1),
+        (dict(), 9, 5),
     ],
-)  # fmt: skip
+)
 def test_dense_layers_in_front_are_taken_too(
     changes: dict[str, Any], layers: int | None, kept: int, tmp_path: Path
 ) -> None:
@@ -222,9 +233,17 @@ def test_a_model_of_another_kind_is_made(name: str, tmp_path: Path) -> None:
     import transformers
 
     transformers.SwitchTransformersConfig(
-        d_model=16, d_ff=16, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=4, vocab_size=32,
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-    ).save_pretrained(tmp_path)  # fmt: skip
+        d_model=16,
+        d_ff=16,
+        d_kv=8,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_experts=4,
+        vocab_size=32,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    ).save_pretrained(tmp_path)
     assert type(given_model(str(tmp_path), ranks=2).model).__name__ == "SwitchTransformersForConditionalGeneration"
 
 
@@ -264,9 +283,13 @@ def test_version_and_where_torch_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so: no such file', name='torch')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
-        [sys.executable, ROOT / "hecate_command.py", "doctor"], env=os.environ | {"PYTHONPATH": path},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, ROOT / "hecate_command.py", "doctor"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == 1 and "torch cannot be imported" in ran.stderr and "pip install torch" in ran.stderr
     assert "Traceback" not in ran.stderr
 

@@ -42,9 +42,14 @@ def make_run(
     folder = start_folder(root, start)
     folder.mkdir(parents=True)
     RunHead(
-        model="Made", policy="Hecate()", device="cpu", layers=LAYERS, experts=(experts,) * 2,
-        nodes=tuple(rank // 2 for rank in range(ranks)), started=1.7e9,
-    ).write(folder)  # fmt: skip
+        model="Made",
+        policy="Hecate()",
+        device="cpu",
+        layers=LAYERS,
+        experts=(experts,) * 2,
+        nodes=tuple(rank // 2 for rank in range(ranks)),
+        started=1.7e9,
+    ).write(folder)
     owners = np.sort(np.arange(experts) % ranks)
     for rank in range(ranks):
         if rank in missing:
@@ -68,12 +73,17 @@ def _chunk(number: Array, rank: int, owners: Array, first: bool, given: dict[str
     part = call("exposed_of", np.full(count, 0.2))[:, None]
     travel = np.full((count, layers + 1), 0.01, dtype=np.float32)
     arrays = {
-        "step": number, "began": 1.7e9 + number.astype(np.float64),
-        "seconds": call("seconds_of", np.full(count, 0.1)), "rows": rows, "row_bytes": rows * 64,
-        "expert_bytes": np.full((count, layers), 4096), "travel": travel,
-        "exposed": (travel * part).astype(np.float32), "memory": call("memory_of", np.full(count, 10**9)),
+        "step": number,
+        "began": 1.7e9 + number.astype(np.float64),
+        "seconds": call("seconds_of", np.full(count, 0.1)),
+        "rows": rows,
+        "row_bytes": rows * 64,
+        "expert_bytes": np.full((count, layers), 4096),
+        "travel": travel,
+        "exposed": (travel * part).astype(np.float32),
+        "memory": call("memory_of", np.full(count, 10**9)),
         "log.loss": call("loss_of", 3.0 / (1 + number)),
-    }  # fmt: skip
+    }
     if first and given["spans"]:
         arrays["span_step"] = np.full(3, number[0])
         arrays["span_names"] = np.asarray(

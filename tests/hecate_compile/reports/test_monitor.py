@@ -51,12 +51,14 @@ def train(path: str) -> dict[str, Any]:
             stats = hecate.stats(model).layers
             seen.append(
                 {
-                    "rows": [layer.rows for layer in stats], "experts": [layer.expert_rows for layer in stats],
-                    "sent": [layer.bytes_sent for layer in stats], "loss": float(loss),
+                    "rows": [layer.rows for layer in stats],
+                    "experts": [layer.expert_rows for layer in stats],
+                    "sent": [layer.bytes_sent for layer in stats],
+                    "loss": float(loss),
                     "expert_bytes": [layer.expert_bytes_sent for layer in stats],
                     "replicas": [layer.replicas for layer in stats],
                 }
-            )  # fmt: skip
+            )
             if step == 1:
                 with torch.no_grad():
                     model(input_ids=batch(9))

@@ -61,9 +61,10 @@ def test_a_trace_holds_what_stats_showed(tmp_path: Path) -> None:
 def test_traces_that_cannot_be_replayed(tmp_path: Path) -> None:
     old = Path(__file__).parents[3] / "benchmarks" / "traces" / "natural.npz"
     for trace, options, said in (
-        (old, [], "does not say what model it is of"), (tmp_path / "none.npz", [], "is not a trace"),
+        (old, [], "does not say what model it is of"),
+        (tmp_path / "none.npz", [], "is not a trace"),
         (old, ["--policy", "fastest"], "does not say"),
-    ):  # fmt: skip
+    ):
         ran = CliRunner().invoke(app, ["replay", str(trace), *options])
         # The box around the message breaks its lines.
         assert ran.exit_code == 2 and said in re.sub(r"\s*│\n│\s*", " ", ran.output), ran.output
@@ -74,9 +75,13 @@ def test_a_bug_in_a_replay_is_no_bad_option(tmp_path: Path, monkeypatch: pytest.
         raise ValueError("a bug in a policy")
 
     np.savez(
-        tmp_path / "x.npz", counts=np.ones((1, 1, 2, 4)), owners=np.zeros((1, 4), np.int64), sizes=np.ones((1, 4)),
-        rates=np.ones(5), nodes=np.zeros(2, np.int64),
-    )  # fmt: skip
+        tmp_path / "x.npz",
+        counts=np.ones((1, 1, 2, 4)),
+        owners=np.zeros((1, 4), np.int64),
+        sizes=np.ones((1, 4)),
+        rates=np.ones(5),
+        nodes=np.zeros(2, np.int64),
+    )
     monkeypatch.setattr("hecate.commands.replay.replay_trace", fail)
     ran = CliRunner().invoke(app, ["replay", str(tmp_path / "x.npz")])
     assert isinstance(ran.exception, ValueError) and "a bug in a policy" in str(ran.exception)

@@ -64,9 +64,14 @@ def test_timeline_of_a_single_rank_is_refused(model: torch.nn.Module, tmp_path: 
 def layer_stats(name: str, rows: tuple[int, int]) -> LayerStats:
     nothing = (0, 0)
     return LayerStats(
-        name=name, rows=rows, expert_rows=rows, bytes_sent=nothing, node_bytes_sent=nothing, replicas=0,
+        name=name,
+        rows=rows,
+        expert_rows=rows,
+        bytes_sent=nothing,
+        node_bytes_sent=nothing,
+        replicas=0,
         expert_bytes_sent=nothing,
-    )  # fmt: skip
+    )
 
 
 def test_imbalance() -> None:
@@ -167,10 +172,15 @@ def test_a_layer_is_told_of_in_the_graph_that_has_it() -> None:
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (0, "0 B"), (999, "999 B"), (999.6, "1.00 kB"), (1000, "1 kB"), (1.5e6, "1.50 MB"), (129.73e9, "130 GB"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1.00 kB"),
+        (1000, "1 kB"),
+        (1.5e6, "1.50 MB"),
+        (129.73e9, "130 GB"),
         (12.34e12, "12.3 TB"),
     ],
-)  # fmt: skip
+)
 def test_bytes_have_a_unit(number: float, text: str) -> None:
     assert as_bytes(number) == text
 

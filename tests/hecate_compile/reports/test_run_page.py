@@ -83,10 +83,23 @@ def page(tmp_path: Path) -> str:
 def test_the_page_has_every_part(page: str) -> None:
     found = structure_of(page)
     for title in (
-        "a <run>", "Alerts", "Balance", "Load of ranks", "Time", "Timeline of a step", "Memory and traffic",
-        "Layers: load and placement of experts", "Step time", "loss", "Memory", "Busiest rank over the mean",
-        "Rows of ranks, before", "Rows of ranks, after", "Replicas in a layer", "Hidden transfers",
-    ):  # fmt: skip
+        "a <run>",
+        "Alerts",
+        "Balance",
+        "Load of ranks",
+        "Time",
+        "Timeline of a step",
+        "Memory and traffic",
+        "Layers: load and placement of experts",
+        "Step time",
+        "loss",
+        "Memory",
+        "Busiest rank over the mean",
+        "Rows of ranks, before",
+        "Rows of ranks, after",
+        "Replicas in a layer",
+        "Hidden transfers",
+    ):
         assert title in found.titles, title
     for title in ("Rows of experts over the mean", "Holders of experts", "Owners of experts"):
         assert found.titles.count(title) == 2, "once for each layer"
@@ -202,10 +215,12 @@ def test_an_alert_for_what_goes_wrong(kind: str, given: dict[str, Any], tmp_path
         (lambda number: np.where(number >= 300, np.nan, 1.0), "from step 300 on"),
         (lambda number: number * np.nan, "from step 0 on"),
         (lambda number: np.where(number == 70, np.inf, 1.0), "at step 70"),
-        (lambda number: np.where(number == 70, np.inf, np.where(number >= 300, np.nan, 1.0)), "at step 70 and from "
-         "step 300 on"),
+        (
+            lambda number: np.where(number == 70, np.inf, np.where(number >= 300, np.nan, 1.0)),
+            "at step 70 and from step 300 on",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_steps_without_a_finite_loss(loss_of: Callable[[Array], Array], when: str, tmp_path: Path) -> None:
     make_run(tmp_path, steps=1000, chunk=1000, ranks=1, loss_of=loss_of)
     run = load_run(tmp_path)
