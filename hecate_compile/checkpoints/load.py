@@ -127,7 +127,7 @@ def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
 
 
 def _verify(path: Path, ranks: Ranks) -> str:
-    """Say why a checkpoint is not what was saved, or nothing. Each rank reads a part of its files; all hear the same."""
+    """Say why a checkpoint is not what was saved, or nothing. Each rank reads a part of it; all hear the same."""
 
     def look() -> str:
         try:
