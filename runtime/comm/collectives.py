@@ -158,7 +158,8 @@ def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | N
         if carries(group, flat.device):
             if 0 < flat.nbytes <= FEW:
                 return Few(flat, out, group, tag)
-            return exchange(out.split(flat.numel()), [flat] * world.size, group, tag)
+            # Not split, which gives a single part where there are no values.
+            return exchange(list(out.view(world.size, flat.numel())), [flat] * world.size, group, tag)
         _all_gather(out, flat, group=group)
         return None
 

@@ -205,3 +205,14 @@ def test_a_rank_that_is_killed_amid_a_message_is_named() -> None:
         run_ranks(f"{_HERE}:die_amid_a_message", 2, timeout=240)
     assert "cannot end: rank 1 has not been heard of for" in str(failure.value)
     assert time.monotonic() - start < 60
+
+
+def gather_nothing() -> list[int]:
+    dist.init_process_group("gloo")
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD, device=torch.device("cpu"))
+    return list(collectives.all_gather_even(torch.zeros(0, 3), world).shape)
+
+
+@pytest.mark.distributed
+def test_values_that_there_are_none_of_are_gathered() -> None:
+    assert run_ranks(f"{_HERE}:gather_nothing", 2) == [[2, 0, 3]] * 2
