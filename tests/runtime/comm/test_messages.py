@@ -209,7 +209,8 @@ def test_a_rank_that_is_killed_amid_a_message_is_named() -> None:
 
 def gather_nothing() -> list[int]:
     dist.init_process_group("gloo")
-    world = World(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD, device=torch.device("cpu"))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, group=dist.group.WORLD, device=torch.device("cpu"))
     return list(collectives.all_gather_even(torch.zeros(0, 3), world).shape)
 
 
