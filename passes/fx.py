@@ -268,8 +268,7 @@ class Builder:
         target: Any = node.target
         with ExitStack() as stack:
             if mode.shape_env is not None:
-                # It is asked about sizes as if somebody traced: no guard may come of that, nor a size to account for.
-                stack.enter_context(mode.shape_env.suppress_guards())
+                # What an operator checks of sizes must be believed later, so nothing is suppressed but new sizes.
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
             stack.enter_context(torch.no_grad())
             stack.enter_context(mode)
