@@ -77,6 +77,8 @@ def go_elsewhere() -> list[str]:
             with waiting.watched(group, "exchange of layer 0"):
                 time.sleep(3)
             history_of(group).number -= 1
+            # What was pretended is told until the next round; no rank ever takes back a number.
+            time.sleep(2)
     dist.barrier()
     # One calls this, one that; both hear of it.
     found.append(message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model)))
