@@ -8,7 +8,8 @@ libraries is listed in ``docs/patches.md``.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -222,11 +223,40 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+@contextmanager
+def as_if_untraced(mode: FakeTensorMode) -> Iterator[None]:
+    """Compute fake values inside the block without a trace: no guard comes of it, nor a size to account for."""
+    sizes, cached = mode.shape_env, mode.cache_enabled
+    if sizes is None:
+        yield
+        return
+    # A result from the cache would not be checked again when it is traced.
+    mode.cache_enabled = False
+    try:
+        with sizes.suppress_guards(), sizes.ignore_fresh_unbacked_symbols():
+            yield
+    finally:
+        mode.cache_enabled = cached
+        # Torch remembers a check that was suppressed as one that was made, and would not make it again.
+        forget: Any = type(sizes).guard_or_defer_runtime_assert
+        forget.cache_clear()
+
+
 # Groups of processes.
 
 default_group = dist.distributed_c10d._get_default_group
 default_store = dist.distributed_c10d._get_default_store
-group_named = dist.distributed_c10d._resolve_process_group
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return a group by its name.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = resolve(name)
+    return group
 
 
 def groups() -> dict[dist.ProcessGroup, tuple[str, Any]]:

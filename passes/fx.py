@@ -10,7 +10,6 @@ import logging
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Refused, Skip
-from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, schema_of
+from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, as_if_untraced, schema_of
 
 log = logging.getLogger("hecate")
 
@@ -266,12 +265,7 @@ class Builder:
             return
         args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta[key])
         target: Any = node.target
-        with ExitStack() as stack:
-            if mode.shape_env is not None:
-                # What an operator checks of sizes must be believed later, so nothing is suppressed but new sizes.
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(mode)
+        with as_if_untraced(mode), torch.no_grad(), mode:
             try:
                 if node.op == "call_method":
                     node.meta[key] = getattr(args[0], target)(*args[1:], **kwargs)

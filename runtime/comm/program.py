@@ -68,7 +68,7 @@ class Place:
         if dist.get_rank() not in self.ranks:
             return False
         try:
-            group = group_named(self.group)  # type: ignore[arg-type]
+            group = group_named(self.group)
         except (RuntimeError, KeyError):
             return False
         return self.ranks == tuple(dist.get_process_group_ranks(group)) and _number(group) < self.number

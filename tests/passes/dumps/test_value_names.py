@@ -167,3 +167,19 @@ def test_the_line_of_model_code_is_not_torchs_own() -> None:
     reads = str(Path(str(hecate.__file__)).parent / "wrap" / "parameter_reads.py")
     assert str(line_of(node_at(("/home/me/model.py", 7, "y = self.up(x)"), (reads, 1, "p = read(p)")))) == str(line)
     assert line_of(Graph().placeholder("x")) is None
+
+
+def test_what_operators_check_while_a_builder_writes_is_checked_again_later() -> None:
+    environment = ShapeEnv()
+    mode, graph = FakeTensorMode(shape_env=environment), Graph()
+    with mode:
+        values = [torch.empty(environment.create_unbacked_symint(), 4) for _ in range(2)]
+    inputs = [graph.placeholder(name) for name in "ab"]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["example_value"] = value
+    known = environment.num_deferred_runtime_asserts
+    Builder(graph, after=inputs[1]).call(torch.add, *inputs)
+    assert environment.num_deferred_runtime_asserts == known
+    with mode:
+        torch.add(*values)
+    assert environment.num_deferred_runtime_asserts > known, "both are equally long, which nobody knew"
