@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import nn
@@ -31,8 +32,7 @@ def hang() -> None:
 
 def spoil() -> None:
     """As a kernel does that reads where it must not: nothing works in this process behind it."""
-    # Here and below: this process is a stand-in, and what it puts into the check's modules ends with it.
-    type(PRETENDED).wait = _refuse  # type: ignore[method-assign]
+    mock.patch.object(type(PRETENDED), "wait", _refuse).start()
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -86,11 +86,11 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
 
 
 if __name__ == "__main__":
-    measure.cases_of = cases  # type: ignore[assignment]
-    training.build = build
+    # This process is a stand-in, and what is put into the check's modules ends with it.
+    mock.patch.object(measure, "cases_of", cases).start()
+    mock.patch.object(training, "build", build).start()
     training.SYSTEMS.clear()
     training.SYSTEMS |= dict(zip(SYSTEMS, (training.System, Bad, training.System), strict=True))
-    training.REFERENCE = "reference"  # type: ignore[attr-defined]
-    command.KERNELS.clear()
-    command.KERNELS.update(dict.fromkeys(KERNELS))  # type: ignore[arg-type]
+    mock.patch.object(training, "REFERENCE", "reference").start()
+    mock.patch.dict(command.KERNELS, dict.fromkeys(KERNELS), clear=True).start()
     sys.exit(command.main(sys.argv[2:]))

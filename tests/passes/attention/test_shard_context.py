@@ -151,6 +151,7 @@ def test_attention_is_sparse(name: str, off: tuple[str, ...]) -> None:
 )
 def test_options(options: S2Attention) -> None:
     for off in ((), ("skip_blocks",)):
+        # One function by two backends, of which torch would keep what the first one made.
         torch._dynamo.reset()
         assert errors(Sharded(options, off=off), WAYS["a mask"], (S, 130), options) < 1e-5
 

@@ -262,7 +262,6 @@ def test_a_cache_of_any_length_is_one_graph() -> None:
         graphs.append(gm)
         return gm.forward
 
-    torch._dynamo.reset()
     store = torch.compile(
         lambda old, new, seen: ops.s2_store(old, new, seen, p.numbers), backend=backend, dynamic=True, fullgraph=True
     )

@@ -88,7 +88,6 @@ class Same(Anything):
 
 def compare_steps(family: str, dtype: str = "float32", **options: Any) -> dict[str, Any]:
     """One step of one compiled model, with kernels and without, each beside one process."""
-    torch._dynamo.reset()
     model, reference = (build(family, layers=1, dtype=getattr(torch, dtype)) for _ in range(2))
     hecate.compile(model, hecate.Config(backend="aot_eager", policy=Same(), **options))
     _launched.clear()
