@@ -29,6 +29,7 @@ from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.eager.note_row_reads import note_row_reads
 from hecate.passes.eager.select_rows import select_rows
 from hecate.passes.eager.simplify_views import simplify_views
+from hecate.passes.final.call_torch_products import call_torch_products
 from hecate.passes.final.order_collectives import order_collectives
 from hecate.passes.final.schedule import schedule
 from hecate.passes.final.split_collectives import split_collectives
@@ -83,6 +84,10 @@ FINAL_PASSES: tuple[Pass, ...] = (
     order_collectives,    # one order of starts, as data flow
 )  # fmt: skip
 
+INDUCTOR_PASSES: tuple[Pass, ...] = (
+    call_torch_products,  # grouped products that torch's kernel takes -> torch's operator
+)  # fmt: skip
+
 EAGER_JOINT_PASSES: tuple[Pass, ...] = (
     note_row_reads,       # x[numbers] of which none is negative -> the same with a note
 )  # fmt: skip
@@ -99,6 +104,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="joint", when="forward and backward in one graph", entries=JOINT_PASSES),
     Stage(name="joint, aot_eager", when="the same, if it will run node by node", entries=EAGER_JOINT_PASSES),
     Stage(name="final", when="forward and backward, of several ranks", entries=FINAL_PASSES),
+    Stage(name="final, Inductor", when="the same, if Inductor compiles them for a GPU", entries=INDUCTOR_PASSES),
     Stage(name="final, aot_eager", when="forward and backward, if they run node by node", entries=EAGER_PASSES),
 )
 
@@ -112,6 +118,7 @@ __all__ = [
     "EAGER_JOINT_PASSES",
     "EAGER_PASSES",
     "FINAL_PASSES",
+    "INDUCTOR_PASSES",
     "JOINT_PASSES",
     "PASSES",
     "REQUIRED",

@@ -92,7 +92,8 @@ def _node_route_of(node: Node) -> Node:
 
 
 def _check_offsets(node: Node) -> None:
-    _, *weights, offsets = operands(node)
+    matrices = 2 if calls(node, torch.ops.hecate.grouped_mm_pair) else 1
+    _, *weights, offsets = operands(node)[: 2 + matrices]
     own = all(map(_comes_from_slots, weights))
     routed = calls(offsets, torch.ops.hecate.count_rows) or (
         is_getitem(offsets) and calls(arg(offsets, 0), torch.ops.hecate.route)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.case import SUMS, Case, Maker
-from hecate.runtime.kernels import clear_rows, grouped_mm
+from hecate.runtime.kernels import grouped_mm
 from hecate.runtime.kernels import weight_grads as weight_grads_kernel
 
 
@@ -30,8 +30,7 @@ def _product(note: str, x: Tensor, operands: tuple[Tensor, Tensor], joined: Tens
 
     def by_torch() -> Tensor:
         """With what its product needs: two operands are joined, and rows that it leaves as they were are cleared."""
-        out = torch._grouped_mm(x, torch.cat(operands) if len(operands[1]) else joined, offs=offs)
-        clear_rows.clear_rows_behind(out, offs)
+        out: Tensor = torch.ops.hecate.grouped_mm(x, torch.cat(operands) if len(operands[1]) else joined, offs)
         return out
 
     return Case(
@@ -70,9 +69,11 @@ def weight_grads(make: Maker, dtype: torch.dtype) -> Case:
         return found
 
     def by_torch() -> Sequence[Tensor]:
-        out = torch._grouped_mm(left.t(), right, offs=offs)
-        clear_rows.clear_empty_slots(out, offs)
-        return out.split([len(one) for one in outs])
+        owned, replicas = (len(one) for one in outs)
+        found: Sequence[Tensor] = torch.ops.hecate.grouped_mm_pair_weight_grad(
+            left, right, offs, owned, replicas, False
+        )
+        return found
 
     return Case(
         dtype,

@@ -24,7 +24,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": launch.triton and launch.triton.__version__,
-        "float32": grouped_mm.precision(),
+        "float32": grouped_mm.precision("tf32x3"),
     }
 
 

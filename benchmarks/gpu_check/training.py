@@ -151,6 +151,7 @@ def measure_training(
             limit = left if name == names[-1] else left / 2
             measured.set_up(name, limited(limit), in_time=left > (1 - SETUP) * seconds)
         measured.take_turns(count)
+    measured.count_waits()
 
 
 class _Measured:
@@ -191,6 +192,17 @@ class _Measured:
                 self._try(name, lambda name=name: self._take_turn(name))
             self.round += 1
 
+    def count_waits(self) -> None:
+        """At last: once the profiler has seen a CUDA graph, launches take longer for as long as the process runs."""
+        for name in list(self.systems):
+            if self.left() > 0:
+                self._try(name, lambda name=name: self._count_waits(name))
+
+    def _count_waits(self, name: str) -> None:
+        step = self.systems[name].step
+        self.row(name)["waits"] = _waits(lambda: step(self.batches[0]), self._trace(name), self.place)
+        self.results.save()
+
     def _take_turn(self, name: str) -> None:
         system, ids = self.systems[name], self.batches[self.round % len(self.batches)]
         row, taken = self.row(name), self.place.seconds(lambda: system.step(ids))
@@ -211,7 +223,7 @@ class _Measured:
                 sys.exit(SPOILED)
 
     def _set_up(self, name: str) -> None:
-        """First step, numbers, steps alone, memory, waits of the host."""
+        """First step, numbers, steps alone, memory."""
         mine, on_gpu = self.row(name), self.place.is_gpu
         before = torch.cuda.memory_allocated() if on_gpu else 0
         system = SYSTEMS[name](self.place)
@@ -229,7 +241,6 @@ class _Measured:
         if on_gpu:
             # Of systems before it only their states are there.
             mine["peak"] = torch.cuda.max_memory_allocated() - before
-        mine["waits"] = _waits(lambda: system.step(self.batches[0]), self._trace(name), self.place)
         self.systems[name] = system
 
     def _first_step(self, name: str, system: System) -> None:

@@ -10,11 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 import hecate.passes
 import hecate.runtime
-from hecate.passes import EAGER_JOINT_PASSES, EAGER_PASSES, FINAL_PASSES, JOINT_PASSES, Pass, PassContext
+from hecate.passes import (
+    EAGER_JOINT_PASSES,
+    EAGER_PASSES,
+    FINAL_PASSES,
+    INDUCTOR_PASSES,
+    JOINT_PASSES,
+    Pass,
+    PassContext,
+)
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder
 from hecate.passes.dumps.graph_log import graph_log
@@ -85,7 +94,7 @@ def lower(
     records: dict[str, tuple[PassRecord, ...]],
     notes: dict[str, tuple[Span, ...]],
 ) -> Compiled:
-    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, so no final pass runs.
+    """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, and nothing is scheduled.
 
     Args:
         backend: "inductor", or "aot_eager".
@@ -123,7 +132,9 @@ def lower(
         return _aot_eager(gm, inputs, run, final, lambda gm, part: _keep(gm, replace(context, part=part), kept))
     if backend == "aot_eager":
         return _aot_eager(gm, inputs, run, final)
-    return _inductor(gm, inputs, run, context, disabled, dumping=dumping)
+    if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
+        final = (*final, *INDUCTOR_PASSES)
+    return _inductor(gm, inputs, run, final, context, disabled, dumping=dumping)
 
 
 def _describe(start: Node) -> str:
@@ -196,7 +207,14 @@ def _keep_saved_tensors() -> None:
 
 
 def _inductor(
-    gm: GraphModule, inputs: list[Any], run: Run, context: PassContext, disabled: Sequence[str], *, dumping: bool
+    gm: GraphModule,
+    inputs: list[Any],
+    run: Run,
+    final: Sequence[Pass],
+    context: PassContext,
+    disabled: Sequence[str],
+    *,
+    dumping: bool,
 ) -> Compiled:
     def compile_part(*args: Any, **options: Any) -> Any:
         with _aligned_on_host():
@@ -210,7 +228,8 @@ def _inductor(
     if context.world_size > 1:
         # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
         patches["reorder_for_peak_memory"] = False
-        patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, FINAL_PASSES, _part(graph)), identity)
+    if final:
+        patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
     # A graph from a cache went through the passes in another process, and would not be dumped.
     fresh: Any = nullcontext()
     if dumping:

@@ -93,16 +93,16 @@ class CudaGraphs:
 class _Figures:
     """What a recorded forward and backward left in a layer's record, for each time that they are replayed."""
 
-    counts: Tensor | None
+    counted: Tensor | None
     unread: list[tuple[int, Tensor]]
     arrived: Tensor | None
 
     @classmethod
     def of(cls, layer: Layer) -> _Figures:
-        return cls(layer.counts, list(layer.unread), layer.arrived)
+        return cls(layer.counted, list(layer.unread), layer.arrived)
 
     def restore(self, layer: Layer) -> None:
-        layer.counts, layer.unread, layer.arrived = self.counts, list(self.unread), self.arrived
+        layer.counted, layer.unread, layer.arrived = self.counted, list(self.unread), self.arrived
         layer.bytes_sent = layer.node_bytes_sent = 0
 
 
@@ -248,7 +248,7 @@ class CapturedStep:
             self._world.queue.forget_spans()
             if not recorded:
                 for layer in self._all_layers:
-                    layer.counts, layer.unread, layer.arrived = None, [], None
+                    layer.counted, layer.unread, layer.arrived = None, [], None
         self._figures = [_Figures.of(layer) for layer in self._all_layers]
         self._gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         self._tensors = [tensor.detach() for tensor in self._state()]

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from hecate.passes.analysis.expert_numbers import COUNTED
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
 from hecate.passes.analysis.torch_values import ONE_GRAD_MODE, GraphFacts
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, between, calls, closure_backward, computed_from, describe, is_getitem
-from hecate.passes.match import ORDER, RANGE, call, casts, match, one_of, shaped, uncast
+from hecate.passes.match import ORDER, RANGE, call, casts, match, one_of, uncast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,24 +245,6 @@ _SORTED = one_of(
     call("getitem", "values", casts(ORDER), only=True),
     call("values", one_of(0, -1), casts(ORDER), names=("gather", "index_select"), only=True),
 )
-# How many of each there are: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
-_COUNTED = one_of(
-    call(casts("ids"), names=("histc", "bincount")),
-    call(
-        "sum",
-        casts(
-            one_of(
-                call("one_hot", "ids"),
-                # Dynamo of torch 2.11 has ids == numbers as a method.
-                call(
-                    one_of(call("getitem", "ids", (slice(None), None)), shaped("ids")), RANGE, names=("eq", "__eq__")
-                ),
-            )
-        ),
-        0,
-        only=True,
-    ),
-)
 
 
 def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
@@ -278,7 +261,7 @@ def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
     repeated = match(call("repeat_interleave", RANGE, casts("counts")), ids)
     if repeated is not None:
         return repeated["counts"] is summed["counts"]
-    ordered, counted = match(_SORTED, ids), match(_COUNTED, summed["counts"])
+    ordered, counted = match(_SORTED, ids), match(COUNTED, summed["counts"])
     if ordered is None or counted is None or not _is_ascending(ordered["sort"]):
         return False
     return counted["ids"] in (uncast(ids), uncast(ordered["values"]))

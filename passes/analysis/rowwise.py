@@ -158,7 +158,7 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
         return known[arg(node, 0)]
     if target is torch.ops.hecate.grouped_mm.default:
         expected = [Kind.ROWS, Kind.SLOTS, Kind.OFFSETS]
-        got = [known.get(operand, Kind.PLAIN) for operand in operands(node)]
+        got = [known.get(operand, Kind.PLAIN) for operand in operands(node)[: len(expected)]]
         if got != expected:
             raise Refused(f"grouped matmul of {', '.join(kind.value for kind in got)}")
         return Kind.ROWS

@@ -29,7 +29,9 @@ def copy_body(region: Region, context: PassContext, new: dict[Node, Node], repli
             if last <= spot
             else Builder(node.graph, after=last, layer=region.layer)
         )
-        copies = copy_node(node, region, here, new, replicas, padded=context.room_percent > 0)
+        padded, travelled = context.room_percent > 0, context.world_size > 1
+        filled = not padded if travelled else None
+        copies = copy_node(node, region, here, new, replicas, padded=padded, filled=filled)
         mark(copies, region)
 
 
@@ -47,11 +49,13 @@ def copy_node(
     replicas: dict[Node, Node],
     *,
     padded: bool = False,
+    filled: bool | None = True,
 ) -> list[Node]:
     """One node of the body, on own experts and replicas; the nodes that this takes.
 
     Args:
         padded: whether there are rows behind those of the last slot.
+        filled: whether there are surely none; None for rows as the model has them, of which the node itself says it.
     """
     if node in region.lookups:
         # Something small, a bias.
@@ -61,20 +65,32 @@ def copy_node(
             made += _with_zeros(made[-1] if made else new[table], here)
         new[node] = here.copy(node, new | {table: made[-1]} if made else new)
         return [*made, new[node]]
+    if calls(node, torch.ops.hecate.grouped_mm):
+        new[node] = _product(node, here, new, replicas, filled=filled)
+        return [new[node]]
     twofold = [source for source in node.all_input_nodes if source in replicas]
     if not twofold:
         new[node] = here.copy(node, new)
         return [new[node]]
-    if calls(node, torch.ops.hecate.grouped_mm):
-        x, w, offsets = (arg(node, index) for index in range(3))
-        operands = (new.get(x, x), new[w], replicas[w], new[offsets])
-        new[node] = here.call(torch.ops.hecate.grouped_mm_pair.default, *operands)
-        kept = ("stack_trace", "nn_module_stack")
-        new[node].meta |= {key: node.meta[key] for key in kept if key in node.meta}
-        return [new[node]]
     replicas[node] = here.copy(node, new | replicas)
     new[node] = here.copy(node, new)
     return [replicas[node], new[node]]
+
+
+def _product(
+    node: Node, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node], *, filled: bool | None
+) -> Node:
+    """Rows times own experts, and times replicas if there may be some."""
+    hecate, (x, w, offsets) = torch.ops.hecate, (arg(node, index) for index in range(3))
+    rows, own, ends = new.get(x, x), new.get(w, w), new.get(offsets, offsets)
+    said = node.args[3:] if filled is None else (True,) if filled else ()
+    if w in replicas:
+        made = here.call(hecate.grouped_mm_pair.default, rows, own, replicas[w], ends, *said)
+    else:
+        made = here.call(hecate.grouped_mm.default, rows, own, ends, *said)
+    kept = ("stack_trace", "nn_module_stack")
+    made.meta |= {key: node.meta[key] for key in kept if key in node.meta}
+    return made
 
 
 def _with_zeros(table: Node, here: Builder) -> list[Node]:

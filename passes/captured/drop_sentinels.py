@@ -18,34 +18,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.analysis.torch_values import mutates, storage_of, value_of
+from hecate.passes.analysis.expert_numbers import CLAMPS, SAME_NUMBERS, bound_of, changes_of, clamp_keeps, may_grow
+from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import calls, is_getitem
+from hecate.passes.fx import calls
 from hecate.passes.match import name_of
 
-# They have the numbers of their first argument, or some of them.
-_SAME_NUMBERS = {
-    "view",
-    "reshape",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "transpose",
-    "permute",
-    "t",
-    "contiguous",
-    "clone",
-    "detach",
-    "long",
-    "index_select",
-    "view_as",
-    "reshape_as",
-    "expand_as",
-}
 _FILLS = {"masked_fill", "masked_fill_"}
-_REMAINDERS = {"remainder", "mod"}
-_CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}
 
 
 def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
@@ -73,105 +52,31 @@ def _fills_nothing(node: Node, name: str) -> bool:
 
 
 def _clamps_nothing(node: Node, name: str) -> bool:
-    if name not in _CLAMPS:
+    if name not in CLAMPS:
         return False
-    bound = _bound(node.args[0])
-    return bound is not None and _keeps(node, bound - 1)
-
-
-def _keeps(clamp: Node, largest: int) -> bool:
-    """Whether a clamp leaves the numbers from 0 to ``largest`` as they are."""
-    names = ("max",) if name_of(clamp).startswith("clamp_max") else ("min", "max")
-    given: dict[str, Any] = dict(zip(names, clamp.args[1:], strict=False)) | clamp.kwargs
-    low, high = given.get("min"), given.get("max")
-    return (
-        set(given) <= {"min", "max"}
-        and (low is None or (type(low) is int and low <= 0))
-        and (high is None or (type(high) is int and high >= largest))
-    )
+    bound = bound_of(node.args[0])
+    return bound is not None and clamp_keeps(node, bound - 1)
 
 
 def _is_never(mask: Any) -> bool:
     """Whether a mask is false everywhere: numbers at least as large as all that there can be."""
     # Each of them, for a copy has memory of its own.
-    while isinstance(mask, Node) and name_of(mask) in _SAME_NUMBERS and mask.args and not _is_changed(mask):
+    while isinstance(mask, Node) and name_of(mask) in SAME_NUMBERS and mask.args and not may_grow(mask):
         mask = mask.args[0]
     if not isinstance(mask, Node) or name_of(mask) != "ge" or len(mask.args) != 2 or mask.kwargs:
         return False
-    bound, least = _bound(mask.args[0]), mask.args[1]
-    return bound is not None and type(least) is int and least >= bound and not _is_changed(mask)
-
-
-def _bound(numbers: Any) -> int | None:
-    """Which number all of ``numbers`` are below, none being negative; None if that cannot be told."""
-    while isinstance(numbers, Node):
-        if _is_changed(numbers):
-            return None
-        source = numbers.args[0] if numbers.args else None
-        if is_getitem(numbers) and isinstance(source, Node):
-            index, name = numbers.args[1], name_of(source)
-            if isinstance(value_of(source), torch.Tensor) or (name == "sort" and index == 0):
-                numbers = source if isinstance(value_of(source), torch.Tensor) else source.args[0]
-            elif name == "topk" and index == 1:
-                return _choices(source, position=2)
-            else:
-                return None
-        elif name_of(numbers) == "argmax":
-            return _choices(numbers, position=1)
-        elif name_of(numbers) in _REMAINDERS:
-            # Of a positive number, it has that sign.
-            divisor = numbers.args[1] if len(numbers.args) == 2 else None
-            return divisor if type(divisor) is int and divisor > 0 else None
-        elif name_of(numbers) in _SAME_NUMBERS:
-            numbers = source
-        else:
-            return None
-    return None
-
-
-def _choices(chosen: Node, position: int) -> int | None:
-    """Among how many a topk or argmax chooses.
-
-    Args:
-        position: of the dimension among the arguments.
-    """
-    scores = value_of(chosen.args[0]) if chosen.args else None
-    dim = chosen.kwargs.get("dim", chosen.args[position] if len(chosen.args) > position else None)
-    if dim is None:
-        # argmax without a dimension counts all elements.
-        dim = -1 if name_of(chosen) == "topk" else None
-    if not isinstance(scores, torch.Tensor) or type(dim) is not int or scores.dim() == 0:
-        return None
-    size = scores.shape[dim]
-    return size if type(size) is int else None
-
-
-def _is_changed(node: Node) -> bool:
-    """Whether something is written to its memory that may make a number larger, or negative.
-
-    A clamp does not, if its least number is not positive and its largest not negative.
-    """
-    return any(name_of(other) not in _CLAMPS or not _keeps(other, 0) for other in _changes(node))
-
-
-def _changes(node: Node) -> list[Node]:
-    memory = storage_of(node)
-    found = []
-    for other in node.graph.nodes:
-        changed = mutates(other) if other.op.startswith("call") else None
-        if changed is not None and (changed is node or (memory is not None and storage_of(changed) == memory)):
-            found.append(other)
-    return found
+    bound, least = bound_of(mask.args[0]), mask.args[1]
+    return bound is not None and type(least) is int and least >= bound and not may_grow(mask)
 
 
 def _may_be_one(source: Node, copy: Node) -> bool:
     """Whether a copy may be what it was copied from: nothing is written to either afterwards."""
-    return not _changes(copy) and all(change < copy for change in _changes(source))
+    return not changes_of(copy) and all(change < copy for change in changes_of(source))
 
 
 def _drop_unused_masks(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        is_mask = name_of(node) == "ge" or calls(node, operator.ge) or name_of(node) in _SAME_NUMBERS
+        is_mask = name_of(node) == "ge" or calls(node, operator.ge) or name_of(node) in SAME_NUMBERS
         value = value_of(node)
         if is_mask and not node.users and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
             graph.erase_node(node)

@@ -167,7 +167,7 @@ def _rewrite(batch: _Batch) -> None:
         if node in batch.products:
             x, w = arg(node, 0), arg(node, 1)
             rows = here.method("squeeze", new[x], 1)
-            product = here.call(torch.ops.hecate.grouped_mm.default, rows, w, offsets)
+            product = here.call(torch.ops.hecate.grouped_mm.default, rows, w, offsets, True)
             new[node] = here.method("unsqueeze", product, 1)
         else:
             new[node] = here.copy(node, new)

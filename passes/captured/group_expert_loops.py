@@ -104,7 +104,7 @@ def _grouped_anchor(here: Builder, node: Node, views: set[Node], new: dict[Node,
         return here.call(operator.add, new.get(x, x), by_id.lookup(new[bias]))
     x, w, *biases = operands(node)
     weight = here.method("transpose", new[w], 1, 2) if use == "linear" else new[w]
-    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, by_id.offsets)
+    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, by_id.offsets, True)
     if biases and biases[0] is not None:
         bias = new.get(biases[0], biases[0])
         out = here.call(operator.add, out, by_id.lookup(bias) if biases[0] in views else bias)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.expert_numbers import count_all
 from hecate.passes.analysis.torch_values import NO_AUTOCAST, under_autocast, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import arg, calls, describe, line_of
@@ -44,10 +45,11 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         if autocast and getattr(value_of(operands["weight"]), "dtype", None) == torch.float32:
             where = context.name(arg(gathered[0], 2))
             skipped.append(Skip(where=where, reason=_NOT_CAST, fallback=False, fix=NO_AUTOCAST))
+        x, offsets = operands["input"], operands["offs"]
+        filled = (True,) if count_all(offsets, x) else ()
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(
-                torch.ops.hecate.grouped_mm.default,
-                (operands["input"], operands["weight"], operands["offs"]),
+                torch.ops.hecate.grouped_mm.default, (x, operands["weight"], offsets, *filled)
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)

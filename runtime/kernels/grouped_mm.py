@@ -92,7 +92,7 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         rows_class(rows),
         K=inner,
         SLOTS=SLOTS,
-        PRECISION=precision(),
+        PRECISION=precision("tf32x3"),
         WIDEN=widens(x.dtype),
     )
     return out
@@ -134,9 +134,16 @@ def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> N
         raise ValueError(f"{who}: the offsets are on {offs.device}, the rows are on {device}")
 
 
-def precision() -> str:
-    """How the kernels multiply float32; Triton has TF32 for few GPUs of AMD."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and not on_amd() else "ieee"
+def precision(exact: str) -> str:
+    """How a kernel multiplies float32; Triton has TF32 for few GPUs of AMD.
+
+    Args:
+        exact: how, if TF32 is too little: "ieee", number by number, or "tf32x3", by three products of TF32, which
+            has the smaller error and is four times as fast where tiles fit (docs/gpu.md).
+    """
+    if on_amd():
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
 
 
 def widens(dtype: torch.dtype) -> bool:

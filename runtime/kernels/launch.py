@@ -163,6 +163,33 @@ def launch(
     Args:
         grid: the number of programs, from the constants of a configuration; at least 1.
     """
-    current: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with _ONE_AT_A_TIME, current:
-        kernel[lambda meta: (grid(meta),)](*args, **constants)
+    with _ONE_AT_A_TIME, _made_current(device):
+        case = _case(kernel, args, constants)
+        numbers = _CHOSEN.get(case)
+        if numbers is None:
+            kernel[lambda meta: (grid(meta),)](*args, **constants)
+            _CHOSEN[case] = kernel.best_config.all_kwargs()
+        else:
+            kernel.fn[(grid(numbers),)](*args, **constants, **numbers)
+
+
+# The numbers of each case's configuration. Triton's tuner would look for them in every launch.
+_CHOSEN: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def _case(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors."""
+    if len(kernel.configs) == 1:
+        return (kernel,)
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    values = [given[name] if name in given else constants[name] for name in kernel.keys]
+    return kernel, *values, *[arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+
+
+_ALREADY: AbstractContextManager[Any] = nullcontext()
+
+
+def _made_current(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _ALREADY
+    return torch.cuda.device(device)

@@ -59,7 +59,7 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
         left.stride(0),
         right.stride(0),
         rows_class(left.shape[0]),
-        PRECISION=precision(),
+        PRECISION=precision("ieee"),
         WIDEN=widens(left.dtype),
     )
 

@@ -107,11 +107,11 @@ class OneSided:
                 placer.remember(gathered[:, :-3].numpy())
 
         def finish(gathered: Tensor) -> Tensor:
-            layer.counts = gathered[:, :-3].contiguous()
+            layer.counted = gathered[:, :-3].contiguous()
             layer.bytes_sent = layer.node_bytes_sent = 0
             layer.unread.clear()
             self.news.send(gathered, tell)
-            return layer.counts.clone()
+            return layer.counted.clone()
 
         return Job(layer.world.queue, run, finish=finish, label=placer.label("gather_counts"))
 

@@ -46,10 +46,10 @@ class ByCollectives:
 
         def finish(gathered: Tensor) -> Tensor:
             placer.model.check(gathered[:, -3:])
-            layer.counts = gathered[:, :-3].contiguous()
+            layer.counted = gathered[:, :-3].contiguous()
             layer.bytes_sent = layer.node_bytes_sent = 0
-            placer.observe(layer.counts.numpy())
-            return layer.counts.clone()
+            placer.observe(layer.counted.numpy())
+            return layer.counted.clone()
 
         return Job(world.queue, run, finish=finish, on_host=True, label=placer.label("gather_counts"))
 

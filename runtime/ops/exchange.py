@@ -69,9 +69,9 @@ def _route_fake(
 
 
 def _count_rows(offsets: Tensor, layer: int) -> Tensor:
-    # Stays on the device: one rank needs no counts on the host, and reading them would wait for the device.
-    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    get_layer(layer).counts = counts.unsqueeze(0)
+    # They stay on the device, and are not even subtracted before somebody looks: the host would launch that.
+    get_layer(layer).counted = offsets.clone()
+    # A copy of its own, since a compiled graph may write over its results.
     return offsets.clone()
 
 

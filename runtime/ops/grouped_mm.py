@@ -8,6 +8,9 @@
 | ``grouped_mm_pair_weight_grad`` | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` | none |
 | ``row_slots`` | ``[S] -> [R]``, the slot of each row, S for rows behind the last offset | none |
 | ``sizes_to_offsets`` | ``S`` sizes to ``[S]``, where each slot's rows end | none |
+
+Rows behind the last offset are zero in a product. Whoever calls one ``filled`` says that there are none: on GPUs they
+are a launch of their own.
 """
 
 from __future__ import annotations
@@ -48,15 +51,19 @@ def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch
 
 
 def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
-    """Whether torch's own kernel takes these operands: bf16 on CUDA with 16-byte aligned rows.
+    return fits_torchs_kernel(x, other, offs) and x.shape[0] > 0
+
+
+def fits_torchs_kernel(x: Tensor, other: Tensor, offs: Tensor) -> bool:
+    """Whether torch's own kernel takes rows like these: bf16 on CUDA with 16-byte aligned rows.
 
     Args:
+        x: rows ``[R, K]``, however many.
         other: what rows are multiplied with ``[S, K, N]``, or other rows ``[R, N]``.
     """
     return (
         _has_kernel(x)
         and x.dtype == other.dtype == torch.bfloat16
-        and x.shape[0] > 0
         and 0 < offs.shape[0] <= _MOST_GROUPS
         and all(size * x.element_size() % 16 == 0 for size in (x.shape[1], *other.shape[1:]))
     )
@@ -72,6 +79,14 @@ def _is_capable(device: torch.device) -> bool:
     return (nvidia_capability(device) or (0, 0))[0] in (9, 10)
 
 
+def writes_empty_slots(device: torch.device) -> bool:
+    """Whether torch's kernel writes zeros into the gradient of a slot without rows, as it does on capability 9.
+
+    On 10 it may write what was in the accumulator (CUTLASS issue 2674).
+    """
+    return nvidia_capability(device) == (9, 0)
+
+
 def _for_kernel(operand: Tensor) -> Tensor:
     """The kernel wants one of the last two dimensions without gaps, and all else at multiples of 16 bytes."""
     *others, last, first = sorted(operand.stride(), reverse=True)
@@ -80,35 +95,36 @@ def _for_kernel(operand: Tensor) -> Tensor:
     return operand if fits else operand.clone(memory_format=torch.contiguous_format)
 
 
-def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
     how = _choose(x, [w], offs)
     if how == "torch":
         out = grouped_mm_of_torch(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
-        # The kernel leaves rows beyond the last offset unwritten.
-        clear_rows.clear_rows_behind(out, offs)
+        if not filled:
+            # The kernel leaves rows beyond the last offset unwritten.
+            clear_rows.clear_rows_behind(out, offs)
         return out
     return products.grouped_mm(x, w, w[:0], offs) if how == "kernel" else products.grouped_mm_reference(x, [w], offs)
 
 
-def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
     if replicas.shape[0] == 0:
-        return _grouped_mm(x, own, offs)
+        return _grouped_mm(x, own, offs, filled)
     how = _choose(x, [own, replicas], offs)
     if how == "torch":
         # The copy of the own experts lives as long as this product.
-        return _grouped_mm(x, torch.cat([own, replicas]), offs)
+        return _grouped_mm(x, torch.cat([own, replicas]), offs, filled)
     if how == "kernel":
         return products.grouped_mm(x, own, replicas, offs)
     return products.grouped_mm_reference(x, [own, replicas], offs)
 
 
-def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
     check(x.dim() == 2 and w.dim() == 3, lambda: f"grouped_mm: {x.shape} @ {w.shape}")
     check(x.shape[1] == w.shape[1], lambda: f"grouped_mm: {x.shape} @ {w.shape}")
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
-def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
     check(own.shape[1:] == replicas.shape[1:], lambda: f"grouped_mm_pair: {own.shape}, {replicas.shape}")
     return _grouped_mm_fake(x, own, offs)
 
@@ -139,8 +155,8 @@ def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool)
     left, right = (grad, x) if transposed else (x, grad)
     left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
     out = grouped_mm_of_torch(left.t(), right, offs=offs.to(torch.int32))
-    # What the kernel writes for a slot without rows is zeros on some GPUs only.
-    clear_rows.clear_empty_slots(out, offs)
+    if not writes_empty_slots(x.device):
+        clear_rows.clear_empty_slots(out, offs)
     return out.transpose(1, 2) if transposed else out
 
 
@@ -194,7 +210,7 @@ def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:
 
 
 define(
-    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor",
+    "grouped_mm(Tensor x, Tensor w, Tensor offs, bool filled=False) -> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
     results="product",
@@ -206,7 +222,7 @@ define(
     results="weight_grad",
 )
 define(
-    "grouped_mm_pair(Tensor x, Tensor own, Tensor replicas, Tensor offs) -> Tensor",
+    "grouped_mm_pair(Tensor x, Tensor own, Tensor replicas, Tensor offs, bool filled=False) -> Tensor",
     _grouped_mm_pair,
     _grouped_mm_pair_fake,
     results="product",
@@ -234,7 +250,7 @@ define(
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, offs = inputs
+    x, w, offs, ctx.filled = inputs
     # The gradient takes the weight's own memory layout, so that a transposed weight costs no copy.
     ctx.transposed = w.stride(1) == 1 and w.stride(2) != 1
     ctx.save_for_backward(x, w, offs)
@@ -244,14 +260,14 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offs = ctx.saved_tensors
     grad_x = grad_w = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.hecate.grouped_mm(grad, w.transpose(1, 2), offs)
+        grad_x = torch.ops.hecate.grouped_mm(grad, w.transpose(1, 2), offs, ctx.filled)
     if ctx.needs_input_grad[1]:
         grad_w = torch.ops.hecate.grouped_mm_weight_grad(x, grad, offs, ctx.transposed)
-    return grad_x, grad_w, None
+    return grad_x, grad_w, None, None
 
 
 def _grouped_mm_pair_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, own, replicas, offs = inputs
+    x, own, replicas, offs, ctx.filled = inputs
     ctx.transposed = own.stride(1) == 1 and own.stride(2) != 1
     ctx.save_for_backward(x, own, replicas, offs)
 
@@ -260,12 +276,13 @@ def _grouped_mm_pair_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     x, own, replicas, offs = ctx.saved_tensors
     grad_x = grad_own = grad_replicas = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.hecate.grouped_mm_pair(grad, own.transpose(1, 2), replicas.transpose(1, 2), offs)
+        turned = own.transpose(1, 2), replicas.transpose(1, 2)
+        grad_x = torch.ops.hecate.grouped_mm_pair(grad, *turned, offs, ctx.filled)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         grad_own, grad_replicas = torch.ops.hecate.grouped_mm_pair_weight_grad(
             x, grad, offs, own.shape[0], replicas.shape[0], ctx.transposed
         )
-    return grad_x, grad_own, grad_replicas, None
+    return grad_x, grad_own, grad_replicas, None, None
 
 
 differentiate("grouped_mm", _grouped_mm_backward, _grouped_mm_setup)
@@ -273,7 +290,7 @@ differentiate("grouped_mm_pair", _grouped_mm_pair_backward, _grouped_mm_pair_set
 
 
 @register_flop_formula(torch.ops.hecate.grouped_mm)
-def _grouped_mm_flops(x_shape: Any, w_shape: Any, offs_shape: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grouped_mm_flops(x_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two operations per multiply-add, all rows counted: ``2 R K N``."""
     return 2 * x_shape[0] * w_shape[1] * w_shape[2]
 

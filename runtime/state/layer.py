@@ -43,8 +43,8 @@ class Layer:
         carrier: brings rows and experts to other ranks.
         dtype: what its experts compute in.
         wire_dtype: what wider rows travel in; None for their own.
-        counts: rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU
-            (at one rank, or where counts stay there, it may still be on the device); None before the first step.
+        counted: rows that each rank routed to each expert in the last step, int64 ``[W, E]``, or at one rank where
+            each expert's rows end, ``[E]``; None before the first step.
         unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.
         arrived: rows from each rank in the last step, where only the device knows; see :meth:`read_rows`.
         rows: rows that this rank computed in the last step.
@@ -61,7 +61,7 @@ class Layer:
     carrier: Carrier = field(repr=False)
     dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype | None = None
-    counts: torch.Tensor | None = field(default=None, repr=False)
+    counted: torch.Tensor | None = field(default=None, repr=False)
     unread: list[tuple[int, torch.Tensor]] = field(default_factory=list, repr=False)
     arrived: torch.Tensor | None = field(default=None, repr=False)
     rows: int = 0
@@ -78,6 +78,15 @@ class Layer:
     @property
     def num_experts(self) -> int:
         return self.owners.num_experts
+
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Rows that each rank routed to each expert in the last step, ``[W, E]``; None before the first.
+
+        On the CPU, or at one rank, or where counts stay there, on the device.
+        """
+        ends = self.counted
+        return ends if ends is None or ends.dim() == 2 else torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0)
 
     @property
     def sizes(self) -> LayerSizes:

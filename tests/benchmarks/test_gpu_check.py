@@ -216,7 +216,7 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setattr(module, "monotonic", lambda: clock[0])
     monkeypatch.setattr(stages, "run", ran)
     assert command.check_all(command.TO_END + 450, PRETENDED, tests=True) == 1
-    assert [name for name, _ in seen] == ["grouped_mm", *["tests"] * 3, "transformers", "grouped_mm", "tests"]
+    assert [name for name, _ in seen] == ["grouped_mm", *["tests"] * 2, "transformers", "grouped_mm", "tests"]
     assert [round(seconds) for _, seconds in seen] == [stage.share for stage in STAGES] and round(clock[0]) == 450
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [one["kernel"] for one in found["compared"]] == [one["kernel"] for one in found["kernels"]] == [*KERNELS]
@@ -228,7 +228,7 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "torch.compile",
         "hecate.capture",
     ]
-    assert [one["code"] for one in found["tests"]] == [None] * 4
+    assert [one["code"] for one in found["tests"]] == [None] * 3
     text = (tmp_path / "gpu_check.txt").read_text()
     assert "transformers     FAILED too few steps" in text and "training         FAILED slow" in text
     assert (tmp_path / "gpu_check.png").stat().st_size > 1000
@@ -326,10 +326,11 @@ def functions(tests: list[str]) -> list[str]:
 
 
 def test_tests_for_gpus_need_no_more_than_a_gpu_has(chosen: dict[str, list[str]]) -> None:
-    kernels, streams, one_rank, others = (chosen[one.name] for one in STAGES if isinstance(one, Pytest))
+    kernels, one_rank, others = (chosen[one.name] for one in STAGES if isinstance(one, Pytest))
     assert "test_on_a_gpu" in functions(kernels)
     assert launch.triton is None or any("cases/test_rows.py" in test for test in kernels)
-    assert len(streams) == 3 and functions(streams) == ["test_ranks_on_streams_of_one_process"]
+    assert functions(kernels)[-1] == "test_ranks_on_streams_of_one_process"
+    assert "test_processes_that_share_a_gpu" not in functions(kernels)
     # What is cheap and basic comes first, and nothing is left out or run twice.
     assert functions(one_rank) == ["test_equals_one_process_on_cuda", "test_graphs_of_one_rank_equal_the_model"]
     assert len(one_rank) == 8 and all("aot_eager" in test for test in one_rank)
@@ -340,6 +341,7 @@ def test_tests_for_gpus_need_no_more_than_a_gpu_has(chosen: dict[str, list[str]]
         "test_ranks_over_nccl_equal_one_process",
         "test_graphs_of_one_rank_equal_the_model",
         "test_graphs_of_two_ranks_follow_placements",
+        "test_processes_that_share_a_gpu",
     ]
     assert not {*one_rank} & {*others}
     on_cuda = [test for test in one_rank + others if "one_process_on_cuda" in test]

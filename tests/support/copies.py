@@ -26,8 +26,12 @@ class Copies:
 
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            self._counts[threading.get_ident()] += 1
-            return original(*args, **options)
+            thread = threading.get_ident()
+            before = self._counts[thread]
+            found = original(*args, **options)
+            # One calls the other where there is a device.
+            self._counts[thread] = before + 1
+            return found
 
         return counted
 

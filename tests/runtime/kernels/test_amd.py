@@ -36,9 +36,9 @@ def test_products_take_no_tf32(rocm: None, monkeypatch: pytest.MonkeyPatch) -> N
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert grouped_mm.precision() == "ieee"
+        assert grouped_mm.precision("tf32x3") == "ieee"
         monkeypatch.setattr(torch.version, "hip", None)
-        assert grouped_mm.precision() == "tf32"
+        assert grouped_mm.precision("tf32x3") == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

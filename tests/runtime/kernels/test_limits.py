@@ -268,3 +268,36 @@ print(gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1])).tolist())
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[[2.0]]", done.stderr[-2000:]
+
+
+def test_a_case_is_tuned_once_and_then_launched_as_it_was() -> None:
+    """A case has its own values of the key and dtypes; what the tuner chose is kept, however often it is launched."""
+    asked: list[Any] = []
+    launched: list[Any] = []
+
+    class Launcher:
+        def __init__(self, found: list[Any]) -> None:
+            self.found = found
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **options: self.found.append((grid, args[1:], options))
+
+    class Tuner(Launcher):
+        configs, arg_names, keys = (1, 2), ("x", "width", "count"), ["width"]
+        fn = Launcher(launched)
+        best_config = SimpleNamespace(all_kwargs=lambda: {"BLOCK": 4, "num_warps": 2})
+
+    tuner, cpu = Tuner(asked), torch.device("cpu")
+    for dtype, width, count in (
+        (torch.float32, 8, 1),
+        (torch.float32, 8, 2),
+        (torch.float16, 8, 3),
+        (torch.float32, 9, 4),
+    ):
+        launch.launch(
+            tuner, lambda numbers: 10 * numbers["BLOCK"], cpu, torch.zeros(1, dtype=dtype), width, count, N=7
+        )
+    assert [args for _, args, _ in asked] == [(8, 1), (8, 3), (9, 4)]
+    assert launched == [((40,), (8, 2), {"N": 7, "BLOCK": 4, "num_warps": 2})]
+    (grid, _, options), *_ = asked
+    assert grid({"BLOCK": 3}) == (30,) and options == {"N": 7}

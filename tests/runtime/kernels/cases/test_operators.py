@@ -43,7 +43,12 @@ def test_grouped_mm_pair_and_its_gradients(
     ours, theirs = (torch.autograd.grad(one, (x, own, more), grad) for one in (out, expected))
     for a, b, like in zip(ours, theirs, (x, own, more), strict=True):
         assert torch.equal(a, b) and a.stride() == like.stride()
-    assert launches == ["grouped_mm", "grouped_mm", "clear_rows" if dtype in torchs else "weight_grads"]
+    assert launches == ["grouped_mm", "grouped_mm", *(cleared_slots() if dtype in torchs else ["weight_grads"])]
+
+
+def cleared_slots() -> list[str]:
+    """What is launched behind weight gradients of torch's."""
+    return [] if grouped_mm.writes_empty_slots(DEVICE) else ["clear_rows"]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -60,7 +65,22 @@ def test_a_single_operand(
     grad = whole_numbers(9, n, most=2, dtype=dtype)
     for a, b in zip(*(torch.autograd.grad(one, (x, w), grad) for one in (out, expected)), strict=True):
         assert torch.equal(a, b)
-    assert launches == (["clear_rows"] * 3 if dtype in torchs else ["grouped_mm", "grouped_mm", "weight_grads"])
+    by_torch = ["clear_rows"] * 2 + cleared_slots()
+    assert launches == (by_torch if dtype in torchs else ["grouped_mm", "grouped_mm", "weight_grads"])
+
+
+def test_nothing_is_cleared_where_all_rows_are_of_slots(launches: list[str], torchs: Sequence[torch.dtype]) -> None:
+    """Also in the gradient of the rows; and there may be no rows at all."""
+    w = whole_numbers(3, 16, 8, most=2, dtype=torch.bfloat16)
+    for ends in ([2, 2, 7], [0, 0, 0]):
+        offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        x = whole_numbers(ends[-1], 16, most=2, dtype=torch.bfloat16).requires_grad_()
+        out, expected = torch.ops.hecate.grouped_mm(x, w, offs, True), reference.grouped_mm(x, w, offs)
+        assert torch.equal(out, expected)
+        grad = whole_numbers(ends[-1], 8, most=2, dtype=torch.bfloat16)
+        (found,) = torch.autograd.grad(out, x, grad)
+        assert torch.equal(found, reference.grouped_mm(grad, w.transpose(1, 2), offs))
+    assert torch.bfloat16 not in torchs or not launches
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="torch's own implementation for GPUs takes it")

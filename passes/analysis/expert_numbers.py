@@ -1,0 +1,164 @@
+"""Numbers of experts: what is known of them, and of how many rows each expert has.
+
+The graph is Dynamo's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hecate.passes.analysis.torch_values import mutates, storage_of, value_of
+from hecate.passes.fx import is_getitem
+from hecate.passes.match import RANGE, call, casts, match, name_of, one_of, shaped, uncast
+
+# They have the numbers of their first argument, or some of them.
+SAME_NUMBERS = {
+    "view",
+    "reshape",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "transpose",
+    "permute",
+    "t",
+    "contiguous",
+    "clone",
+    "detach",
+    "long",
+    "index_select",
+    "view_as",
+    "reshape_as",
+    "expand_as",
+}
+_REMAINDERS = {"remainder", "mod"}
+CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}
+
+# How many rows each expert has: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
+COUNTED = one_of(
+    call(casts("ids"), names=("histc", "bincount"), bind="count"),
+    call(
+        "sum",
+        casts(
+            one_of(
+                call("one_hot", "ids"),
+                # Dynamo of torch 2.11 has ids == numbers as a method.
+                call(
+                    one_of(call("getitem", "ids", (slice(None), None)), shaped("ids")), RANGE, names=("eq", "__eq__")
+                ),
+            )
+        ),
+        0,
+        only=True,
+    ),
+)
+
+
+def bound_of(numbers: Any) -> int | None:
+    """Which number all of ``numbers`` are below, none being negative; None if that cannot be told."""
+    while isinstance(numbers, Node):
+        if may_grow(numbers):
+            return None
+        source = numbers.args[0] if numbers.args else None
+        if is_getitem(numbers) and isinstance(source, Node):
+            index, name = numbers.args[1], name_of(source)
+            if isinstance(value_of(source), torch.Tensor) or (name == "sort" and index == 0):
+                numbers = source if isinstance(value_of(source), torch.Tensor) else source.args[0]
+            elif name == "topk" and index == 1:
+                return _choices(source, position=2)
+            else:
+                return None
+        elif name_of(numbers) == "argmax":
+            return _choices(numbers, position=1)
+        elif name_of(numbers) in _REMAINDERS:
+            # Of a positive number, it has that sign.
+            divisor = numbers.args[1] if len(numbers.args) == 2 else None
+            return divisor if type(divisor) is int and divisor > 0 else None
+        elif name_of(numbers) in SAME_NUMBERS:
+            numbers = source
+        else:
+            return None
+    return None
+
+
+def _choices(chosen: Node, position: int) -> int | None:
+    """Among how many a topk or argmax chooses.
+
+    Args:
+        position: of the dimension among the arguments.
+    """
+    scores = value_of(chosen.args[0]) if chosen.args else None
+    dim = chosen.kwargs.get("dim", chosen.args[position] if len(chosen.args) > position else None)
+    if dim is None:
+        # argmax without a dimension counts all elements.
+        dim = -1 if name_of(chosen) == "topk" else None
+    if not isinstance(scores, torch.Tensor) or type(dim) is not int or scores.dim() == 0:
+        return None
+    size = scores.shape[dim]
+    return size if type(size) is int else None
+
+
+def may_grow(node: Node) -> bool:
+    """Whether something is written to its memory that may make a number larger, or negative.
+
+    A clamp does not, if its least number is not positive and its largest not negative.
+    """
+    return any(name_of(other) not in CLAMPS or not clamp_keeps(other, 0) for other in changes_of(node))
+
+
+def changes_of(node: Node) -> list[Node]:
+    """What writes to a node's memory."""
+    memory = storage_of(node)
+    found = []
+    for other in node.graph.nodes:
+        changed = mutates(other) if other.op.startswith("call") else None
+        if changed is not None and (changed is node or (memory is not None and storage_of(changed) == memory)):
+            found.append(other)
+    return found
+
+
+def clamp_keeps(clamp: Node, largest: int) -> bool:
+    """Whether a clamp leaves the numbers from 0 to ``largest`` as they are."""
+    names = ("max",) if name_of(clamp).startswith("clamp_max") else ("min", "max")
+    given: dict[str, Any] = dict(zip(names, clamp.args[1:], strict=False)) | clamp.kwargs
+    low, high = given.get("min"), given.get("max")
+    return (
+        set(given) <= {"min", "max"}
+        and (low is None or (type(low) is int and low <= 0))
+        and (high is None or (type(high) is int and high >= largest))
+    )
+
+
+def count_all(offsets: Node, rows: Node) -> bool:
+    """Whether all ``rows`` are in front of the last of ``offsets``, as far as the graph says.
+
+    They are where ``offsets = cumsum(counts)``, and counts are of one number for each row, none beyond the last
+    expert.
+    """
+    summed = match(casts(call("cumsum", casts("counts"))), offsets)
+    counted = match(COUNTED, summed["counts"]) if summed is not None else None
+    if summed is None or counted is None or changes_of(summed["counts"]) or changes_of(uncast(offsets)):
+        return False
+    ids, ends, every = (value_of(node) for node in (counted["ids"], offsets, rows))
+    bound = bound_of(uncast(counted["ids"]))
+    known = all(isinstance(value, torch.Tensor) for value in (ids, ends, every))
+    return (
+        known
+        and bound is not None
+        and statically_known_true(ids.numel() == every.shape[0])
+        and statically_known_true(bound <= ends.shape[0])
+        and _counts_up_to(counted.get("count"), bound)
+    )
+
+
+def _counts_up_to(count: Node | None, bound: int) -> bool:
+    """Whether a histogram leaves out none of the numbers below ``bound``; other ways to count leave out none."""
+    if count is None or name_of(count) != "histc":
+        return True
+    given: dict[str, Any] = dict(zip(("bins", "min", "max"), count.args[1:], strict=False)) | count.kwargs
+    low, high = given.get("min", 0), given.get("max", 0)
+    return type(low) is int and type(high) is int and low <= 0 and high >= bound - 1 and low < high
