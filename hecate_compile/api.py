@@ -64,7 +64,7 @@ def capture(
     backward of the model itself. Placements change from
     step to step; a plan for which there is no room, other owners and other parameters are captured anew. If rows had
     no room on some rank it raises ``ExchangeFailed``, and the step can be made again with another batch. The
-    optimizer is not in the graphs. All ranks make all calls together. Not run on a GPU yet (docs/gpu.md).
+    optimizer is not in the graphs. All ranks make all calls together. Not run on several GPUs yet (docs/gpu.md).
 
     Args:
         model: on a GPU; compiled with ``Config(transport="symmetric")`` where there are several ranks.

@@ -5,9 +5,9 @@ stay: inputs, gradients, and the tables that say who holds which replicas
 (:class:`~hecate.runtime.one_sided.replays.FollowedTables`). While the backward runs the host reads the counts of the
 forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
 
-Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come. **Not run on
-a GPU yet** (docs/gpu.md); tested without one by a recorder that runs the same code again, while graphs still carry
-the first placement.
+Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come. Tested on
+one GPU (docs/gpu.md), and without one by a recorder that runs the same code again, while graphs still carry the first
+placement.
 """
 
 from __future__ import annotations

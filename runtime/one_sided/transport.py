@@ -29,8 +29,8 @@ streams of one GPU, too. Each launch does what it can do at once and ends, so la
 as in the interpreter. If a rank does not come at all, a wait ends after some time: that rank is late, nothing is
 written to it or read from it from then on, and :meth:`Transport.check` names it.
 
-Ranks reach each other's memory over NVLink, or are on one GPU. Not run on a GPU yet (docs/gpu.md). On CPUs they are
-processes of one machine.
+Ranks reach each other's memory over NVLink, which has not been tried (docs/gpu.md), or are on one GPU. On CPUs they
+are processes of one machine.
 """
 
 from __future__ import annotations

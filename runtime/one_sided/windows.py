@@ -79,7 +79,7 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
 def symmetric_windows(world: World, segment: int) -> Windows:
     """Windows of processes with a GPU each that reaches the others' memory. A collective.
 
-    Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run on a GPU yet.
+    Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run over NVLink yet.
 
     Raises:
         RuntimeError: on all ranks; one has no room, or does not reach the others' memory.

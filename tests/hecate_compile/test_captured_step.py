@@ -208,7 +208,7 @@ def test_one_rank_needs_no_tables() -> None:
         captured_step(model, state, lambda ids: ids.float(), (batch(0),), warm_up=1, recorder=Again())
 
 
-# --- on a GPU: not run yet, see docs/gpu.md ---
+# --- on a GPU ---
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

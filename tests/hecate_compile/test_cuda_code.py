@@ -60,6 +60,14 @@ def test_experts_compute_behind_the_start_of_the_way_back(made: Made) -> None:
         assert any("weight_grad" in kernel for kernel in kernels), kernels
 
 
+def test_one_rank_calls_torchs_products_and_masks_nothing(folder: Path) -> None:
+    made = made_for("qwen3_moe", "bfloat16", folder=folder, ranks=1)
+    steps = made.forward.steps + made.backward.steps
+    assert [step for step in steps if step.startswith("hecate.")] == ["hecate.count_rows"] * 2
+    assert steps.count("_grouped_mm") == 12
+    assert not any(step.startswith("triton_poi_fused_grouped_mm") for step in steps)
+
+
 def test_one_sided_exchanges_are_compiled_as_well(folder: Path) -> None:
     made = made_for("qwen3_moe", "bfloat16", folder=folder, options=["symmetric"])
     assert made.rewritten["exchange_rows"] == 2

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, whose collectives run on a stream beside the compute. Not run yet: see docs/gpu.md."""
+"""Two ranks on one GPU, whose collectives run on a stream beside the compute."""
 
 from __future__ import annotations
 

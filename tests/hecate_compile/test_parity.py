@@ -198,7 +198,7 @@ def test_bf16_is_within_bf16_rounding() -> None:
             assert result["rewritten"]["exchange_rows"] == 1, result["skipped"]
 
 
-# CI has no GPU. docs/gpu.md says that these have not run yet. The cheapest come first: one rank, and the backend that
+# CI has no GPU; docs/gpu.md says where these ran. The cheapest come first: one rank, and the backend that
 # compiles nothing for all families before the other.
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

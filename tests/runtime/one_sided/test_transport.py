@@ -274,7 +274,7 @@ def test_operators_on_threads_that_share_windows(name: str, over_windows: list[i
     assert set(over_windows) == {0, 1, 2}
 
 
-# --- on a GPU: not run yet, see docs/gpu.md ---
+# --- on a GPU ---
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
