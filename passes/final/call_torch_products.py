@@ -48,9 +48,9 @@ def _product(node: Node) -> Node | None:
     operands: Any = (*node.args, False)
     x, w, offsets, filled = operands[:4]
     rows, matrices, ends = map(value_of, (x, w, offsets))
-    # The mask needs the number of rows, which only data may decide.
-    if not (fits_torchs_kernel(rows, matrices, ends) and _lie_well(rows, matrices)):
+    if not _fit(rows, matrices, ends):
         return None
+    # The mask needs the number of rows, which only data may decide.
     if not filled and type(rows.shape[0]) is not int:
         return None
     here = Builder(node.graph, before=node, like=node)
@@ -73,9 +73,7 @@ def _weight_grad(node: Node) -> Node | None:
     x, grad, offsets, transposed = operands
     left, right = (grad, x) if transposed else (x, grad)
     rows, others, ends = map(value_of, (left, right, offsets))
-    if not (fits_torchs_kernel(rows, others, ends) and _lie_well(rows, others) and writes_empty_slots(rows.device)):
-        return None
-    if type(rows.shape[0]) is not int:
+    if type(rows.shape[0]) is not int or not (_fit(rows, others, ends) and writes_empty_slots(rows.device)):
         return None
     here = Builder(node.graph, before=node, like=node)
     turned = here.call(aten.permute.default, left, [1, 0])
@@ -89,10 +87,16 @@ def _int32(offsets: Node, here: Builder) -> Node:
     return here.call(prims.convert_element_type.default, offsets, torch.int32)
 
 
-def _lie_well(*operands: Tensor) -> bool:
-    """Whether each has one of its last two dimensions without gaps, and all else at multiples of 16 bytes."""
-    for operand in operands:
-        strides = operand.stride()
-        if 1 not in strides[-2:] or any(type(s) is not int or (s != 1 and s * 2 % 16) for s in strides):
-            return False
-    return True
+def _fit(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
+    """Whether torch's kernel takes operands like these, whatever the number of rows.
+
+    Of sizes that data decide nothing is asked, since the graph would then be for these alone.
+    """
+    sizes = (ends.shape[0], rows.shape[1], *other.shape[1:], *rows.stride(), *other.stride())
+    if any(type(size) is not int for size in sizes) or not fits_torchs_kernel(rows, other, ends):
+        return False
+    # One of the last two dimensions without gaps, and all else at multiples of 16 bytes.
+    return all(
+        1 in one.stride()[-2:] and all(step == 1 or step * one.element_size() % 16 == 0 for step in one.stride())
+        for one in (rows, other)
+    )

@@ -119,5 +119,9 @@ def test_only_filled_products_of_an_unknown_number_of_rows() -> None:
         gm, count = rewritten(product, rows, *others, mode="real")
         assert count == filled
     torch.testing.assert_close(gm(x, w, OFFSETS), hecate.grouped_mm(x, w, OFFSETS), rtol=2e-2, atol=2e-2)
+    # Nor is anything asked of the number of slots, which depends on data where there are replicas.
+    slots = with_any(DimDynamic.DYNAMIC, OFFSETS.clone())
+    assert rewritten(product, rows, others[0], slots, mode="real")[1] == 0
+    assert mode.shape_env is not None and not mode.shape_env.guards
     gradient = partial(lambda *given: hecate.grouped_mm_weight_grad(*given, False))
     assert rewritten(gradient, rows, grads, others[1], mode="real")[1] == 0
