@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, calls, take_place
-from hecate.passes.joint.additions import value_of
 from hecate.runtime.ops.grouped_mm import fits_torchs_kernel, writes_empty_slots
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -47,7 +46,7 @@ def call_torch_products(gm: GraphModule, context: PassContext) -> Outcome:
 def _product(node: Node) -> Node | None:
     operands: Any = (*node.args, False)
     x, w, offsets, filled = operands[:4]
-    rows, matrices, ends = map(value_of, (x, w, offsets))
+    rows, matrices, ends = map(_value, (x, w, offsets))
     if not _fit(rows, matrices, ends):
         return None
     # The mask needs the number of rows, which only data may decide.
@@ -60,7 +59,7 @@ def _product(node: Node) -> Node | None:
 
 def _without_rows_behind(product: Node, offsets: Node, rows: Tensor, here: Builder) -> Node:
     """The kernel leaves those unwritten."""
-    device, ends = rows.device, value_of(offsets)
+    device, ends = rows.device, _value(offsets)
     numbers = dict(start=0, step=1, dtype=ends.dtype, device=device, requires_grad=False)
     row = here.call(prims.iota.default, rows.shape[0], **numbers)
     inside = here.call(aten.lt.Tensor, row, here.call(aten.select.int, offsets, 0, -1))
@@ -72,7 +71,7 @@ def _weight_grad(node: Node) -> Node | None:
     operands: Any = node.args
     x, grad, offsets, transposed = operands
     left, right = (grad, x) if transposed else (x, grad)
-    rows, others, ends = map(value_of, (left, right, offsets))
+    rows, others, ends = map(_value, (left, right, offsets))
     if type(rows.shape[0]) is not int or not (_fit(rows, others, ends) and writes_empty_slots(rows.device)):
         return None
     here = Builder(node.graph, before=node, like=node)
@@ -82,7 +81,7 @@ def _weight_grad(node: Node) -> Node | None:
 
 
 def _int32(offsets: Node, here: Builder) -> Node:
-    if value_of(offsets).dtype == torch.int32:
+    if _value(offsets).dtype == torch.int32:
         return offsets
     return here.call(prims.convert_element_type.default, offsets, torch.int32)
 
@@ -100,3 +99,8 @@ def _fit(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
         1 in one.stride()[-2:] and all(step == 1 or step * one.element_size() % 16 == 0 for step in one.stride())
         for one in (rows, other)
     )
+
+
+def _value(node: Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
