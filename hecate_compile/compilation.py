@@ -30,8 +30,8 @@ from hecate.integrations import (
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync
 from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.waiting import doing
 from hecate.runtime.comm.world import World, find_topology, find_world, local_device
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.layer import Carrier, Layer

@@ -17,8 +17,9 @@ from torch import nn
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.private import groups
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.history import doing
+from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.start import new_group_beside
-from hecate.runtime.comm.waiting import doing, meet
 from hecate.runtime.comm.world import World
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from hecate.private import (
 )
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
-from hecate.runtime.comm.waiting import meet
+from hecate.runtime.comm.meeting import meet
 from hecate.wrap.changes import Changes
 from hecate.wrap.module_hooks import Hooks, ModuleHooks
 

@@ -32,7 +32,7 @@ from hecate.reports.run_files import (
 from hecate.reports.step_log import Number, StepLog
 from hecate.reports.tensorboard_log import TensorBoardLog
 from hecate.runtime.comm.agreement import gather_texts
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_alone
 from hecate.runtime.comm.world import World
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hecate.private import buffers_of, foreach_copy_, is_persistent, keep_versions
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.faults import RankEndedError
+from hecate.runtime.comm.watch import RankEndedError
 from hecate.runtime.comm.queue import Job, run
 from hecate.runtime.comm.warn import warn_alone
 from hecate.runtime.ops.gradients import GradientSync

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.runtime.comm.collectives import keeping_constants
-from hecate.runtime.comm.failures import telling
+from hecate.runtime.comm.watch import telling
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer

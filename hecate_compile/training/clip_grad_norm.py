@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 
 from hecate.private import TOTAL_NORM
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 

@@ -15,7 +15,7 @@ import torch
 from hecate.private import is_traceable_wrapper_subclass
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import DisagreementError, gather_texts
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode

@@ -27,8 +27,8 @@ from hecate.private import (
 )
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
-from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.program import count_forward
+from hecate.runtime.comm.watch import telling
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime

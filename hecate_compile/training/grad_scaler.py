@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from hecate.private import UNSCALE
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_state import world_of
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.training.optimizer_twin import twin_of

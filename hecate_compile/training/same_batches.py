@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate.private import is_traceable_wrapper_subclass, tree_leaves
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.step_mode import StepMode
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hecate.private import parameters_of
-from hecate.runtime.comm.waiting import doing, meet
+from hecate.runtime.comm.history import doing
+from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.world import World
 from hecate.wrap.parameter_sites import ParameterSites
 from hecate.wrap.shard import Shard, as_parameter, shard_of

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.desync import DisagreementError, first_difference
-from hecate.runtime.comm.history import as_plain, from_plain, history_of
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import DisagreementError, as_plain, doing, first_difference, from_plain, history_of
 from hecate.runtime.comm.world import World
 
 __all__ = ["DisagreementError", "agree", "compare_histories"]

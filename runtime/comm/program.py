@@ -1,4 +1,4 @@
-"""Where the program of this rank is: how often it has called models, and which collective of its own it waits in."""
+"""How the program of this rank fares: its calls of models, its errors and its end, the collective that it is in."""
 
 from __future__ import annotations
 
@@ -124,3 +124,52 @@ def _module(frame: FrameType) -> str:
 def _number(group: Any) -> int:
     number = count_collectives(group)
     return number
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on this rank.
+
+    Attributes:
+        started: collectives that it had started by then, by group.
+        final: its program ends.
+    """
+
+    text: str
+    started: Mapping[str, int]
+    since: float
+    final: bool
+
+
+failure: Failure | None = None
+# How far this rank was when it last failed, whether it went on or not.
+failed_at: Mapping[str, int] = {}
+
+
+def going_on() -> None:
+    """This rank takes part again; what it told of an error was of no consequence."""
+    global failure
+    if failure is not None and not failure.final:
+        failure = None
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's message."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def note_failure(error: BaseException | None, where: str, started: Mapping[str, int], *, final: bool) -> None:
+    """Remember that this rank failed, or ended; arguments as of :class:`Failure`."""
+    global failure, failed_at
+    if error is not None:
+        what = f"raised {type(error).__name__}: {first_line(error)}"
+    else:
+        what = "ended its program" if failure is None else f"{failure.text} and ended"
+    failed_at = started
+    failure = Failure(f"{what} {where}".rstrip(), started, time.monotonic(), final)
+
+
+def told_failure() -> dict[str, Any] | None:
+    """The failure and its age, for others."""
+    found = failure
+    return None if found is None else vars(found) | {"seconds": time.monotonic() - found.since}

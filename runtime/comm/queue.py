@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from hecate.runtime.comm.history import labelled
+from hecate.runtime.comm.history import doing, labelled
 from hecate.runtime.comm.stream_lane import Launched, StreamLane
-from hecate.runtime.comm.waiting import doing
 
 
 @dataclass(frozen=True)

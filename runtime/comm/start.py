@@ -7,22 +7,27 @@ ranks of a start agree on a text that no other start had, and all keys of ours b
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hecate.private import default_group, default_store, groups
+from hecate.private import default_group, default_store, groups, timeout_on
 
 _PAUSE = 0.01
+_PR_SET_PDEATHSIG = 1
+_ends_with_agent = False
 # Default groups that were started here: all their keys are of this start.
 _fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 # The text of each other group; of one that is not in it, nothing is put before its keys.
@@ -171,3 +176,40 @@ def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | Non
 def _store_outlives_ranks() -> bool:
     """Whether the store is torchrun's own; otherwise it began with this start."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How many seconds ranks of ``group`` wait for each other."""
+    # Not get_backend, which repeats the text that a group was made with.
+    backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    asked = [device for device, name in backends.items() if name in ("gloo", "nccl")]
+    found = [timeout for device in asked if (timeout := timeout_on(group, device))]
+    return float(min(found, default=dist.distributed_c10d.default_pg_timeout).total_seconds())
+
+
+def end_with_agent() -> None:
+    """Under torchrun on Linux: when the agent dies, however it does, so does this process.
+
+    Nobody else would end it, and it would train, and save, on.
+    """
+    global _ends_with_agent
+    if _ends_with_agent or not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    _ends_with_agent = True
+    parent = os.getppid()
+    if not _is_agent(parent):
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have died before this was asked for.
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_agent(pid: int) -> bool:
+    """Whether a process started the first one with the run's environment. What a worker starts ends as it likes."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environment:
+            return not any(entry.startswith(b"TORCHELASTIC_RUN_ID=") for entry in environment.read().split(b"\0"))
+    except OSError:
+        return False

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import failures, faults
+from hecate.runtime.comm import program
 from hecate.runtime.comm.history import current_label, history_of
 from hecate.runtime.comm.messages import Awaited, carries, check_connections, cut_off
-from hecate.runtime.comm.waiting import Wait, timeout_of, watched
+from hecate.runtime.comm.start import timeout_of
+from hecate.runtime.comm.watch import Wait, give_up, reason, refuse_if_given_up, silent, watched
 
 # Seconds between two looks at what is waited for.
 ROUND = 1.0
@@ -108,8 +109,8 @@ def begin(
     Raises:
         RuntimeError: the group was given up.
     """
-    faults.refuse_if_given_up(group)
-    failures.going_on()
+    refuse_if_given_up(group)
+    program.going_on()
     history_of(group).add(kind, tensor, splits)
 
 
@@ -136,8 +137,8 @@ def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], 
     Args:
         end: ends what is on its way.
     """
-    problem = wait.problem or faults.reason(wait.group, error)
-    faults.give_up(wait.group, problem, wait.what)
+    problem = wait.problem or reason(wait, error)
+    give_up(wait, problem)
     if end is not None:
         end(wait.group)
     return problem.error_in(wait.what)
@@ -162,4 +163,4 @@ def _leave(wait: Wait) -> None:
         raise _Left
     # Whoever waits for so long has heard of the others by then. A group of NCCL alone has no connections of gloo's.
     if time.monotonic() - wait.since > _PATIENT and carries(wait.group, _HOST):
-        check_connections(wait.group, faults.unheard(wait.group))
+        check_connections(wait.group, list(silent(wait.group, unknown=True)))

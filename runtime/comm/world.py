@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.private import groups, timeout_on
-from hecate.runtime.comm.agent import end_with_agent
 from hecate.runtime.comm.queue import CollectiveQueue
-from hecate.runtime.comm.start import new_group_beside, start_process_group
+from hecate.runtime.comm.start import end_with_agent, new_group_beside, start_process_group
 from hecate.runtime.comm.stream_lane import StreamLane
 from hecate.runtime.comm.supervise import wait_for_device
 from hecate.runtime.placement.topology import Topology

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hecate.runtime.comm.start import timeout_of
 from hecate.runtime.comm.supervise import begin, supervised_waits
-from hecate.runtime.comm.waiting import timeout_of
 from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.clear_rows import clear_rows_behind
 from hecate.runtime.kernels.launch import runs_on

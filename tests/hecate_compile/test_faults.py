@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hecate
 from benchmarks.emulator import network
-from hecate.runtime.comm import collectives, faults, waiting
+from hecate.runtime.comm import collectives, watch
 from hecate.runtime.comm.history import current_label
 from hecate.runtime.comm.world import World
 from tests.support.extent import ALL
@@ -49,7 +49,7 @@ STARTED: Path | None = None
 
 def break_down(fault: str, patience: float = 60, steps: int = _STEPS) -> None:
     """On one rank: some steps, and in one of them something happens to the last rank."""
-    waiting.TOLD, faults.PATIENCE = 1.0, 2.0
+    watch.TOLD, watch.PATIENCE = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     compiled, last = model(), dist.get_rank() == dist.get_world_size() - 1
     for number in range(steps):
@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named_on_both() -> None:
 
 def try_again() -> list[str]:
     """On one rank: what is raised when all ranks fail in the same step, and some are slow to try again."""
-    waiting.TOLD, faults.PATIENCE = 1.0, 2.0
+    watch.TOLD, watch.PATIENCE = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     compiled, found = model(), []
     for number in range(_STEPS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from datetime import timedelta
 
@@ -44,7 +45,9 @@ def uneven(ending: str) -> float:
     elif ending == "group":
         dist.destroy_process_group()
         time.sleep(60)
-    elif ending == "exit":
+    elif ending in ("exit", "error"):
+        if ending == "error":
+            sys.last_value = KeyError("mine")
         # What Python does at its end, and ranks of these tests do not.
         atexit._run_exitfuncs()
         time.sleep(60)
@@ -83,7 +86,11 @@ def test_a_rank_that_left_the_loop_for_another_collective_is_named(ending: str, 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ending", "told"),
-    [("group", "has ended torch.distributed (destroy_process_group)"), ("exit", "ended its program")],
+    [
+        ("group", "has ended torch.distributed (destroy_process_group)"),
+        ("exit", "ended its program"),
+        ("error", "raised KeyError: 'mine' and ended"),
+    ],
 )
 def test_a_rank_that_left_for_good_is_named(ending: str, told: str) -> None:
     assert told in failed(ending)

@@ -27,7 +27,7 @@ from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.publish import discard, sync
 from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.waiting import doing
+from hecate.runtime.comm.history import doing
 from hecate.wrap.dense_shards import is_dense_shard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of

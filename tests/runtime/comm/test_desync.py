@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import bulletin, supervise, waiting
+from hecate.runtime.comm import heartbeat, supervise, watch
 from hecate.runtime.comm.collectives import all_reduce
-from hecate.runtime.comm.desync import first_difference
-from hecate.runtime.comm.history import Call, History, as_plain, from_plain, labelled, proven
+from hecate.runtime.comm.history import Call, History, as_plain, first_difference, from_plain, labelled, proven
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -244,7 +243,7 @@ class Steps:
 def plant(kind: str, number: int, quick: bool = True) -> list[tuple[str, float]]:
     """On one rank: what is raised, and after how many seconds, for each of some faults."""
     if quick:
-        bulletin.EVERY, waiting.TOLD, supervise.ROUND = 0.1, 0.3, 0.1
+        heartbeat.EVERY, watch.TOLD, supervise.ROUND = 0.1, 0.3, 0.1
     dist.init_process_group("gloo")
     found = []
     for fault in faults(kind, number, dist.get_world_size()):

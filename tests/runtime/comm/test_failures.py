@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.history import known_groups
+from hecate.runtime.comm.watch import telling
 from hecate.runtime.comm.world import World
 from tests.support.threads import on_threads
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm import bulletin, collectives, queue, supervise, waiting
+from hecate.runtime.comm import collectives, heartbeat, queue, supervise, watch
 from hecate.runtime.comm.history import history_of
 from hecate.runtime.comm.queue import CollectiveQueue, Job
 from hecate.runtime.comm.stream_lane import StreamLane
@@ -53,7 +53,7 @@ class Device(Cuda):
     def supervised(self, kind: str, start: Any, tensor: Any, group: Any, splits: Any = None) -> None:
         """What is done for a collective of NCCL: it is launched."""
         begin(kind, tensor, group, splits)
-        with waiting.watched(group):
+        with watch.watched(group):
             if self.stuck:
                 self.launched.append(lambda: False)
                 return
@@ -82,7 +82,7 @@ def wait_in_vain(fault: str, on_stream: bool, quick: bool = True) -> tuple[str, 
         quick: ranks tell each other more often.
     """
     if quick:
-        bulletin.EVERY, waiting.TOLD, supervise.ROUND = 0.1, 0.3, 0.1
+        heartbeat.EVERY, watch.TOLD, supervise.ROUND = 0.1, 0.3, 0.1
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=_SHORT if fault == "late" else _LONG))

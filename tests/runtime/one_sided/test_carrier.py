@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hecate.runtime.comm.failures import telling
 from hecate.runtime.comm.history import labelled
+from hecate.runtime.comm.watch import telling
 from hecate.runtime.comm.world import SINGLE, World, find_world
 from hecate.runtime.one_sided import carrier as one_sided
 from hecate.runtime.one_sided import (

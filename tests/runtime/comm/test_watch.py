@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 import hecate
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import waiting
+from hecate.runtime.comm import meeting, watch
 from hecate.runtime.comm.history import history_of
+from hecate.runtime.comm.start import timeout_of
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 
-_HERE = "tests.runtime.comm.test_waiting"
+_HERE = "tests.runtime.comm.test_watch"
 
 
 def compiled() -> torch.nn.Module:
@@ -34,7 +35,7 @@ def compiled() -> torch.nn.Module:
 
 def come_late() -> str:
     """On one rank: what is in the log when rank 1 sleeps."""
-    waiting.FIRST = 1.0
+    watch.FIRST = 1.0
     model = compiled()
     dist.barrier()
     handler = logging.StreamHandler(io.StringIO())
@@ -48,7 +49,7 @@ def come_late() -> str:
 
 def leave_early() -> str:
     """On rank 0: what is in the log when the loop of rank 1 has fewer batches, and its last comes late."""
-    waiting.TOLD, waiting.FIRST = 0.5, 2.0
+    watch.TOLD, watch.FIRST = 0.5, 2.0
     model = compiled()
     handler = logging.StreamHandler(io.StringIO())
     logging.getLogger("hecate").addHandler(handler)
@@ -66,7 +67,7 @@ def go_elsewhere() -> list[str]:
     model = compiled()
     group = compiled_model_of(model, "test").world.group
     assert group is not None
-    waiting.TOLD, found = 0.5, []
+    watch.TOLD, found = 0.5, []
     for call in (model.state_dict, lambda: hecate.stats(model)):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -74,7 +75,7 @@ def go_elsewhere() -> list[str]:
         else:
             # As it looks to others: in a collective that the first rank has not begun.
             history_of(group).number += 1
-            with waiting.watched(group, "exchange of layer 0"):
+            with watch.watched(group, "exchange of layer 0"):
                 time.sleep(3)
             history_of(group).number -= 1
             # What was pretended is told until the next round; no rank ever takes back a number.
@@ -89,7 +90,7 @@ def go_elsewhere() -> list[str]:
 
 def never_come() -> str:
     model = compiled()
-    with mock.patch.object(waiting, "timeout_of", return_value=1.5):
+    with mock.patch.object(meeting, "timeout_of", return_value=1.5):
         found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     return found
@@ -113,7 +114,7 @@ def test_ranks_wait_as_long_as_their_group_says(
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(minutes=30))
     group: Any = SimpleNamespace(_get_backend=backend)
-    assert waiting.timeout_of(group) == expected
+    assert timeout_of(group) == expected
 
 
 @pytest.mark.distributed

@@ -1,0 +1,160 @@
+"""What ranks tell each other beside the collectives: one entry a rank, in the store that torchrun has open.
+
+A thread writes this rank's entry every second, so others see that it is alive. It reads theirs only while somebody
+here wants to know, and on a connection of its own: whoever waits for a key holds the connection meanwhile. Nothing
+here blocks the caller, so a store that cannot be reached is a fact to tell, not one more hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hecate.private import default_store
+
+# Seconds between two entries, and of patience with the store.
+EVERY, _STORE = 1.0, timedelta(seconds=5)
+# Entries in which a rank goes on to tell details after somebody asked.
+_ANSWERS = 5
+# Entries that are read in a round; with more ranks, not every round reads.
+_READS = 64
+_ASKED = "hecate/asked"
+
+
+@dataclass
+class Heard:
+    """What a rank told last, and since when it has told nothing new, in seconds of ``time.monotonic``."""
+
+    entry: dict[str, Any] = field(default_factory=dict)
+    since: float = 0.0
+
+
+class Heartbeat:
+    """The thread that tells what this rank has to tell, and reads what others tell while somebody here wants to know.
+
+    Args:
+        entry: what is told, JSON-able; gets whether another rank has asked for details.
+        wanted: whether to ask, and read what the others tell; called in each round.
+        look: called in each round, after :attr:`heard` is new; errors are passed over.
+
+    Attributes:
+        heard: by rank in the default group; only what was read since it was wanted.
+        reached: when the store last answered.
+        process: in which the thread runs.
+    """
+
+    def __init__(
+        self, entry: Callable[[bool], dict[str, Any]], wanted: Callable[[], bool], look: Callable[[], None]
+    ) -> None:
+        self._entry, self._wanted, self._look = entry, wanted, look
+        self.heard: dict[int, Heard] = {}
+        self.reached = time.monotonic()
+        self.process = os.getpid()
+        self._closed = False
+        self._wake, self._told = threading.Event(), threading.Event()
+        self._source: dist.Store | None = None
+        self._store: Any = None
+        self._beat = self._asked = self._answer = self._rank = 0
+        self._thread = threading.Thread(target=self._run, name="hecate-watch", daemon=True)
+        self._thread.start()
+
+    def tell(self, seconds: float = 0.0) -> None:
+        """Write the entry now. Returns when it is written, but after ``seconds`` at the latest."""
+        self._told.clear()
+        self._wake.set()
+        if seconds:
+            self._told.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Write the entry once more and end, after ``seconds`` at the latest.
+
+        A thread that is in the store when the interpreter ends would take the process down with it.
+        """
+        self._closed = True
+        self._wake.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        closed = False
+        while not closed:
+            woken, closed = self._wake.wait(EVERY), self._closed
+            self._wake.clear()
+            try:
+                self._round()
+                self.reached = time.monotonic()
+            except Exception:
+                # A store that cannot be reached is a fact to tell; the connection is of no more use.
+                self._store = None
+            if woken:
+                self._told.set()
+            # The process may be on its way out; then there is nothing to say.
+            with suppress(Exception):
+                self._look()
+
+    def _round(self) -> None:
+        store = self._connected()
+        if store is None:
+            return
+        wanted, self._beat = self._wanted(), self._beat + 1
+        asked = store.add(_ASKED, int(wanted))
+        if asked != self._asked:
+            self._asked, self._answer = asked, _ANSWERS
+        self._answer -= 1
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        store.set(_key(self._rank), json.dumps({"beat": self._beat, **self._entry(self._answer >= 0)}))
+        if not wanted:
+            # What was heard long ago says nothing about who is silent now.
+            self.heard = {}
+        elif self._beat % (1 + size // _READS) == 0:
+            self._read(store, size)
+
+    def _read(self, store: Any, size: int) -> None:
+        keys = [_key(rank) for rank in range(size)]
+        # Reading a key waits until it is there.
+        texts = store.multi_get(keys) if store.check(keys) else [
+            store.get(key) if store.check([key]) else b"" for key in keys
+        ]  # fmt: skip
+        for rank, text in enumerate(texts):
+            entry, before = json.loads(text) if text else {}, self.heard.get(rank)
+            if before is None or before.entry.get("beat") != entry.get("beat"):
+                self.heard[rank] = Heard(entry, time.monotonic())
+
+    def _connected(self) -> Any:
+        """The store over a connection of our own; None where there is none that other processes see."""
+        try:
+            source = default_store() if dist.is_initialized() else None
+        except ValueError:
+            source = None
+        if source is not self._source or self._store is None:
+            if source is None and self._store is not None:
+                self._store.set(_key(self._rank), json.dumps({"beat": self._beat + 1, "left": True}))
+            self._source, self._store = source, None
+            if source is not None and _shared(source):
+                own: Any = source
+                self._store = own.clone()
+                self._store.set_timeout(_STORE)
+        return self._store
+
+    def silence(self, rank: int) -> float | None:
+        """For how many seconds a rank has told nothing new; None while that cannot be known."""
+        now, heard = time.monotonic(), self.heard.get(rank)
+        return None if heard is None or now - self.reached > 2 * EVERY else now - heard.since
+
+
+def _shared(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore | dist.FileStore)
+
+
+def _key(rank: int) -> str:
+    return f"hecate/watch/{rank}"
