@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hecate.private import buffers_of, foreach_copy_, is_persistent, keep_versions
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.watch import RankEndedError
 from hecate.runtime.comm.queue import Job, run
 from hecate.runtime.comm.warn import warn_alone
+from hecate.runtime.comm.watch import RankEndedError
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.step_mode import StepMode
 
