@@ -87,7 +87,10 @@ def test_no_tensor_is_made_on_the_default_device(path: Path) -> None:
 def test_no_operator_may_be_captured_in_a_cuda_graph() -> None:
     """They talk to the host and to other ranks, which a replay would not."""
     assert passes.PASSES
-    operators = [getattr(torch.ops.hecate, name).default for name in dir(torch.ops.hecate) if name[0] != "_"
-                 and isinstance(getattr(torch.ops.hecate, name), torch._ops.OpOverloadPacket)]  # fmt: skip
+    operators = [
+        getattr(torch.ops.hecate, name).default
+        for name in dir(torch.ops.hecate)
+        if name[0] != "_" and isinstance(getattr(torch.ops.hecate, name), torch._ops.OpOverloadPacket)
+    ]
     assert len(operators) > 20
     assert all(torch.Tag.cudagraph_unsafe in operator.tags for operator in operators)

@@ -53,9 +53,10 @@ def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
         explanation = hecate.explain(model)
         found[name] = {
             "error": state_error(gradients, expected, relative=True),
-            "exchanged": len(hecate.stats(model).layers), "graphs": len(explanation.graphs),
+            "exchanged": len(hecate.stats(model).layers),
+            "graphs": len(explanation.graphs),
             "skipped": [skip.reason for skip in explanation.skipped],
-        }  # fmt: skip
+        }
     return found
 
 
@@ -90,9 +91,13 @@ def test_extending(title: str) -> None:
         "tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title
     )
     expected = {
-        "Write a pass": "drop_double_relu", "An idiom": "offsets", "A policy": "HottestEverywhere",
-        "A transport": "Counted", "A collective": "MOST_ROWS", "A checkpoint field": "Recording",
-    }  # fmt: skip
+        "Write a pass": "drop_double_relu",
+        "An idiom": "offsets",
+        "A policy": "HottestEverywhere",
+        "A transport": "Counted",
+        "A collective": "MOST_ROWS",
+        "A checkpoint field": "Recording",
+    }
     assert all(expected[title] in names for names in ranks)
 
 

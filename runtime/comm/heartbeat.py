@@ -120,9 +120,11 @@ class Heartbeat:
     def _read(self, store: Any, size: int) -> None:
         keys = [_key(rank) for rank in range(size)]
         # Reading a key waits until it is there.
-        texts = store.multi_get(keys) if store.check(keys) else [
-            store.get(key) if store.check([key]) else b"" for key in keys
-        ]  # fmt: skip
+        texts = (
+            store.multi_get(keys)
+            if store.check(keys)
+            else [store.get(key) if store.check([key]) else b"" for key in keys]
+        )
         for rank, text in enumerate(texts):
             entry, before = json.loads(text) if text else {}, self.heard.get(rank)
             if before is None or before.entry.get("beat") != entry.get("beat"):

@@ -50,8 +50,10 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     a = torch.randn(side, side, dtype=dtype, device=world.device, generator=numbers)
     memory = torch.randint(256, (size,), dtype=torch.uint8, device=world.device, generator=numbers)
     nodes = topology.node_of
-    inside = [[source for source, node in enumerate(nodes) if node == mine and source != rank]
-              for rank, mine in enumerate(nodes)]  # fmt: skip
+    inside = [
+        [source for source, node in enumerate(nodes) if node == mine and source != rank]
+        for rank, mine in enumerate(nodes)
+    ]
     across = [[source for source, node in enumerate(nodes) if node != mine] for mine in nodes]
     seconds = torch.tensor(
         [

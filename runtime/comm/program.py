@@ -17,9 +17,18 @@ from hecate.private import count_collectives, group_named
 
 # These wait for one other rank, or for none.
 _NOT_OF_ALL = {
-    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
-    "init_process_group", "destroy_process_group", "new_group", "monitored_barrier",
-}  # fmt: skip
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+    "init_process_group",
+    "destroy_process_group",
+    "new_group",
+    "monitored_barrier",
+}
 # Seconds after which a rank that is in a collective of its program counts as one that stays there.
 _STAYS = 4.0
 

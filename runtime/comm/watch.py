@@ -35,7 +35,7 @@ from hecate.runtime.comm.history import (
     from_plain,
     history_of,
     known_groups,
-)  # fmt: skip
+)
 
 log = logging.getLogger("hecate")
 
@@ -338,8 +338,11 @@ def _log(wait: Wait, seconds: float) -> None:
     others = [_state(rank, wait.group) for rank in dist.get_process_group_ranks(wait.group) if rank != own]
     log.warning(
         "hecate: rank %d has waited for %.0f s in %s: %s. All ranks must call it together.",
-        own, seconds, wait.what, "; ".join(others),
-    )  # fmt: skip
+        own,
+        seconds,
+        wait.what,
+        "; ".join(others),
+    )
 
 
 def _state(rank: int, group: dist.ProcessGroup) -> str:

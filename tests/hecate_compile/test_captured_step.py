@@ -46,10 +46,13 @@ def test_a_broken_capture_says_what_broke_it(monkeypatch: pytest.MonkeyPatch) ->
 
     current: list[str] = []
     fakes = {
-        "Stream": lambda device: SimpleNamespace(device=device), "graph_pool_handle": lambda: None,
-        "current_stream": lambda device: "before", "set_stream": current.append, "CUDAGraph": lambda: None,
+        "Stream": lambda device: SimpleNamespace(device=device),
+        "graph_pool_handle": lambda: None,
+        "current_stream": lambda device: "before",
+        "set_stream": current.append,
+        "CUDAGraph": lambda: None,
         "graph": graph,
-    }  # fmt: skip
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     recorder = CudaGraphs(torch.device("cuda"))
@@ -86,7 +89,7 @@ def captured(model: Any, ids: torch.Tensor, warm_up: int = 1) -> CapturedStep:
 
     return captured_step(
         model, compiled_model_of(model, "test"), forward, (mine(ids),), warm_up=warm_up, recorder=Again()
-    )  # fmt: skip
+    )
 
 
 def replay(rematerialize: bool) -> dict[str, Any]:

@@ -38,10 +38,13 @@ def compile_many() -> dict[str, Any]:
             time.sleep(0.01)
             gc.collect()
         return {
-            "layers": len(LAYERS), "replicated": len(REPLICATED), "dense shards": len(DENSE_SHARDS),
-            "pending": len(queue._pending), "groups": len(dist.distributed_c10d._world.pg_map),
+            "layers": len(LAYERS),
+            "replicated": len(REPLICATED),
+            "dense shards": len(DENSE_SHARDS),
+            "pending": len(queue._pending),
+            "groups": len(dist.distributed_c10d._world.pg_map),
             "threads": threads(),
-        }  # fmt: skip
+        }
 
     models: list[weakref.ref[Any]] = []
     started, before = 0, {}

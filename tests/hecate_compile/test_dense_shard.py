@@ -104,9 +104,7 @@ def gathered_again(checkpointing: bool) -> dict[str, Any]:
         loss = model(input_ids=mine, labels=mine)["loss"]
     with _gathers() as backward:
         loss.backward()
-    return {
-        "worst": worst, "graphs": len(hecate.explain(model).graphs), "gathers": [len(forward), len(backward)],
-    }  # fmt: skip
+    return {"worst": worst, "graphs": len(hecate.explain(model).graphs), "gathers": [len(forward), len(backward)]}
 
 
 @pytest.mark.distributed
@@ -137,9 +135,12 @@ def mixed_precision() -> dict[str, Any]:
         difference = compare(model, loss, reference, expected.detach().float())
         dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
         found[family] = {
-            "loss": difference.loss, "gradient": difference.gradient, "worst": difference.worst, "dtypes": dtypes,
+            "loss": difference.loss,
+            "gradient": difference.gradient,
+            "worst": difference.worst,
+            "dtypes": dtypes,
             "travelled": sorted(set(map(str, gathered))),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -206,12 +207,17 @@ def train() -> dict[str, Any]:
         if value.ndim and isinstance(shard_of(p), DenseShard)
     }
     return {
-        "gradient": gradient, "norm": max(norms), "logits": logits_error, "weights": weights, "padding": padding,
-        "own_state": list(own_state), "graphs": len(hecate.explain(model).graphs),
+        "gradient": gradient,
+        "norm": max(norms),
+        "logits": logits_error,
+        "weights": weights,
+        "padding": padding,
+        "own_state": list(own_state),
+        "graphs": len(hecate.explain(model).graphs),
         "tied_state": state["lm_head.weight"] is state["model.embed_tokens.weight"],
         "moves": len(compiled_model_of(model, "test").owner_mover.moves),
         "parameters": len(list(model.parameters())) - len(list(reference.parameters())),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.distributed
@@ -268,9 +274,11 @@ def memory() -> dict[str, Any]:
     run_step(model, batch(0))
     alive.append(_alive())
     return {
-        "parameters": sum(p.numel() for p in shards), "gradients": sum(p.grad.numel() for p in shards),
-        "bound": full / size + row, "alive": alive,
-    }  # fmt: skip
+        "parameters": sum(p.numel() for p in shards),
+        "gradients": sum(p.grad.numel() for p in shards),
+        "bound": full / size + row,
+        "alive": alive,
+    }
 
 
 def _alive() -> int:
@@ -327,9 +335,16 @@ def state_dict_round_trip() -> dict[str, Any]:
     kept = torch.equal(model.state_dict()[key], before)
     part = list(model.lm_head.state_dict()["weight"].shape)
     return {
-        "same": same, "loaded": loaded, "assigned": assigned, "tied": tied, "error": error, "outputs": outputs,
-        "message": message, "kept": kept, "part": part,
-    }  # fmt: skip
+        "same": same,
+        "loaded": loaded,
+        "assigned": assigned,
+        "tied": tied,
+        "error": error,
+        "outputs": outputs,
+        "message": message,
+        "kept": kept,
+        "part": part,
+    }
 
 
 @pytest.mark.distributed
@@ -370,9 +385,14 @@ def meta_device() -> dict[str, Any]:
     tied = model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
     whole = sum(shard_of(p) is None for p in model.parameters())
     return {
-        "worst": worst, "std": std, "tied": tied, "whole": whole, "before": before, "allocations": len(allocated),
+        "worst": worst,
+        "std": std,
+        "tied": tied,
+        "whole": whole,
+        "before": before,
+        "allocations": len(allocated),
         "most": max(allocated[1:], default=0),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.distributed

@@ -169,16 +169,24 @@ def test_processes_end_by_themselves_although_a_collective_is_on_its_way() -> No
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = f"from {_HERE} import break_down; break_down('skips', patience=600)"
     environment = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for process in ranks:
             output, _ = process.communicate(timeout=90)
@@ -209,9 +217,14 @@ def test_a_cut_link_ends_ranks_on_both_sides() -> None:
             made = network.make_network(prefix, 2, None)
             for rank, node in enumerate(made):
                 environment = os.environ | {
-                    "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500",
-                    "MASTER_ADDR": made[0].address, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
-                }  # fmt: skip
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_PORT": "29500",
+                    "MASTER_ADDR": made[0].address,
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "OMP_NUM_THREADS": "1",
+                }
                 command = ["ip", "netns", "exec", node.namespace, sys.executable, "-c", _NODE, f"{folder}/{rank}"]
                 nodes.append(
                     subprocess.Popen(
@@ -257,10 +270,24 @@ def test_workers_end_with_their_agent() -> None:
         script = Path(folder, "worker.py")
         script.write_text(_WORKER)
         agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-             "--rdzv-endpoint", "127.0.0.1:0", str(script), folder],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "127.0.0.1:0",
+                str(script),
+                folder,
+            ],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         workers: list[int] = []
         try:
             files = [Path(folder, str(rank)) for rank in range(2)]

@@ -74,9 +74,12 @@ def count_bytes(dispatch: Any, nodes: tuple[int, ...]) -> dict[str, Any]:
     )
     # With a link between nodes that is slow enough for the second hop to pay.
     config = hecate.Config(
-        backend="aot_eager", policy="static", dispatch=dispatch, topology=hecate.Topology(nodes),
+        backend="aot_eager",
+        policy="static",
+        dispatch=dispatch,
+        topology=hecate.Topology(nodes),
         rates=hecate.Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e3),
-    )  # fmt: skip
+    )
     hecate.compile(model, config)
     run_step(model, batch(0))
     mine = batch(0).chunk(len(nodes))[dist.get_rank()]
@@ -141,8 +144,9 @@ def test_bytes_between_nodes_are_those_of_pairs_of_token_and_node() -> None:
     assert auto == by_nodes
     crossing = [
         [nodes[owner] for owner in choices if nodes[owner] != nodes[rank]]
-        for rank, of_rank in enumerate(by_nodes) for choices in of_rank["owners"]
-    ]  # fmt: skip
+        for rank, of_rank in enumerate(by_nodes)
+        for choices in of_rank["owners"]
+    ]
     choices, pairs = sum(map(len, crossing)), sum(len(set(of_token)) for of_token in crossing)
     assert 0 < pairs < 0.7 * choices
     # There and back, forward and backward; with a weight for each row there, and its gradient back.

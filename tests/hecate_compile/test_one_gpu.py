@@ -66,9 +66,12 @@ def test_jobs_on_a_stream_equal_one_process(slow: bool, backend: str) -> None:
 def use_nccl() -> None:
     """Let NCCL take two ranks on one GPU: they look like two hosts, which talk over sockets."""
     os.environ |= {
-        "NCCL_HOSTID": f"host{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
-    }  # fmt: skip
+        "NCCL_HOSTID": f"host{os.environ['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+    }
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
 

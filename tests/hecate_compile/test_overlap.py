@@ -61,9 +61,12 @@ def _combination(
     rematerialize: bool, checkpointed: bool, dense: str, policy: str = "anything", chunks: int = 1
 ) -> dict[str, Any]:
     return {
-        "rematerialize": rematerialize, "checkpointed": checkpointed, "dense": dense, "policy": policy,
+        "rematerialize": rematerialize,
+        "checkpointed": checkpointed,
+        "dense": dense,
+        "policy": policy,
         "chunks": chunks,
-    }  # fmt: skip
+    }
 
 
 # Each option with both of its values; every pair of options; everything.
@@ -211,10 +214,11 @@ def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
         assert on["later"]["forward"] == [[one, True] for one in final]
         assert off["later"]["backward"] == [[one, one != "schedule"] for one in final]
         (one,) = [
-            row for row in on["dict"]["schedule"]
+            row
+            for row in on["dict"]["schedule"]
             if (row["part"], row["subject"], row["operator"])
             == ("backward", "model.layers.0.mlp.experts", "exchange")
-        ]  # fmt: skip
+        ]
         assert one["count"] == 1 and one["predicted_bytes"] > 0 and one["took"] > 0
         assert "exposed" in on["explain"]
         (line,) = _of_last_layer(on["dump"])

@@ -80,13 +80,16 @@ if OLD_TRANSFORMERS:
 CASES = [
     # One rank needs no other process beside it.
     pytest.param(
-        size, family, variant, id=f"{size}ranks-{family}-{variant}",
+        size,
+        family,
+        variant,
+        id=f"{size}ranks-{family}-{variant}",
         marks=[pytest.mark.distributed] if size > 1 else [],
     )
     for size, variants in PLAN.items()
     for variant, families in variants.items()
     for family in families
-]  # fmt: skip
+]
 
 
 def measure(

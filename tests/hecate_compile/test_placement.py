@@ -66,9 +66,12 @@ def thirty_steps(
         replicas |= {layer.replicas for layer in hecate.stats(model).layers}
         owned |= {tuple(p.shape) for n, p in model.named_parameters() if n.endswith("0.mlp.experts.down_proj")}
     return {
-        "worst": worst, "replicas": len(replicas), "moves": _moves(model), "shapes": len(owned),
+        "worst": worst,
+        "replicas": len(replicas),
+        "moves": _moves(model),
+        "shapes": len(owned),
         "graphs": len(hecate.explain(model).graphs),
-    }  # fmt: skip
+    }
 
 
 def check_thirty_steps(results: list[Any]) -> None:
@@ -140,9 +143,12 @@ def resharding_is_invisible() -> dict[str, Any]:
         same &= states[0].keys() == states[1].keys()
         different = [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
         found[name] = {
-            "same": same, "different": different, "moves": _moves(models[0]), "hooked": len(hooked),
+            "same": same,
+            "different": different,
+            "moves": _moves(models[0]),
+            "hooked": len(hooked),
             "tensors": len(states[0]),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -197,9 +203,11 @@ def many_steps() -> dict[str, Any]:
             run_step(model, batch(step))
         graphs.add(len(hecate.explain(model).graphs))
     return {
-        "worst": worst, "graphs": sorted(graphs), "calls": len(calls),
+        "worst": worst,
+        "graphs": sorted(graphs),
+        "calls": len(calls),
         "log": hashlib.sha256("\n".join(calls).encode()).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def _log_collectives() -> list[str]:

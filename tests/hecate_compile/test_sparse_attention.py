@@ -40,9 +40,14 @@ def model_of(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, **changes,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **changes,
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,11 +106,15 @@ def measure(family: str, options: dict[str, Any], **config: Any) -> dict[str, An
         plain = model_of(family, **changes)(input_ids=ids, labels=ids)["loss"]
         sparse = reference(input_ids=ids, labels=ids)["loss"]
     return {
-        "loss": max(e.loss for e in errors), "gradient": worst.gradient, "worst": worst.worst,
-        "graphs": len(explanation.graphs), "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "loss": max(e.loss for e in errors),
+        "gradient": worst.gradient,
+        "worst": worst.worst,
+        "graphs": len(explanation.graphs),
+        "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "rewritten": {record.name: record.rewritten for record in explanation.graphs[0].passes},
-        "text": str(explanation), "changed": abs(float(plain - sparse)),
-    }  # fmt: skip
+        "text": str(explanation),
+        "changed": abs(float(plain - sparse)),
+    }
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -124,8 +133,9 @@ if ALL:
     CASES |= {f"{family}, checkpointed": (family, OPTIONS, {"checkpointed": True}) for family in FAMILIES}
     CASES |= {
         f"{family}, masked": (family, OPTIONS, {"disable_passes": ["skip_blocks"]})
-        for family in FAMILIES if family != "llama"
-    }  # fmt: skip
+        for family in FAMILIES
+        if family != "llama"
+    }
     CASES |= {
         "per query head": ("mixtral", OPTIONS | {"per": "q", "stride": 4}, {}),
         "every layer": ("mixtral", OPTIONS | {"dense_layers": ()}, {}),

@@ -79,9 +79,11 @@ def hooks() -> dict[str, Any]:
         before = _graphs(model)
         errors.append(step_and_compare(model, reference, batch(7)))
         found[name] = {
-            "error": max(max(one.loss, one.gradient) for one in errors), "graphs": graphs, "called": called,
+            "error": max(max(one.loss, one.gradient) for one in errors),
+            "graphs": graphs,
+            "called": called,
             "back": _graphs(model) - before,
-        }  # fmt: skip
+        }
     return found
 
 

@@ -99,9 +99,12 @@ def more_ranks_than_experts() -> dict[str, Any]:
         reference_optimizer.step()
     (layer,), (graph,) = hecate.stats(model).layers, compiled_model_of(model, "test").backend.graphs
     return {
-        "worst": worst, "state": len(optimizer.state), "parameters": len(list(model.parameters())),
-        "replicas": layer.replicas, "slots": graph.slots,
-    }  # fmt: skip
+        "worst": worst,
+        "state": len(optimizer.state),
+        "parameters": len(list(model.parameters())),
+        "replicas": layer.replicas,
+        "slots": graph.slots,
+    }
 
 
 @pytest.mark.distributed
@@ -177,8 +180,13 @@ def state_dict_round_trip() -> dict[str, Any]:
     error = compare(model, loss, reference, reference_loss.detach()).gradient
     shapes = [list(p.shape) for n, p in model.named_parameters() if n == key]
     return {
-        "same": same, "loaded": loaded, "assigned": assigned, "message": message, "error": error, "shapes": shapes,
-    }  # fmt: skip
+        "same": same,
+        "loaded": loaded,
+        "assigned": assigned,
+        "message": message,
+        "error": error,
+        "shapes": shapes,
+    }
 
 
 @pytest.mark.distributed
@@ -296,8 +304,11 @@ def mixed_precision() -> dict[str, Any]:
         difference = compare(model, loss, reference, expected.detach().float())
         dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
         found[family] = {
-            "loss": difference.loss, "gradient": difference.gradient, "dtypes": dtypes, "out": str(loss.dtype),
-        }  # fmt: skip
+            "loss": difference.loss,
+            "gradient": difference.gradient,
+            "dtypes": dtypes,
+            "out": str(loss.dtype),
+        }
     return found
 
 

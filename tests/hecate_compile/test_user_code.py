@@ -124,9 +124,12 @@ def autocast() -> dict[str, Any]:
         for p, q in zip(reference.parameters(), exact.parameters(), strict=True)
     )
     return {
-        "worst": difference.gradient, "loss": difference.loss, "rounding": rounding,
-        "rewritten": len(hecate.stats(model).layers), "graphs": len(hecate.explain(model).graphs),
-    }  # fmt: skip
+        "worst": difference.gradient,
+        "loss": difference.loss,
+        "rounding": rounding,
+        "rewritten": len(hecate.stats(model).layers),
+        "graphs": len(hecate.explain(model).graphs),
+    }
 
 
 class Shared(PlainLanguageModel):
@@ -158,11 +161,12 @@ def shared() -> dict[str, Any]:
     model.load_state_dict(expected)
     worst = max(worst, step_and_compare(model, reference, batch(9)).gradient)
     return {
-        "worst": worst, "weights": state_error(state, expected),
+        "worst": worst,
+        "weights": state_error(state, expected),
         "parameters": len(list(model.parameters())) - len(list(reference.parameters())),
         "tied": state["blocks.0.w_in"] is state["blocks.1.w_in"] is state["also"],
         "layers": len(hecate.stats(model).layers),
-    }  # fmt: skip
+    }
 
 
 def around() -> dict[str, Any]:
@@ -188,10 +192,13 @@ def around() -> dict[str, Any]:
     message = message_of(lambda: nn.parallel.DistributedDataParallel(outer))
     plain = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     return {
-        "same": wrapped is model, "error": error, "local": not torch.equal(*everyone), "message": message,
+        "same": wrapped is model,
+        "error": error,
+        "local": not torch.equal(*everyone),
+        "message": message,
         "kept": all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)),
         "plain": type(plain).__name__,
-    }  # fmt: skip
+    }
 
 
 class OwnerPerRank(Anything):
@@ -225,8 +232,15 @@ def other_owners() -> str:
 
 def everything() -> dict[str, Any]:
     """On one rank, in one launch."""
-    return {"ddp": around(), "balance": global_balance(), "inference": inference(), "odd": odd(),
-            "owners": other_owners(), "shared": shared(), "autocast": autocast()}  # fmt: skip
+    return {
+        "ddp": around(),
+        "balance": global_balance(),
+        "inference": inference(),
+        "odd": odd(),
+        "owners": other_owners(),
+        "shared": shared(),
+        "autocast": autocast(),
+    }
 
 
 @cache

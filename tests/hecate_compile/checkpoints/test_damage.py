@@ -27,9 +27,7 @@ FLIPS = 1000 if ALL else 60
 TRUNCATIONS = 200 if ALL else 30
 # Seconds after which reading counts as hanging.
 PATIENCE = 5.0
-FILES = [
-    ".metadata", "__0_0.distcp", "manifest.json", "rank0.json", "rank0.safetensors", "run.json", "tensors.json",
-]  # fmt: skip
+FILES = [".metadata", "__0_0.distcp", "manifest.json", "rank0.json", "rank0.safetensors", "run.json", "tensors.json"]
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -230,9 +228,7 @@ def _pipe(path: Path, _: Path) -> None:
     os.mkfifo(path)
 
 
-DAMAGES: list[Callable[[Path, Path], None]] = [
-    _remove, _folder, _link_to_the_same, _zeros, _pipe,
-]  # fmt: skip
+DAMAGES: list[Callable[[Path, Path], None]] = [_remove, _folder, _link_to_the_same, _zeros, _pipe]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__[1:])

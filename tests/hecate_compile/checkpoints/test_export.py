@@ -87,11 +87,16 @@ def load_and_export(folder: str) -> dict[str, Any]:
             hecate.export(model, place / "exported", max_shard_size=_LIMIT)
         hecate.export(model, place / "whole")
         found[kind] = {
-            "same": same(model.state_dict(), expected), "left": list(left),
-            "loaded": vars(loaded), "sent": vars(sent), "kept": max(kept, default=0),
-            "mine": sum(mine), "largest": max(mine), "largest whole": max(t.nbytes for t in expected.values()),
+            "same": same(model.state_dict(), expected),
+            "left": list(left),
+            "loaded": vars(loaded),
+            "sent": vars(sent),
+            "kept": max(kept, default=0),
+            "mine": sum(mine),
+            "largest": max(mine),
+            "largest whole": max(t.nbytes for t in expected.values()),
             "tied": expected["head.weight"].nbytes if "head.weight" in expected else 0,
-        }  # fmt: skip
+        }
     found["errors"] = errors_on_ranks(Path(folder))
     return found
 
@@ -166,9 +171,7 @@ def train(folder: str) -> dict[str, Any]:
     hecate.export(model, Path(folder, "trained"), max_shard_size=_LIMIT)
     with torch.no_grad():
         logits = model(input_ids=batch(9, rows=2))["logits"]
-    found = {
-        "logits": logits.tolist(), "moved": not compiled_model_of(model, "test").layers[0].owners.in_order
-    }  # fmt: skip
+    found = {"logits": logits.tolist(), "moved": not compiled_model_of(model, "test").layers[0].owners.in_order}
     save_plain(build("qwen3_moe", seed=7, layers=1), Path(folder, "other"))
     torch.distributed.barrier()
     hecate.load_pretrained(model, Path(folder, "other"))

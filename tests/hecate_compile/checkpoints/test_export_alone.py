@@ -67,9 +67,14 @@ def test_a_conversion_of_the_whole_model_goes_by_rank_0(
     assert same(read(tmp_path / "model"), read(tmp_path / "expected"))
 
 
-@pytest.mark.parametrize("kind, policy, dense", [
-    ("qwen3_moe", "hecate", "shard"), ("list", "hecate", "replicate"), ("plain", "replicate", "replicate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, policy, dense",
+    [
+        ("qwen3_moe", "hecate", "shard"),
+        ("list", "hecate", "replicate"),
+        ("plain", "replicate", "replicate"),
+    ],
+)
 def test_a_compiled_model_of_one_process(kind: str, policy: Any, dense: Any, tmp_path: Path) -> None:
     config = hecate.Config(backend="aot_eager", policy=policy, dense=dense)
     hecate.export(hecate.compile(model_of(kind), config), tmp_path / "model")

@@ -133,10 +133,14 @@ def _failures(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, r
     other = small(seed=0, layers=1 if rank == 0 else 2)
     mismatch = message_of(lambda: hecate.load(f"{folder}/saved", other))
     return {
-        "no space": no_space, "in background": in_background, "later": later, "another": another,
+        "no space": no_space,
+        "in background": in_background,
+        "later": later,
+        "another": another,
         "not shared": not_shared,
-        "mismatch": mismatch, "folders": sorted(p.name for p in Path(folder, "saved").iterdir()),
-    }  # fmt: skip
+        "mismatch": mismatch,
+        "folders": sorted(p.name for p in Path(folder, "saved").iterdir()),
+    }
 
 
 def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -128,10 +128,12 @@ def test_the_newest_is_what_was_saved_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"step": -1}, "step=-1"), ({"step": 1.0}, "step=1.0"), ({"step": 1, "keep": 0}, "keep=0"),
+        ({"step": -1}, "step=-1"),
+        ({"step": 1.0}, "step=1.0"),
+        ({"step": 1, "keep": 0}, "keep=0"),
         ({"step": 1, "optimizer": _adamw(Net())}, "give model"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, hecate.CheckpointError), match=said):
         hecate.save(tmp_path / "new", **arguments)

@@ -136,19 +136,22 @@ def test_quantized_weights_are_refused(plain: Path) -> None:
     assert "config.json cannot be read" in refused(plain)
 
 
-@pytest.mark.parametrize("index, says", [
-    ({"a": "../other.safetensors"}, "outside of the folder"),
-    ({"a": "/etc/passwd"}, "outside of the folder"),
-    ({"a": ".."}, "outside of the folder"),
-    ({"a": "part\0"}, "outside of the folder"),
-    ({"a": "link.safetensors"}, "is a link out of the folder"),
-    ({"a": "missing.safetensors"}, "missing.safetensors is missing"),
-    ({"a": "part.safetensors"}, "says that a is in part.safetensors, and it is not"),
-    ({"b": "part.safetensors", "a": "again.safetensors"}, "b is in part.safetensors, and in again.safetensors"),
-    ({"a": 3}, "cannot be read"),
-    ([], "cannot be read"),
-    ("[" * 100_000, "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "index, says",
+    [
+        ({"a": "../other.safetensors"}, "outside of the folder"),
+        ({"a": "/etc/passwd"}, "outside of the folder"),
+        ({"a": ".."}, "outside of the folder"),
+        ({"a": "part\0"}, "outside of the folder"),
+        ({"a": "link.safetensors"}, "is a link out of the folder"),
+        ({"a": "missing.safetensors"}, "missing.safetensors is missing"),
+        ({"a": "part.safetensors"}, "says that a is in part.safetensors, and it is not"),
+        ({"b": "part.safetensors", "a": "again.safetensors"}, "b is in part.safetensors, and in again.safetensors"),
+        ({"a": 3}, "cannot be read"),
+        ([], "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
 def test_an_index_leads_nowhere_else(tmp_path: Path, index: Any, says: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

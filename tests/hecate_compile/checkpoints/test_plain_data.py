@@ -72,25 +72,98 @@ def back(value: Any, folder: Path) -> Any:
 
 
 EXACT: list[Any] = [
-    None, True, False, 0, 1, -1, 2**63, -(2**64), 10**400, -(10**10_000), 1 << 20_000, 0.1, -0.0, 5e-324,
-    sys.float_info.max, math.inf, -math.inf, math.nan, -math.nan,
-    "", "é\U0001f600", "\ud800", "\0", '"', "~", b"", b"\0\xff", bytes(range(256)),
-    [], (), set(), frozenset(), {}, [[]], ((),), [None], (1, [2, (3,)]), {1, 2}, {"a", 1, (2, 3)}, frozenset({1}),
-    {frozenset({1}), frozenset({2, 3})}, {"a": {"b": {"c": [1, 2.5, None]}}}, {1: 2}, {(1, "a"): 1}, {None: 1},
-    {True: 1, 2: 3}, {1.5: "x", -0.0: "y"}, {b"a": 1}, {"1": "text", 1: "number"}, {"~": 1},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**63,
+    -(2**64),
+    10**400,
+    -(10**10_000),
+    1 << 20_000,
+    0.1,
+    -0.0,
+    5e-324,
+    sys.float_info.max,
+    math.inf,
+    -math.inf,
+    math.nan,
+    -math.nan,
+    "",
+    "é\U0001f600",
+    "\ud800",
+    "\0",
+    '"',
+    "~",
+    b"",
+    b"\0\xff",
+    bytes(range(256)),
+    [],
+    (),
+    set(),
+    frozenset(),
+    {},
+    [[]],
+    ((),),
+    [None],
+    (1, [2, (3,)]),
+    {1, 2},
+    {"a", 1, (2, 3)},
+    frozenset({1}),
+    {frozenset({1}), frozenset({2, 3})},
+    {"a": {"b": {"c": [1, 2.5, None]}}},
+    {1: 2},
+    {(1, "a"): 1},
+    {None: 1},
+    {True: 1, 2: 3},
+    {1.5: "x", -0.0: "y"},
+    {b"a": 1},
+    {"1": "text", 1: "number"},
+    {"~": 1},
     {"~": "tuple", "items": []},
-    {"~": {"~": {"~": 1}}}, {"items": 1}, {frozenset({1}): 1}, collections.deque([1, 2]),
-    collections.deque([1, 2], maxlen=2), torch.float32, torch.bfloat16, torch.float8_e4m3fn, [torch.int64],
-    torch.tensor(1.5), torch.tensor(True), torch.tensor([]), torch.empty(0, 3), torch.empty(3, 0, dtype=torch.int8),
-    torch.tensor([math.nan, math.inf, -0.0]), torch.arange(6).view(2, 3).t(), torch.arange(9)[::2],
-    torch.ones(1).expand(4), torch.randn(3).bfloat16(), torch.randn(3).half(), torch.randn(3).double(),
-    torch.randn(3).to(torch.float8_e5m2), torch.ones(2, dtype=torch.uint64), torch.tensor([1 + 2j]),
-    torch.Generator().manual_seed(5).get_state(), torch.get_rng_state(),
-    np.arange(3), np.array(1.5), np.array([]), np.zeros((2, 0)), np.arange(6).reshape(2, 3).T, np.arange(9)[::-2],
-    np.array([True, False]), np.float16([1.5]), np.array([math.nan, -0.0]), np.array([1 + 2j], dtype=np.complex64),
-    np.array([2**63], dtype=np.uint64), np.random.get_state(), random.getstate(),
+    {"~": {"~": {"~": 1}}},
+    {"items": 1},
+    {frozenset({1}): 1},
+    collections.deque([1, 2]),
+    collections.deque([1, 2], maxlen=2),
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    [torch.int64],
+    torch.tensor(1.5),
+    torch.tensor(True),
+    torch.tensor([]),
+    torch.empty(0, 3),
+    torch.empty(3, 0, dtype=torch.int8),
+    torch.tensor([math.nan, math.inf, -0.0]),
+    torch.arange(6).view(2, 3).t(),
+    torch.arange(9)[::2],
+    torch.ones(1).expand(4),
+    torch.randn(3).bfloat16(),
+    torch.randn(3).half(),
+    torch.randn(3).double(),
+    torch.randn(3).to(torch.float8_e5m2),
+    torch.ones(2, dtype=torch.uint64),
+    torch.tensor([1 + 2j]),
+    torch.Generator().manual_seed(5).get_state(),
+    torch.get_rng_state(),
+    np.arange(3),
+    np.array(1.5),
+    np.array([]),
+    np.zeros((2, 0)),
+    np.arange(6).reshape(2, 3).T,
+    np.arange(9)[::-2],
+    np.array([True, False]),
+    np.float16([1.5]),
+    np.array([math.nan, -0.0]),
+    np.array([1 + 2j], dtype=np.complex64),
+    np.array([2**63], dtype=np.uint64),
+    np.random.get_state(),
+    random.getstate(),
     np.random.default_rng(5).bit_generator.state,
-]  # fmt: skip
+]
 
 
 def test_values(tmp_path: Path) -> None:
@@ -101,16 +174,29 @@ def test_values(tmp_path: Path) -> None:
 
 # A type that is no plain one becomes the plain one that it is like.
 LIKE: list[tuple[Any, Any]] = [
-    (np.float32(0.1), float(np.float32(0.1))), (np.float64(-0.0), -0.0), (np.float16(math.nan), math.nan),
-    (np.int8(-3), -3), (np.uint64(2**64 - 1), 2**64 - 1), (np.bool_(True), True), (np.str_("x"), "x"),
-    (np.bytes_(b"x"), b"x"), (Color.RED, 3), (Word.YES, "yes"), ({Color.RED: Word.YES}, {3: "yes"}),
-    (Point(1, 2.5), (1, 2.5)), (torch.Size([2, 3]), (2, 3)), (collections.OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
-    (collections.defaultdict(list, {"a": [1]}), {"a": [1]}), (collections.Counter("aab"), {"a": 2, "b": 1}),
-    (np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")), (np.array([1.5], dtype=">f8"), np.array([1.5])),
-    (nn.Parameter(torch.ones(2)), torch.ones(2)), (torch.ones(2, requires_grad=True) * 1, torch.ones(2)),
+    (np.float32(0.1), float(np.float32(0.1))),
+    (np.float64(-0.0), -0.0),
+    (np.float16(math.nan), math.nan),
+    (np.int8(-3), -3),
+    (np.uint64(2**64 - 1), 2**64 - 1),
+    (np.bool_(True), True),
+    (np.str_("x"), "x"),
+    (np.bytes_(b"x"), b"x"),
+    (Color.RED, 3),
+    (Word.YES, "yes"),
+    ({Color.RED: Word.YES}, {3: "yes"}),
+    (Point(1, 2.5), (1, 2.5)),
+    (torch.Size([2, 3]), (2, 3)),
+    (collections.OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
+    (collections.defaultdict(list, {"a": [1]}), {"a": [1]}),
+    (collections.Counter("aab"), {"a": 2, "b": 1}),
+    (np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")),
+    (np.array([1.5], dtype=">f8"), np.array([1.5])),
+    (nn.Parameter(torch.ones(2)), torch.ones(2)),
+    (torch.ones(2, requires_grad=True) * 1, torch.ones(2)),
     (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
     (torch.tensor([1 + 2j]).conj().imag, torch.tensor([-2.0])),
-]  # fmt: skip
+]
 
 
 def test_values_of_other_types(tmp_path: Path) -> None:
@@ -120,24 +206,36 @@ def test_values_of_other_types(tmp_path: Path) -> None:
 
 
 KEYS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary(max_size=5),
-    st.tuples(st.integers(), st.text(max_size=3)), st.frozensets(st.integers(), max_size=3), st.just("~"),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.tuples(st.integers(), st.text(max_size=3)),
+    st.frozensets(st.integers(), max_size=3),
+    st.just("~"),
+)
 LEAVES = st.one_of(
-    KEYS, st.floats(), st.integers(-(2**9000), 2**9000),
+    KEYS,
+    st.floats(),
+    st.integers(-(2**9000), 2**9000),
     st.lists(st.floats(width=32), max_size=4).map(lambda numbers: torch.tensor(numbers, dtype=torch.float32)),
     st.lists(st.integers(0, 255), max_size=4).map(lambda numbers: np.array(numbers, dtype=np.uint8)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
-)  # fmt: skip
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.sets(KEYS, max_size=4),
-        st.dictionaries(KEYS, inner, max_size=4), st.lists(inner, max_size=4).map(collections.deque),
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.sets(KEYS, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.lists(inner, max_size=4).map(collections.deque),
         st.dictionaries(st.sampled_from(["~", "items", "key", "name", "most", "hex"]), inner, max_size=4),
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def test_any_value(tmp_path: Path) -> None:
@@ -200,7 +298,7 @@ REFUSED: dict[str, Any] = {
     "more than 100 deep": _deep(150),
     "more than 100 deep, 10,000": _deep(10_000),
     "or contains itself": _in_itself(),
-}  # fmt: skip
+}
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -209,9 +307,12 @@ def test_refused(tmp_path: Path) -> None:
         if value is None:
             continue
         for extra, place in (
-            (value, "extra"), ({"a": [1, {"b": value}]}, "extra['a'][1]['b']"), ((1, value), "extra[1]"),
-            ({5: value}, "extra[5]"), ({"~": value}, "extra['~']"),
-        ):  # fmt: skip
+            (value, "extra"),
+            ({"a": [1, {"b": value}]}, "extra['a'][1]['b']"),
+            ((1, value), "extra[1]"),
+            ({5: value}, "extra[5]"),
+            ({"~": value}, "extra['~']"),
+        ):
             said = message_of(partial(hecate.save, tmp_path / "run", step=1, extra=extra))
             assert said.startswith("TypeError: ") and place in said and name.split(",")[0] in said, (name, said)
     for extra, place in (
@@ -255,7 +356,7 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
         lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 5)], [2]),
         lr.ChainedScheduler([lr.LinearLR(optimizer), lr.ExponentialLR(optimizer, 0.9)]),
         torch.optim.swa_utils.SWALR(optimizer, 0.05),
-    ]  # fmt: skip
+    ]
 
 
 def _advance(schedulers: list[Any], optimizer: torch.optim.Optimizer, count: int) -> list[list[float]]:
@@ -289,8 +390,11 @@ def test_schedulers_go_on(tmp_path: Path) -> None:
 def test_extra_through_a_checkpoint(tmp_path: Path) -> None:
     """Without a model too; twice the same object is two equal ones."""
     shared = torch.arange(3)
-    extra = {"values": [value for value in EXACT if not (isinstance(value, float) and value != value)], "a": shared,
-             "b": [shared, shared[1:]]}  # fmt: skip
+    extra = {
+        "values": [value for value in EXACT if not (isinstance(value, float) and value != value)],
+        "a": shared,
+        "b": [shared, shared[1:]],
+    }
     hecate.save(tmp_path, step=1, extra=extra)
     found = hecate.load(tmp_path)
     assert same(found.extra, extra) and same(found.extras, (extra,))

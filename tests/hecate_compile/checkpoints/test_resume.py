@@ -123,8 +123,9 @@ def resume(folder: str, kind: str, in_background: bool, options: dict[str, Any])
         "owners": first.owners() == second.owners(),
         "random": random_numbers == _random_numbers(),
         "moved": any(list(owners) != sorted(owners) for owners in first.owners()),
-        "replicas": first.replicas(), "step": found.step,
-    }  # fmt: skip
+        "replicas": first.replicas(),
+        "step": found.step,
+    }
 
 
 def _random_numbers() -> list[float]:

@@ -51,9 +51,12 @@ def _full(draw: random.Random, dtype: torch.dtype, experts: int) -> dict[str, to
         return raw.view(dtype).squeeze(-1)
 
     return {
-        "experts.up": bits(experts, 3, 2), "experts.bias": bits(experts, 2), "rows": bits(draw.randint(1, 9), 2),
-        "norm": bits(4), **{f"list.{e}.weight": bits(2, 3) for e in range(experts)},
-    }  # fmt: skip
+        "experts.up": bits(experts, 3, 2),
+        "experts.bias": bits(experts, 2),
+        "rows": bits(draw.randint(1, 9), 2),
+        "norm": bits(4),
+        **{f"list.{e}.weight": bits(2, 3) for e in range(experts)},
+    }
 
 
 def _as_rank(

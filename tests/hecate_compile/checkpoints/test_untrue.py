@@ -44,10 +44,27 @@ _MOMENT = "optimizer.state.0.weight.exp_avg"
 # --- an index that is untrue ---
 
 PATHS = [
-    "../step-00000001/__0_0.distcp", "/etc/passwd", "/dev/zero", "", ".", "..", "a\\b", "a\0b", "x" * 5000,
-    "./__0_0.distcp", "sub/../__0_0.distcp", "__0_0.distcp/", "pipe", "link", "zeros", "folder/data", "\ud800",
-    "~/x", "%2e%2e", "__0_0.distcp\n",
-]  # fmt: skip
+    "../step-00000001/__0_0.distcp",
+    "/etc/passwd",
+    "/dev/zero",
+    "",
+    ".",
+    "..",
+    "a\\b",
+    "a\0b",
+    "x" * 5000,
+    "./__0_0.distcp",
+    "sub/../__0_0.distcp",
+    "__0_0.distcp/",
+    "pipe",
+    "link",
+    "zeros",
+    "folder/data",
+    "\ud800",
+    "~/x",
+    "%2e%2e",
+    "__0_0.distcp\n",
+]
 
 
 def _traps(run: Run) -> None:
@@ -169,9 +186,17 @@ def test_numbers_in_the_manifest(run: Run) -> None:
         for key in ("step", "sequence", "ranks", "format", "files")
         for value in ("x", None, -1, 1.5, True, [], {}, float("nan"))
     ]
-    changes += [{"files": fields["files"] | {"run.json": other}} for other in (
-        record | {"bytes": "x"}, record | {"bytes": -1}, record | {"sha256": 5}, [], None, record | {"bytes": 2**70},
-    )]  # fmt: skip
+    changes += [
+        {"files": fields["files"] | {"run.json": other}}
+        for other in (
+            record | {"bytes": "x"},
+            record | {"bytes": -1},
+            record | {"sha256": 5},
+            [],
+            None,
+            record | {"bytes": 2**70},
+        )
+    ]
     changes += [{"ranks": 0}, {"ranks": 10**9}, {"step": 7}, {"format": 0}, {"format": manifest.FORMAT + 1}]
     for change in changes:
         _write_manifest(run.newest, json.dumps(fields | change))
@@ -191,14 +216,30 @@ def _write_manifest(step: Path, text: str) -> None:
 # --- plain data ---
 
 PLAIN = [
-    '{"~": "dtype", "name": "load"}', '{"~": "dtype", "name": "onnx"}', '{"~": "dtype", "name": "float32.__class__"}',
-    '{"~": "dtype", "name": ["float32"]}', '{"~": "dtype"}', '{"~": "eval", "items": ["1"]}',
-    '{"~": ["tuple"], "items": []}', '{"~": null}', '{"~": "tuple"}', '{"~": "tuple", "items": 5}',
-    '{"~": "set", "items": [[1]]}', '{"~": "deque", "items": [], "most": -1}', '{"~": "dict", "items": [[[1], 2]]}',
-    '{"~": "dict", "items": [1, 2]}', '{"~": "bytes", "base64": "!!!"}', '{"~": "int", "hex": "zz"}',
-    '{"~": "tensor", "key": "99"}', '{"~": "array", "key": []}', "1" * 10_000, "[" * 20_000, '{"a": ', "{} {}",
+    '{"~": "dtype", "name": "load"}',
+    '{"~": "dtype", "name": "onnx"}',
+    '{"~": "dtype", "name": "float32.__class__"}',
+    '{"~": "dtype", "name": ["float32"]}',
+    '{"~": "dtype"}',
+    '{"~": "eval", "items": ["1"]}',
+    '{"~": ["tuple"], "items": []}',
+    '{"~": null}',
+    '{"~": "tuple"}',
+    '{"~": "tuple", "items": 5}',
+    '{"~": "set", "items": [[1]]}',
+    '{"~": "deque", "items": [], "most": -1}',
+    '{"~": "dict", "items": [[[1], 2]]}',
+    '{"~": "dict", "items": [1, 2]}',
+    '{"~": "bytes", "base64": "!!!"}',
+    '{"~": "int", "hex": "zz"}',
+    '{"~": "tensor", "key": "99"}',
+    '{"~": "array", "key": []}',
+    "1" * 10_000,
+    "[" * 20_000,
+    '{"a": ',
+    "{} {}",
     "__import__('os').system('true')",
-]  # fmt: skip
+]
 
 
 def test_plain_data(run: Run) -> None:
@@ -220,11 +261,20 @@ def test_plain_data(run: Run) -> None:
 
 # Plain data, and yet not what hecate.save writes there.
 STATES: list[dict[str, Any]] = [
-    {"optimizers": [5]}, {"optimizers": [{}]}, {"optimizers": [{"groups": []}]}, {"options": []}, {"placement": 5},
-    {"optimizers": [{"groups": [5], "plain": {}}]}, {"optimizers": [{"groups": [{"lr": 1.0}], "plain": {}}]},
-    {"extra_state": [5]}, {"extra_state": {"nowhere._extra_state": 5}}, {"extra_state": {"0._extra_state": 5}},
-    {"random": None}, {"random": {}}, {"random": {"torch": [], "numpy": [], "python": []}},
-]  # fmt: skip
+    {"optimizers": [5]},
+    {"optimizers": [{}]},
+    {"optimizers": [{"groups": []}]},
+    {"options": []},
+    {"placement": 5},
+    {"optimizers": [{"groups": [5], "plain": {}}]},
+    {"optimizers": [{"groups": [{"lr": 1.0}], "plain": {}}]},
+    {"extra_state": [5]},
+    {"extra_state": {"nowhere._extra_state": 5}},
+    {"extra_state": {"0._extra_state": 5}},
+    {"random": None},
+    {"random": {}},
+    {"random": {"torch": [], "numpy": [], "python": []}},
+]
 
 
 @pytest.mark.parametrize("change", STATES, ids=str)

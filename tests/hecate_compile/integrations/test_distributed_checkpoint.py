@@ -49,9 +49,7 @@ def save_and_load(kind: str, dense: str) -> dict[str, Any]:
     steps(model, optimizer, [0, 1, 2])
     weights, state = get_state_dict(model, optimizer)
     shapes = {name: tuple(value.shape) for name, value in plain(kind).named_parameters()}
-    moments = {
-        name: tuple(one["exp_avg"].shape) for name, one in state["state"].items() if name in shapes
-    }  # fmt: skip
+    moments = {name: tuple(one["exp_avg"].shape) for name, one in state["state"].items() if name in shapes}
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
@@ -67,11 +65,12 @@ def save_and_load(kind: str, dense: str) -> dict[str, Any]:
         steps(one, its, [3, 4, 6])
     ours, theirs = model.state_dict(), other.state_dict()
     found = {
-        "whole": all(moments[name] == shapes[name] for name in moments), "moments": len(moments),
+        "whole": all(moments[name] == shapes[name] for name in moments),
+        "moments": len(moments),
         "names": list(weights) == list(plain(kind).state_dict()),
         "error": state_error(ours, theirs),
         "moved": state_error(ours, weights),
-    }  # fmt: skip
+    }
     experts = model.blocks[0].experts[3].w1 if kind == "list" else model.model.layers[0].mlp.experts
     key = "weight" if kind == "list" else "gate_up_proj"
     found["outside"] = message_of(lambda: getattr(experts, key).mean())

@@ -47,9 +47,15 @@ def fit(strategy: Any) -> PlainLanguageModel:
     rank = int(os.environ["RANK"])
     mine = [row for step in range(_STEPS) for row in batch(step, rows=4).chunk(2)[rank]]
     trainer = lightning.Trainer(
-        max_steps=_STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
-        gradient_clip_val=_CLIP, use_distributed_sampler=False, **strategy,
-    )  # fmt: skip
+        max_steps=_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        gradient_clip_val=_CLIP,
+        use_distributed_sampler=False,
+        **strategy,
+    )
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(mine, batch_size=2))
     return module.model

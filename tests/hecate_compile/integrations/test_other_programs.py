@@ -82,9 +82,13 @@ def adapted(folder: str) -> dict[str, Any]:
         return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
 
     best: dict[str, Any] = {
-        "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2,
-        "metric_for_best_model": "eval_loss", "gradient_accumulation_steps": 1,
-    }  # fmt: skip
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "metric_for_best_model": "eval_loss",
+        "gradient_accumulation_steps": 1,
+    }
     found: dict[str, Any] = {}
     plain = trainer_of(make(), f"{folder}/plain", **best)
     plain.train()

@@ -67,12 +67,14 @@ def train(kind: str) -> dict[str, Any]:
     state, wanted = model.state_dict(), reference.state_dict()
     explanation = hecate.explain(model)
     found = {
-        "losses": losses, "same names": set(state) == set(wanted),
+        "losses": losses,
+        "same names": set(state) == set(wanted),
         "error": state_error(state, wanted),
         "moved": state_error(wanted, adapted(kind).state_dict()),
         "exchanged": len(hecate.stats(model).layers),
-        "skipped": [skip.reason for skip in explanation.skipped], "graphs": len(explanation.graphs),
-    }  # fmt: skip
+        "skipped": [skip.reason for skip in explanation.skipped],
+        "graphs": len(explanation.graphs),
+    }
     # Saved by all ranks, read by a plain model; and back.
     from peft import PeftModel, set_peft_model_state_dict
 

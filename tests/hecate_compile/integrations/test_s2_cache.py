@@ -52,10 +52,13 @@ def generate(family: str, length: int = 37, count: int = LONG, **options: Any) -
     return {
         "differs": not torch.equal(dense, wanted),
         "bytes": [x.untyped_storage().nbytes() // per_token for x in kept],
-        "sparse": torch.equal(sparse, wanted), "whole": torch.equal(whole, wanted), "graphs": graphs,
-        "kept": [layer.keys.shape[2] for layer in cache.layers], "expected": [seen, pattern.stored(seen)],
+        "sparse": torch.equal(sparse, wanted),
+        "whole": torch.equal(whole, wanted),
+        "graphs": graphs,
+        "kept": [layer.keys.shape[2] for layer in cache.layers],
+        "expected": [seen, pattern.stored(seen)],
         "values": [layer.values.shape[2] for layer in cache.layers],
-    }  # fmt: skip
+    }
 
 
 def check(found: dict[str, Any]) -> None:

@@ -22,10 +22,21 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).parents[3]
 _HERE = "tests.hecate_compile.integrations.test_trainer"
 OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "learning_rate": 1e-2,
-    "optim": "adamw_torch", "adam_epsilon": 1e-3, "logging_steps": 1, "report_to": "none", "seed": 3, "use_cpu": True,
-    "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True, "lr_scheduler_type": "linear",
-}  # fmt: skip
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.3,
+    "learning_rate": 1e-2,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-3,
+    "logging_steps": 1,
+    "report_to": "none",
+    "seed": 3,
+    "use_cpu": True,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "disable_tqdm": True,
+    "lr_scheduler_type": "linear",
+}
 
 
 def trainer_of(model: nn.Module, folder: str, **options: Any) -> Any:
@@ -75,9 +86,12 @@ def train(folder: str) -> dict[str, Any]:
     found["best"] = difference(resumed.state_dict(), halfway)
 
     other = trainer_of(
-        hecate.compile(build("qwen3_moe", layers=1), config()), f"{folder}/bf16", save_strategy="no", bf16=True,
+        hecate.compile(build("qwen3_moe", layers=1), config()),
+        f"{folder}/bf16",
+        save_strategy="no",
+        bf16=True,
         gradient_checkpointing=True,
-    )  # fmt: skip
+    )
     other.train()
     found["bf16"] = logs_of(other)["loss"]
     return found
@@ -155,8 +169,19 @@ def test_bf16_and_checkpointing_train(ranks: Any) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "127.0.0.1:0", str(ROOT / "examples" / "trainer.py"), str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        str(ROOT / "examples" / "trainer.py"),
+        str(tmp_path),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "eval_loss" in run.stdout

@@ -127,10 +127,12 @@ def beside_ddp(backend: str = "aot_eager") -> dict[str, Any]:
         error = max(abs(a - b) for a, b in zip(*losses, strict=True))
         theirs, states = plain.state_dict(), ours.state_dict()
         found[name] = {
-            "loss": error, "state": state_error(states, theirs), "evaluated": losses[1][-evaluations[0]:],
+            "loss": error,
+            "state": state_error(states, theirs),
+            "evaluated": losses[1][-evaluations[0] :],
             "counts": all(torch.equal(states[n], t) for n, t in theirs.items() if not t.is_floating_point()),
             "graphs": len(hecate.explain(ours).graphs),
-        }  # fmt: skip
+        }
     return found
 
 

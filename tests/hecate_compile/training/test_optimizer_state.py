@@ -218,8 +218,12 @@ def test_optimizers_that_need_whole_parameters_are_refused() -> None:
         refused = {key for key, message in result.items() if "needs whole parameters" in message}
         # Muon takes matrices alone; those of the replicated kind are whole.
         assert refused == {
-            "LBFGS, replicate", "Adafactor, replicate", "LBFGS, shard", "Adafactor, shard", "Muon, shard",
-        }  # fmt: skip
+            "LBFGS, replicate",
+            "Adafactor, replicate",
+            "LBFGS, shard",
+            "Adafactor, shard",
+            "Muon, shard",
+        }
         assert result["Muon, replicate"] == result["LBFGS of what is whole"] == "no error"
 
 

@@ -189,14 +189,24 @@ def _scheduled(params: Any) -> Optimizer:
 
 
 REFUSED: dict[str, Callable[[Any], Optimizer]] = {
-    "trust ratio": TrustRatio, "one scale": OneScale, "estimating": Estimating, "average": OfTheRoot, "sharp": Sharp,
-    "scheduled": _scheduled, "around": lambda p: Around(OneScale(p)), "adafactor": torch.optim.Adafactor,
+    "trust ratio": TrustRatio,
+    "one scale": OneScale,
+    "estimating": Estimating,
+    "average": OfTheRoot,
+    "sharp": Sharp,
+    "scheduled": _scheduled,
+    "around": lambda p: Around(OneScale(p)),
+    "adafactor": torch.optim.Adafactor,
     "a derived": type("Mine", (torch.optim.Adafactor,), {}),
-}  # fmt: skip
+}
 RIGHT: dict[str, Callable[[Any], Optimizer]] = {
-    "lion": Lion, "early": Early, "compiled": Compiled, "around": lambda p: Around(Lion(p)), "derived": Derived,
+    "lion": Lion,
+    "early": Early,
+    "compiled": Compiled,
+    "around": lambda p: Around(Lion(p)),
+    "derived": Derived,
     "groups": lambda p: Lion([{"params": [q], "name": str(n), "lr": 0.1 + n / 100} for n, q in enumerate(p)]),
-}  # fmt: skip
+}
 
 
 def _models() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -304,9 +314,11 @@ def test_what_treats_elements_alone_trains_as_in_one_process() -> None:
 def test_what_cannot_be_tried_is_named_once() -> None:
     first, second = results()
     reasons = {
-        "noisy": "draws random numbers", "locked": "cannot pickle", "large": "large tensors",
+        "noisy": "draws random numbers",
+        "locked": "cannot pickle",
+        "large": "large tensors",
         "asking": "its step uses a PlainLanguageModel that it holds",
-    }  # fmt: skip
+    }
     for name, reason in reasons.items():
         message, *warned = first["warned"][name]
         assert message == "no error" and len(warned) == 1, warned

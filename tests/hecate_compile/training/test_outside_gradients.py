@@ -55,9 +55,7 @@ def twice(model: Headless, ids: torch.Tensor) -> torch.Tensor:
 
 
 Loss = Callable[[Headless, torch.Tensor], torch.Tensor]
-LOSSES: dict[str, Loss] = {
-    "tied": tied, "head": head, "regularized": regularized, "twice": twice,
-}  # fmt: skip
+LOSSES: dict[str, Loss] = {"tied": tied, "head": head, "regularized": regularized, "twice": twice}
 
 
 def accumulate(model: Headless, reference: Headless, losses: Sequence[Loss], step: int) -> float:

@@ -67,9 +67,11 @@ def train() -> dict[str, Any]:
                 worst = max(worst, error_of(mine.grad, wanted.grad))
     state = model.state_dict()
     return {
-        "worst": worst, "text": str(hecate.explain(model)), "stats": str(hecate.stats(model)),
+        "worst": worst,
+        "text": str(hecate.explain(model)),
+        "stats": str(hecate.stats(model)),
         "whole": all(torch.equal(state[name], value) for name, value in reference.state_dict().items()),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.distributed

@@ -33,18 +33,27 @@ ALL = [pytest.param(collective, id=collective.name) for collective in collective
 def test_all_are_here() -> None:
     """A new one is one more line here, and then the tests below say what it still lacks."""
     assert {collective.name for collective in collectives()} == {
-        "gather_experts", "reduce_scatter_experts", "sparse_all_gather", "sparse_reduce_scatter", "top_up",
-        "gather_counts", "exchange", "exchange_back", "route_nodes", "exchange_nodes", "exchange_nodes_back",
-        "gather_dense", "reduce_scatter_dense", "average_gradients",
-    }  # fmt: skip
+        "gather_experts",
+        "reduce_scatter_experts",
+        "sparse_all_gather",
+        "sparse_reduce_scatter",
+        "top_up",
+        "gather_counts",
+        "exchange",
+        "exchange_back",
+        "route_nodes",
+        "exchange_nodes",
+        "exchange_nodes_back",
+        "gather_dense",
+        "reduce_scatter_dense",
+        "average_gradients",
+    }
 
 
 @pytest.mark.parametrize("collective", ALL)
 def test_a_record_is_found_by_its_name_and_its_operators(collective: Collective) -> None:
     assert collective_named(collective.name) is collective
-    for find, operator in (
-        (whole_of, collective.whole), (start_of, collective.start), (wait_of, collective.wait),
-    ):  # fmt: skip
+    for find, operator in ((whole_of, collective.whole), (start_of, collective.start), (wait_of, collective.wait)):
         assert find(operator) is collective is collective_of(operator)
         assert sum(other(operator) is not None for other in (whole_of, start_of, wait_of)) == 1
 

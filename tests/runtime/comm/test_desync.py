@@ -266,9 +266,10 @@ def plant(kind: str, number: int, quick: bool = True) -> list[tuple[str, float]]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    list(product(("skip", "reorder", "plan", "splits"), (2, 3))) if ALL
+    list(product(("skip", "reorder", "plan", "splits"), (2, 3)))
+    if ALL
     else [("skip", 3), ("reorder", 2), ("plan", 2), ("splits", 3)],
-)  # fmt: skip
+)
 def test_a_planted_desync_is_named_on_all_ranks(kind: str, ranks: int) -> None:
     number = 10 if ALL else 1
     results = run_ranks(f"{_HERE}:plant", ranks, timeout=800, kind=kind, number=number)

@@ -61,8 +61,11 @@ def as_errors(folder: str) -> dict[str, str]:
 def test_all_ranks_raise_what_all_of_them_are_warned_of(tmp_path: Path) -> None:
     first, second = run_ranks(f"{_HERE}:as_errors", 2, folder=str(tmp_path), timeout=120)
     assert {name: text.partition(":")[0] for name, text in first.items()} == {
-        "float16": "UserWarning", "optimizer": "UserWarning", "save": "UserWarning", "after": "True"
-    }  # fmt: skip
+        "float16": "UserWarning",
+        "optimizer": "UserWarning",
+        "save": "UserWarning",
+        "after": "True",
+    }
     assert first.keys() == second.keys()
     assert all(second[name].startswith("UserWarning: hecate") for name in ("float16", "optimizer", "save"))
 
