@@ -8,8 +8,7 @@ libraries is listed in ``docs/patches.md``.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -146,8 +145,7 @@ def has_flat_weights(module: nn.Module) -> bool:
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what calling the module calls instead of its forward and hooks, as ``module.compile()`` sets it."""
-    found: Callable[..., Any] | None = module._compiled_call_impl
-    return found
+    return cast(Callable[..., Any] | None, module._compiled_call_impl)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -156,8 +154,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 def call_with_hooks(module: nn.Module) -> Callable[..., Any]:
     """Return what calling the module calls if it is not compiled: its hooks and its forward."""
-    call: Callable[..., Any] = module._call_impl
-    return call
+    return cast(Callable[..., Any], module._call_impl)
 
 
 HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -165,8 +162,7 @@ HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 
 def hooks_of_all_modules(kind: str) -> dict[int, Callable[..., Any]]:
     """Return the hooks of one of these kinds that every module has."""
-    found: dict[int, Callable[..., Any]] = getattr(torch.nn.modules.module, f"_global{kind}")
-    return found
+    return cast(dict[int, Callable[..., Any]], getattr(torch.nn.modules.module, f"_global{kind}"))
 
 
 def flags_of_hooks(module: nn.Module | None, kind: str) -> list[dict[int, bool]]:
@@ -182,14 +178,12 @@ def flags_of_hooks(module: nn.Module | None, kind: str) -> list[dict[int, bool]]
 
 def gradient_hooks(tensor: Any) -> dict[int, Callable[..., Any]] | None:
     """Return the hooks of ``tensor.register_hook`` by their handles' numbers."""
-    found: dict[int, Callable[..., Any]] | None = tensor._backward_hooks
-    return found
+    return cast(dict[int, Callable[..., Any]] | None, tensor._backward_hooks)
 
 
 def accumulation_hooks(tensor: Any) -> dict[int, Callable[..., Any]] | None:
     """Return the hooks of ``tensor.register_post_accumulate_grad_hook`` by their handles' numbers."""
-    found: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks
-    return found
+    return cast(dict[int, Callable[..., Any]] | None, tensor._post_accumulate_grad_hooks)
 
 
 def set_hooks_of_tensor(tensor: Any, gradient: Any, accumulation: Any) -> None:
@@ -223,25 +217,6 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-@contextmanager
-def as_if_untraced(mode: FakeTensorMode) -> Iterator[None]:
-    """Compute fake values inside the block without a trace: no guard comes of it, nor a size to account for."""
-    sizes, cached = mode.shape_env, mode.cache_enabled
-    if sizes is None:
-        yield
-        return
-    # A result from the cache would not be checked again when it is traced.
-    mode.cache_enabled = False
-    try:
-        with sizes.suppress_guards(), sizes.ignore_fresh_unbacked_symbols():
-            yield
-    finally:
-        mode.cache_enabled = cached
-        # Torch remembers a check that was suppressed as one that was made, and would not make it again.
-        forget: Any = type(sizes).guard_or_defer_runtime_assert
-        forget.cache_clear()
-
-
 # Groups of processes.
 
 default_group = dist.distributed_c10d._get_default_group
@@ -255,8 +230,7 @@ def group_named(name: str) -> dist.ProcessGroup:
         RuntimeError: there is none.
     """
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return cast(dist.ProcessGroup, resolve(name))
 
 
 def groups() -> dict[dist.ProcessGroup, tuple[str, Any]]:
@@ -272,8 +246,7 @@ def timeout_on(group: dist.ProcessGroup, device: str) -> datetime.timedelta | No
 
 def count_collectives(group: dist.ProcessGroup) -> int:
     """Return how many collectives a group has begun."""
-    number: int = cast(Any, group)._get_sequence_number_for_group()
-    return number
+    return cast(int, cast(Any, group)._get_sequence_number_for_group())
 
 
 def fake_store() -> Any:
@@ -344,8 +317,7 @@ def set_prepared(accelerator: Any, models: list[Any], optimizers: list[Any]) -> 
 
 def weight_conversions(model: Any) -> list[Any] | None:
     """Return how transformers converts a model's weights between files and parameters; None for not at all."""
-    found: list[Any] | None = getattr(model, "_weight_conversions", None)
-    return found
+    return cast(list[Any] | None, getattr(model, "_weight_conversions", None))
 
 
 def set_weight_conversions(model: Any, conversions: list[Any] | None) -> None:
@@ -359,8 +331,7 @@ def names_left_out_of_files(model: Any) -> tuple[str, ...]:
 
 def dtypes_kept_apart(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return which parameters transformers keeps in another dtype, by name, where a model is loaded in ``dtype``."""
-    found: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    return found
+    return cast(dict[str, torch.dtype], model._get_dtype_plan(dtype))
 
 
 def adjust_missing_and_unexpected(model: Any, report: Any) -> None:

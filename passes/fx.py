@@ -9,7 +9,8 @@ import importlib
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Refused, Skip
-from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, as_if_untraced, schema_of
+from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, schema_of
 
 log = logging.getLogger("hecate")
 
@@ -216,6 +217,25 @@ def take_place(old: Node, new: Node, *, unless: Callable[[Node], bool] = lambda 
     """
     new.meta |= {key: old.meta[key] for key in ("val", "example_value", "unbacked_bindings") if key in old.meta}
     old.replace_all_uses_with(new, delete_user_cb=lambda user: not unless(user))
+
+
+@contextmanager
+def as_if_untraced(mode: FakeTensorMode) -> Iterator[None]:
+    """Compute fake values inside the block without a trace: no guard comes of it, nor a size to account for."""
+    sizes, cached = mode.shape_env, mode.cache_enabled
+    if sizes is None:
+        yield
+        return
+    # A result from the cache would not be checked again when it is traced.
+    mode.cache_enabled = False
+    try:
+        with sizes.suppress_guards(), sizes.ignore_fresh_unbacked_symbols():
+            yield
+    finally:
+        mode.cache_enabled = cached
+        # Torch remembers a check that was suppressed as one that was made, and would not make it again.
+        forget: Any = type(sizes).guard_or_defer_runtime_assert
+        forget.cache_clear()
 
 
 class Builder:

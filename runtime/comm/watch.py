@@ -107,8 +107,6 @@ class Wait:
 _waits: dict[int, Wait] = {}
 # Groups that cannot go on, with the collective in which this rank noticed.
 _given_up: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Problem, str]] = weakref.WeakKeyDictionary()
-
-
 # This rank has raised because of others. What it raises from then on may come from that, and is not told.
 _consequence = False
 _heartbeat: Heartbeat | None = None
@@ -334,15 +332,9 @@ def _at_exit() -> None:
 
 
 def _log(wait: Wait, seconds: float) -> None:
-    own = dist.get_rank()
+    own, text = dist.get_rank(), "hecate: rank %d has waited for %.0f s in %s: %s. All ranks must call it together."
     others = [_state(rank, wait.group) for rank in dist.get_process_group_ranks(wait.group) if rank != own]
-    log.warning(
-        "hecate: rank %d has waited for %.0f s in %s: %s. All ranks must call it together.",
-        own,
-        seconds,
-        wait.what,
-        "; ".join(others),
-    )
+    log.warning(text, own, seconds, wait.what, "; ".join(others))
 
 
 def _state(rank: int, group: dist.ProcessGroup) -> str:

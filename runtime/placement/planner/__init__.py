@@ -68,20 +68,18 @@ second, and gradients take as long.
 
 from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, local_split, owners_only, shed_excess
 from hecate.runtime.placement.planner.cost import CostModel, LayerSizes, Rates, StepTime
-from hecate.runtime.placement.planner.dispatch import Dispatch, Quotas, assign_tokens, rows_per_rank
+from hecate.runtime.placement.planner.dispatch import Dispatch, Quotas, assign_tokens, quota_matrix, rows_per_rank
 from hecate.runtime.placement.planner.fastest import (
     Choice,
-    Recipe,
     materialize_again,
     materialize_fastest,
     materialize_frugally,
-    near_recipes,
-    quota_matrix,
     seconds_of,
     split_fastest,
 )
 from hecate.runtime.placement.planner.forecast import expected_load, steady_steps
 from hecate.runtime.placement.planner.paper import Budget, materialize
+from hecate.runtime.placement.planner.recipes import Recipe, near_recipes
 from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
 from hecate.runtime.placement.planner.stages import (
     Parts,

@@ -11,7 +11,6 @@ import numpy as np
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Bools, Placement, changes
 from hecate.runtime.placement.planner.balance import balance
-from hecate.runtime.placement.planner.fastest import quota_matrix
 from hecate.runtime.placement.topology import Topology
 
 Dispatch = Literal["nearest", "balanced"]
@@ -301,3 +300,10 @@ def _steps(ends: Ints) -> Ints:
     steps = ends.copy()
     steps[..., 1:] -= ends[..., :-1]
     return steps
+
+
+def quota_matrix(split: list[list[int]], placement: Placement) -> Ints:
+    """The rows of each expert on its holders as int64 ``[E, W]``."""
+    quotas = np.zeros((len(split), placement.owners.world_size), dtype=np.int64)
+    quotas[placement.pairs] = np.fromiter(chain.from_iterable(split), dtype=np.int64)
+    return quotas

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only, shed_excess
+from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only
 from hecate.runtime.placement.planner.cost import CostModel, StepTime
 from hecate.runtime.placement.planner.dealing import deal
-from hecate.runtime.placement.topology import Topology
+from hecate.runtime.placement.planner.recipes import Proposal, Recipe, all_recipes, hottest_of, propose
 
 # Packing, adding up and a few microseconds of everything are not in the model. So replicas are worth it only if a
 # step is predicted to take less than this part of one without them.
@@ -31,22 +27,6 @@ _INSURED = 1.05
 _ALMOST = 1.03
 # Even ranks are worth a look if they could save this part of what compute and rows take.
 _MAY_GAIN = 0.03
-
-
-class Recipe(NamedTuple):
-    """How to make a placement.
-
-    Attributes:
-        spread: how many hot experts are spread, that is, get a copy on every node (every rank of a single node).
-        in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
-        fills: slots that are left are filled, that is, get replicas, as long as all transfer stays hidden. They make
-            a wrong prediction cheaper, but with more holders rows are not always dispatched better. None if both are
-            to be tried; what was better is kept until both are tried again.
-    """
-
-    spread: int
-    in_nodes: bool
-    fills: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +78,10 @@ def materialize_fastest(
         return nothing
 
     # Step 1: every recipe makes a proposal.
-    hottest = _hottest(load, owners, topology, slots)
+    hottest = hottest_of(load, owners, topology, slots)
     if recipes is None:
         recipes = all_recipes(len(hottest), topology, fills)
-    proposals = (_propose(rows, hottest, owners, topology, slots, recipe) for recipe in recipes)
+    proposals = (propose(rows, hottest, owners, topology, slots, recipe) for recipe in recipes)
 
     # Step 2: the best proposal with ranks evened out inside nodes, and the best with ranks evened out across them.
     winners = _best_of_each_way(rows, proposals, costs)
@@ -133,10 +113,10 @@ def materialize_frugally(load: NDArray[np.integer], owners: Owners, costs: CostM
 
 
 def _best_of_each_way(
-    rows: list[int], proposals: Iterable[_Proposal], costs: CostModel
-) -> list[tuple[float, _Proposal]]:
+    rows: list[int], proposals: Iterable[Proposal], costs: CostModel
+) -> list[tuple[float, Proposal]]:
     """The best proposal for each value of ``in_nodes``, and the seconds of a step that splits rows as it says."""
-    best: dict[bool, tuple[float, _Proposal]] = {}
+    best: dict[bool, tuple[float, Proposal]] = {}
     for proposal in proposals:
         way = proposal.recipe.in_nodes
         seconds = costs.step(rows, proposal.split, proposal.placement).total
@@ -146,7 +126,7 @@ def _best_of_each_way(
 
 
 def _unfilled_and_filled(
-    load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel
+    load: NDArray[np.integer], proposal: Proposal, slots: int, costs: CostModel
 ) -> Iterator[tuple[Recipe, Placement]]:
     """The proposal's placement, with its free slots filled or not, or both, as its recipe says.
 
@@ -192,8 +172,8 @@ def materialize_again(
     """
     if slots == 0 or owners.world_size == 1:
         return Placement.owned(owners), recipes[0]
-    rows, hottest = load.tolist(), _hottest(load, owners, costs.topology, slots)
-    proposals = [_propose(rows, hottest, owners, costs.topology, slots, recipe) for recipe in recipes]
+    rows, hottest = load.tolist(), hottest_of(load, owners, costs.topology, slots)
+    proposals = [propose(rows, hottest, owners, costs.topology, slots, recipe) for recipe in recipes]
     best, least, alone = proposals[0], math.inf, sum(costs.owners_work(rows, owners))
     for proposal in proposals if len(proposals) > 1 else ():
         seconds = sum(costs.work(rows, proposal.split, proposal.placement))
@@ -214,7 +194,7 @@ def seconds_of(
     rows = load.tolist()
     if recipe is None:
         return sum(costs.owners_work(rows, owners))
-    proposal = _propose(rows, _hottest(load, owners, costs.topology, slots), owners, costs.topology, slots, recipe)
+    proposal = propose(rows, hottest_of(load, owners, costs.topology, slots), owners, costs.topology, slots, recipe)
     return costs.step(rows, proposal.split, proposal.placement).total
 
 
@@ -246,103 +226,7 @@ def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> li
     return owners_only(rows, placement) if faster else best
 
 
-def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> list[Recipe]:
-    """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
-    spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
-    return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
-
-
-def near_recipes(recipe: Recipe, topology: Topology, turn: int, count: int = 1) -> list[Recipe]:
-    """``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
-
-    Neighbours have one or two hot experts more or fewer, or the other way to even out.
-    """
-    near = [recipe._replace(spread=recipe.spread + more) for more in (-1, 1, -2, 2) if recipe.spread + more >= 0]
-    near += [recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes]
-    return [recipe, *(near[(count * turn + index) % len(near)] for index in range(min(count, len(near))))]
-
-
-def _ways(topology: Topology) -> tuple[bool, ...]:
-    return (False,) if topology.num_nodes == 1 else (False, True)
-
-
-def _hottest(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
-    """Experts with rows, in the order in which they should be put on every node; as many as slots may take.
-
-    Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
-    """
-    # An expert needs no copy in its own group, and all groups take turns.
-    groups = _groups(topology)
-    most = -(-slots * min(map(len, groups)) * len(groups) // (len(groups) - 1))
-    order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
-    if topology.num_nodes == 1:
-        return order[:most]
-    rows, wanted = load.tolist(), [0] * topology.num_nodes
-    waiting: list[deque[int]] = [deque() for _ in wanted]
-    for expert in order:
-        node = topology.node_of[owners.ranks[expert]]
-        wanted[node] += rows[expert]
-        waiting[node].append(expert)
-    queue = [(-count, node) for node, count in enumerate(wanted) if count]
-    heapq.heapify(queue)
-    chosen: list[int] = []
-    while queue and len(chosen) < most:
-        count, node = heapq.heappop(queue)
-        chosen.append(waiting[node].popleft())
-        if waiting[node]:
-            heapq.heappush(queue, (count + rows[chosen[-1]], node))
-    return chosen
-
-
-def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
-    """The nodes; on a single node the ranks."""
-    return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
-
-
-@dataclass(frozen=True)
-class _Proposal:
-    """What a recipe makes of a load.
-
-    Attributes:
-        rows: of each expert.
-        replicas: the ranks beside the owner that hold each expert.
-        free: slots that are left on each rank.
-        have: for each rank its rows of each expert that it holds.
-    """
-
-    recipe: Recipe
-    rows: list[int]
-    owners: Owners
-    replicas: list[set[int]]
-    free: list[int]
-    have: list[dict[int, int]]
-
-    @cached_property
-    def placement(self) -> Placement:
-        return Placement.with_replicas(self.owners, self.replicas)
-
-    @cached_property
-    def split(self) -> list[list[int]]:
-        """The rows of each expert on each of its holders, in the order of ``placement.holders``."""
-        holders, split = self.placement.holders, [[count] for count in self.rows]
-        for expert, more in enumerate(self.replicas):
-            if more:
-                split[expert] = [self.have[rank].get(expert, 0) for rank in holders[expert]]
-        return split
-
-
-def _propose(
-    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
-) -> _Proposal:
-    """First the hot experts on every node; then, with the slots that are left, even ranks."""
-    replicas: list[set[int]] = [set() for _ in rows]
-    free = [slots] * owners.world_size
-    _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
-    have = shed_excess(rows, owners, replicas, free, topology if recipe.in_nodes else None)
-    return _Proposal(recipe, rows, owners, replicas, free, have)
-
-
-def _fill(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: CostModel) -> Placement:
+def _fill(load: NDArray[np.integer], proposal: Proposal, slots: int, costs: CostModel) -> Placement:
     """Add replicas in free slots, as many as can travel in the hidden time; the proposal's own placement if none.
 
     They cost nothing by the prediction, and make a wrong one cheaper. First all free slots are filled; if not all of
@@ -370,40 +254,3 @@ def _fill(load: NDArray[np.integer], proposal: _Proposal, slots: int, costs: Cos
         if costs.replica_seconds(more) <= hidden:
             return more
     return proposal.placement
-
-
-def _spread(
-    rows: list[int],
-    experts: list[int],
-    owners: Owners,
-    groups: Sequence[tuple[int, ...]],
-    replicas: list[set[int]],
-    free: list[int],
-) -> None:
-    """Add a replica of each expert in every group but its owner's, on the rank with a free slot and fewest rows.
-
-    At first a rank's rows are those of the experts that it owns. Each replica takes an even share from the owner.
-    """
-    if not experts:
-        return
-    expected: list[float] = [*owners.rows(rows)]
-    for expert in experts:
-        owner = owners.ranks[expert]
-        share = rows[expert] / len(groups)
-        for ranks in groups:
-            if owner in ranks:
-                continue
-            open_ranks = [rank for rank in ranks if free[rank]]
-            if open_ranks:
-                rank = min(open_ranks, key=lambda rank: (expected[rank], rank))
-                replicas[expert].add(rank)
-                free[rank] -= 1
-                expected[rank] += share
-                expected[owner] -= share
-
-
-def quota_matrix(split: list[list[int]], placement: Placement) -> Ints:
-    """The rows of each expert on its holders as int64 ``[E, W]``."""
-    quotas = np.zeros((len(split), placement.owners.world_size), dtype=np.int64)
-    quotas[placement.pairs] = np.fromiter(chain.from_iterable(split), dtype=np.int64)
-    return quotas

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner.cost import CostModel
-from hecate.runtime.placement.planner.fastest import Recipe, seconds_of
+from hecate.runtime.placement.planner.fastest import seconds_of
+from hecate.runtime.placement.planner.recipes import Recipe
 from hecate.runtime.placement.topology import Topology
 
 # Swaps that are tried in a layer: the hottest experts, each with a few others. Plans take longer with more ranks and

@@ -16,7 +16,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, balance
 from hecate.runtime.placement.planner.balance import Block, cut_at, even_out, local_ends
-from hecate.runtime.placement.planner.fastest import quota_matrix
+from hecate.runtime.placement.planner.dispatch import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
 from tests.runtime.one_sided.dispatch_cases import Dispatch, check_dispatch, random_dispatch

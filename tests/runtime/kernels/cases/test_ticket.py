@@ -17,7 +17,7 @@ from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens, balance
-from hecate.runtime.placement.planner.fastest import quota_matrix
+from hecate.runtime.placement.planner.dispatch import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
 from tests.runtime.placement.planner.cases import Case, cases, placements

@@ -1,0 +1,160 @@
+"""Recipes: ways to make a placement of a load, and what comes of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner.balance import shed_excess
+from hecate.runtime.placement.topology import Topology
+
+
+class Recipe(NamedTuple):
+    """How to make a placement.
+
+    Attributes:
+        spread: how many hot experts are spread, that is, get a copy on every node (every rank of a single node).
+        in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
+        fills: slots that are left are filled, that is, get replicas, as long as all transfer stays hidden. They make
+            a wrong prediction cheaper, but with more holders rows are not always dispatched better. None if both are
+            to be tried; what was better is kept until both are tried again.
+    """
+
+    spread: int
+    in_nodes: bool
+    fills: bool | None = None
+
+
+def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> list[Recipe]:
+    """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
+    spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
+    return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
+
+
+def near_recipes(recipe: Recipe, topology: Topology, turn: int, count: int = 1) -> list[Recipe]:
+    """``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
+
+    Neighbours have one or two hot experts more or fewer, or the other way to even out.
+    """
+    near = [recipe._replace(spread=recipe.spread + more) for more in (-1, 1, -2, 2) if recipe.spread + more >= 0]
+    near += [recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes]
+    return [recipe, *(near[(count * turn + index) % len(near)] for index in range(min(count, len(near))))]
+
+
+def _ways(topology: Topology) -> tuple[bool, ...]:
+    return (False,) if topology.num_nodes == 1 else (False, True)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a recipe makes of a load.
+
+    Attributes:
+        rows: of each expert.
+        replicas: the ranks beside the owner that hold each expert.
+        free: slots that are left on each rank.
+        have: for each rank its rows of each expert that it holds.
+    """
+
+    recipe: Recipe
+    rows: list[int]
+    owners: Owners
+    replicas: list[set[int]]
+    free: list[int]
+    have: list[dict[int, int]]
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement.with_replicas(self.owners, self.replicas)
+
+    @cached_property
+    def split(self) -> list[list[int]]:
+        """The rows of each expert on each of its holders, in the order of ``placement.holders``."""
+        holders, split = self.placement.holders, [[count] for count in self.rows]
+        for expert, more in enumerate(self.replicas):
+            if more:
+                split[expert] = [self.have[rank].get(expert, 0) for rank in holders[expert]]
+        return split
+
+
+def propose(
+    rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
+) -> Proposal:
+    """First the hot experts on every node; then, with the slots that are left, even ranks."""
+    replicas: list[set[int]] = [set() for _ in rows]
+    free = [slots] * owners.world_size
+    _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
+    have = shed_excess(rows, owners, replicas, free, topology if recipe.in_nodes else None)
+    return Proposal(recipe, rows, owners, replicas, free, have)
+
+
+def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
+    """Experts with rows, in the order in which they should be put on every node; as many as slots may take.
+
+    Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
+    """
+    # An expert needs no copy in its own group, and all groups take turns.
+    groups = _groups(topology)
+    most = -(-slots * min(map(len, groups)) * len(groups) // (len(groups) - 1))
+    order: list[int] = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
+    if topology.num_nodes == 1:
+        return order[:most]
+    rows, wanted = load.tolist(), [0] * topology.num_nodes
+    waiting: list[deque[int]] = [deque() for _ in wanted]
+    for expert in order:
+        node = topology.node_of[owners.ranks[expert]]
+        wanted[node] += rows[expert]
+        waiting[node].append(expert)
+    queue = [(-count, node) for node, count in enumerate(wanted) if count]
+    heapq.heapify(queue)
+    chosen: list[int] = []
+    while queue and len(chosen) < most:
+        count, node = heapq.heappop(queue)
+        chosen.append(waiting[node].popleft())
+        if waiting[node]:
+            heapq.heappush(queue, (count + rows[chosen[-1]], node))
+    return chosen
+
+
+def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
+    """The nodes; on a single node the ranks."""
+    return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
+
+
+def _spread(
+    rows: list[int],
+    experts: list[int],
+    owners: Owners,
+    groups: Sequence[tuple[int, ...]],
+    replicas: list[set[int]],
+    free: list[int],
+) -> None:
+    """Add a replica of each expert in every group but its owner's, on the rank with a free slot and fewest rows.
+
+    At first a rank's rows are those of the experts that it owns. Each replica takes an even share from the owner.
+    """
+    if not experts:
+        return
+    expected: list[float] = [*owners.rows(rows)]
+    for expert in experts:
+        owner = owners.ranks[expert]
+        share = rows[expert] / len(groups)
+        for ranks in groups:
+            if owner in ranks:
+                continue
+            open_ranks = [rank for rank in ranks if free[rank]]
+            if open_ranks:
+                rank = min(open_ranks, key=lambda rank: (expected[rank], rank))
+                replicas[expert].add(rank)
+                free[rank] -= 1
+                expected[rank] += share
+                expected[owner] -= share
