@@ -1,1 +1,1 @@
-"""Who the ranks are, and how bytes get from one to another."""
+"""The ranks of a model, and how bytes get from one to another."""

@@ -1,4 +1,4 @@
-"""All ranks check that they are about to do the same thing, before a difference becomes a hang.
+"""Checks that all ranks are about to do the same thing, before a difference becomes a hang.
 
 Texts travel as bytes in tensors, never as pickled objects.
 """
@@ -18,7 +18,7 @@ from hecate.runtime.comm.world import World
 __all__ = ["DisagreementError", "agree", "compare_histories"]
 
 
-# In the place of a digest, from a rank that does not know.
+# Stands for the digest of a rank that does not know its own.
 _NO_DIGEST = bytes(32)
 
 
@@ -35,7 +35,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
     """
     if world.group is None:
         return
-    # What is said here must not meet what graphs have on its way.
+    # Collectives of a graph that are still under way would mix with these.
     world.queue.drain()
     with doing(f"the comparison of {what}"):
         text = "\n".join(lines if lines is not None else ["(not known)"]).encode()
@@ -47,7 +47,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
 
 
 def compare_histories(world: World) -> None:
-    """Say where ranks parted that are known to have done so. All ranks together.
+    """Raise with the first collective in which ranks differ, where they are known to differ. A collective.
 
     Raises:
         DisagreementError: always, with the first difference.
@@ -65,7 +65,7 @@ def compare_histories(world: World) -> None:
 
 
 def gather_texts(text: bytes, world: World) -> list[bytes]:
-    """The text of every rank, in rank order. A collective."""
+    """Return the text of every rank, in rank order. A collective."""
     lengths = [int.from_bytes(raw, "little") for raw in _gather(len(text).to_bytes(8, "little"), 8, world)]
     texts = _gather(text, max(lengths), world)
     return [raw[:length] for raw, length in zip(texts, lengths, strict=True)]

@@ -1,7 +1,8 @@
-"""One record for each collective: everything that passes, predictions and reports ask about it.
+"""Records of collectives: one for each, with everything that passes, predictions and reports ask about it.
 
-The record stands beside the operator (``hecate.runtime.ops``). Whoever needs to know something about a collective
-asks here. So a new one of a known kind needs no change elsewhere, and an unknown one is an error, never a default.
+A record stands beside its operator (``hecate.runtime.ops``), and whoever needs to know something about a collective
+asks it. So a new collective of a known kind needs no change elsewhere, and an unknown one is an error, never a
+default.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GatheredAgain = Literal["always", "if rematerialized", "never"]
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """An operator that communicates, and its two halves.
+    """An operator that communicates, with its two halves.
 
     Attributes:
         name: of the operator, without its namespace.
@@ -62,7 +63,7 @@ _by_operator: dict[object, Collective] = {}
 
 
 def add_collective(collective: Collective) -> Collective:
-    """Register a record; once for each name.
+    """Register a record, and return it. A name is registered once.
 
     Raises:
         ValueError: the name is taken.
@@ -76,12 +77,12 @@ def add_collective(collective: Collective) -> Collective:
 
 
 def collectives() -> tuple[Collective, ...]:
-    """All of them, in the order in which they were registered."""
+    """Return all records, in the order in which they were registered."""
     return tuple(_by_name.values())
 
 
 def collective_named(name: str) -> Collective:
-    """The record of an operator's name, as notes and traces have it.
+    """Return the record of the operator with this name, as notes and traces have it.
 
     Raises:
         LookupError: no such collective.
@@ -93,23 +94,23 @@ def collective_named(name: str) -> Collective:
 
 
 def collective_of(operator: object) -> Collective | None:
-    """The record of a node's target: of the operator itself or one of its halves; None for anything else."""
+    """Return the record of a node's target, be it the operator or one of its halves; None for anything else."""
     return _by_operator.get(operator)
 
 
 def whole_of(operator: object) -> Collective | None:
-    """The record if ``operator`` is a collective in one piece."""
+    """Return the record if ``operator`` is a collective in one piece, else None."""
     found = _by_operator.get(operator)
     return found if found is not None and found.whole is operator else None
 
 
 def start_of(operator: object) -> Collective | None:
-    """The record if ``operator`` starts a collective."""
+    """Return the record if ``operator`` starts a collective, else None."""
     found = _by_operator.get(operator)
     return found if found is not None and found.start is operator else None
 
 
 def wait_of(operator: object) -> Collective | None:
-    """The record if ``operator`` waits for a collective."""
+    """Return the record if ``operator`` waits for a collective, else None."""
     found = _by_operator.get(operator)
     return found if found is not None and found.wait is operator else None

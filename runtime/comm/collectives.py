@@ -1,7 +1,7 @@
 """Collectives on tensors whose first dimension is split unevenly over ranks.
 
-Everything is a collective of ``torch.distributed``, or with gloo messages (:mod:`hecate.runtime.comm.messages`). Sums
-of messages run in rank order, which makes them deterministic.
+Everything is a collective of ``torch.distributed``, or with gloo an exchange of messages
+(:mod:`hecate.runtime.comm.messages`). Sums of messages run in rank order, which makes them deterministic.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.topology import Topology
 
-# Bytes of which every rank gets everybody's sooner than a share of them, and then the shares of the sum.
+# Up to so many bytes, gathering every rank's tensor and adding up takes less time than scattering shares and
+# gathering their sums.
 _STRAIGHT_BYTES = 2**14
 _JOINED: dict[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
     dist.ReduceOp.MAX: lambda parts: parts.amax(0),
     dist.ReduceOp.MIN: lambda parts: parts.amin(0),
 }
-# What a CUDA graph that is being captured will copy from the host, for whoever captures it to keep.
+# Tensors that a CUDA graph being captured will copy from the host; whoever captures it keeps them.
 _constants: list[torch.Tensor] | None = None
-# Behind parts of one tensor, so that the next begins at 16 bytes: Triton compiles another kernel where one does not.
+# A gap behind a part of odd length lets the next begin at 16 bytes: Triton compiles another kernel where one does
+# not.
 _GAPS = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def proof(world: World) -> list[int]:
-    """Two numbers about all collectives so far; see :func:`hecate.runtime.comm.history.proven`."""
+    """Return two numbers about all collectives so far; see :func:`hecate.runtime.comm.history.proven`."""
     return history_of(world.group).proof if world.group is not None else [0, 0]
 
 
 def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-    """A copy of the rows ``experts`` of a full ``[E, ...]`` tensor, with storage of its own."""
+    """Return a copy of the rows ``experts`` of a full ``[E, ...]`` tensor, with storage of its own."""
     if len(experts) and list(experts) == list(range(experts[0], experts[-1] + 1)):
         return full[experts[0] : experts[-1] + 1].clone()
     return full[list(experts)].clone()
 
 
 def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = False) -> torch.Tensor:
-    """Numbers of the host on ``device``, without waiting for what the device does meanwhile.
+    """Return numbers of the host as a tensor on ``device``, without waiting for what the device does meanwhile.
 
     Args:
         constant: they follow from shapes alone, so a CUDA graph that is being captured may copy them in each replay.
@@ -71,27 +73,31 @@ def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = Fal
 
 
 def on_device_together(numbers: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """:func:`on_device` of several int64 arrays: one copy, of which the results are parts."""
+    """Bring several int64 arrays to ``device`` with one copy, as :func:`on_device`; the results are parts of it."""
     if device.type == "cpu":
-        # Nothing is copied, so nothing need be put together.
+        # Nothing is copied here, so nothing need be put together.
         return [torch.from_numpy(part) for part in numbers]
     return parts_of(on_device(joined(numbers), device), numbers)
 
 
 def joined(numbers: Sequence[np.ndarray]) -> np.ndarray:
-    """Several int64 arrays as one, int64 ``[n]``."""
+    """Join several int64 arrays to one, int64 ``[n]``."""
     return np.concatenate([piece for part in numbers for piece in (part.reshape(-1), _GAPS[part.size % 2])])
 
 
 def parts_of(together: torch.Tensor, numbers: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """The parts of what :func:`joined` made of ``numbers``, as views."""
+    """Return views of the arrays that :func:`joined` put together from ``numbers``."""
     pieces = together.split([length for part in numbers for length in (part.size, part.size % 2)])
     return [piece.view(part.shape) for piece, part in zip(pieces[::2], numbers, strict=True)]
 
 
 @contextmanager
 def keeping_constants() -> Iterator[list[torch.Tensor]]:
-    """Around a capture: what its graphs copy from the host in each replay, to be kept as long as they are."""
+    """Collect, while CUDA graphs are captured, the tensors that they copy from the host in each replay.
+
+    Yields:
+        These tensors, to be kept as long as the graphs.
+    """
     global _constants
     kept: list[torch.Tensor] = []
     _constants = kept
@@ -102,9 +108,9 @@ def keeping_constants() -> Iterator[list[torch.Tensor]]:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
+    """Copy a tensor to the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
 
-    To wait here would keep what comes next from being started. Jobs of other devices run on a thread, which may wait.
+    Waiting here would keep what comes next from being started. Jobs of other devices run on a thread, which may wait.
     """
     if not tensor.is_cuda:
         return tensor.cpu()
@@ -158,7 +164,7 @@ def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | N
         if carries(group, flat.device):
             if 0 < flat.nbytes <= FEW:
                 return Few(flat, out, group, tag)
-            # Not split, which gives a single part where there are no values.
+            # ``split`` would give a single part where there are no values.
             return exchange(list(out.view(world.size, flat.numel())), [flat] * world.size, group, tag)
         _all_gather(out, flat, group=group)
         return None
@@ -204,7 +210,7 @@ def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:
 def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
     """Dense reduce-scatter: each owner gets the sum over ranks of its experts. ``[E, ...] -> [E_r, ...]``.
 
-    They are added up in rank order, in float32 where that is wider.
+    Gradients of the ranks are added up in rank order, in float32 where that is wider.
     """
     if world.group is None:
         return full.clone()
@@ -219,14 +225,14 @@ def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> t
 
 
 def scatter_shards(full: torch.Tensor | None, like: torch.Tensor, owners: Owners, world: World) -> None:
-    """Rank 0 holds ``full`` ``[E, ...]``; every rank receives its experts into ``like`` ``[E_r, ...]``."""
+    """Send to every rank its experts of rank 0's ``full`` ``[E, ...]``, into ``like`` ``[E_r, ...]``."""
     if full is not None and not owners.in_order:
         full = full[_by_rank(owners, full.device)]
     scatter_rows(full, like, owners.counts, world)
 
 
 def scatter_rows(full: torch.Tensor | None, like: torch.Tensor, counts: list[int], world: World) -> None:
-    """Rank 0 holds ``full``; rank w receives the next ``counts[w]`` rows of it into ``like``."""
+    """Send to each rank w the next ``counts[w]`` rows of rank 0's ``full``, into ``like``."""
     if world.group is None:
         assert full is not None
         like.copy_(full)
@@ -310,7 +316,7 @@ def all_reduce_by_nodes(flat: torch.Tensor, topology: Topology, world: World) ->
     shares = _shares(flat.numel(), len(neighbours))
     part = _gathered(flat, neighbours, shares, world).sum(0)
     if len(across) == 2:
-        # Two exchange what they have in one step, and send no more than in two.
+        # Two nodes exchange their parts in one step, and send no more than they would in two.
         part = _all_shares(part, across, [len(part)] * 2, world).view(2, -1).sum(0)
     else:
         parts = _shares(len(part), len(across))
@@ -319,26 +325,26 @@ def all_reduce_by_nodes(flat: torch.Tensor, topology: Topology, world: World) ->
 
 
 def _shares(length: int, among: int) -> list[int]:
-    """Lengths that differ by one at most."""
+    """Return ``among`` lengths that add up to ``length`` and differ by one at most."""
     return [length * (index + 1) // among - length * index // among for index in range(among)]
 
 
 def _gathered(flat: torch.Tensor, ranks: Sequence[int], shares: list[int], world: World) -> torch.Tensor:
-    """This rank's share of ``flat`` from each of ``ranks``, which share it out as ``shares`` says: ``[n, share]``."""
+    """Gather this rank's share of each of the ``flat`` of ``ranks``, divided as ``shares`` says: ``[n, share]``."""
     mine = shares[ranks.index(world.rank)]
     received = all_to_all(flat, _to(ranks, shares, world), _to(ranks, [mine] * len(ranks), world), world)
     return received.view(len(ranks), mine)
 
 
 def _all_shares(share: torch.Tensor, ranks: Sequence[int], shares: list[int], world: World) -> torch.Tensor:
-    """The shares of ``ranks``, which have one each, one behind the other."""
+    """Gather the shares of ``ranks``, one from each, one behind the other."""
     return all_to_all(
         share.repeat(len(ranks)), _to(ranks, [len(share)] * len(ranks), world), _to(ranks, shares, world), world
     )
 
 
 def _to(ranks: Sequence[int], lengths: Sequence[int], world: World) -> list[int]:
-    """``lengths`` at the places of ``ranks``, which ascend, and 0 at others: length W."""
+    """Return ``lengths`` at the places of ``ranks``, which ascend, and 0 at all others: length W."""
     found = [0] * world.size
     for rank, length in zip(ranks, lengths, strict=True):
         found[rank] = length

@@ -1,8 +1,8 @@
-"""What ranks tell each other beside the collectives: one entry a rank, in the store that torchrun has open.
+"""Heartbeats: one entry a rank in the store that torchrun has open, written beside all collectives.
 
-A thread writes this rank's entry every second, so others see that it is alive. It reads theirs only while somebody
-here wants to know, and on a connection of its own: whoever waits for a key holds the connection meanwhile. Nothing
-here blocks the caller, so a store that cannot be reached is a fact to tell, not one more hang.
+A thread writes this rank's entry every second, so others see that it is alive. It reads the others' entries only
+while somebody here wants to know, and on a connection of its own: a rank that waits for a key holds its connection
+meanwhile. Nothing here blocks the caller, so a store that cannot be reached is a fact to tell, not one more hang.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import torch.distributed as dist
 
 from hecate.private import default_store
 
-# Seconds between two entries, and of patience with the store.
+# Seconds between two entries, and seconds after which the store counts as not answering.
 EVERY, _STORE = 1.0, timedelta(seconds=5)
-# Entries in which a rank goes on to tell details after somebody asked.
+# After it was asked, a rank tells details in so many entries.
 _ANSWERS = 5
-# Entries that are read in a round; with more ranks, not every round reads.
+# Entries read in a round; with more ranks, not every round reads.
 _READS = 64
 _ASKED = "hecate/asked"
 
 
 @dataclass
 class Heard:
-    """What a rank told last, and since when it has told nothing new, in seconds of ``time.monotonic``."""
+    """The last entry of a rank, and since when it has been the last, in seconds of ``time.monotonic``."""
 
     entry: dict[str, Any] = field(default_factory=dict)
     since: float = 0.0
 
 
 class Heartbeat:
-    """The thread that tells what this rank has to tell, and reads what others tell while somebody here wants to know.
+    """The thread that writes this rank's entries, and reads those of others while somebody here wants to know.
 
     Args:
-        entry: what is told, JSON-able; gets whether another rank has asked for details.
+        entry: returns what is told, JSON-able; gets whether another rank has asked for details.
         wanted: whether to ask, and read what the others tell; called in each round.
         look: called in each round, after :attr:`heard` is new; errors are passed over.
 
@@ -92,11 +92,11 @@ class Heartbeat:
                 self._round()
                 self.reached = time.monotonic()
             except Exception:
-                # A store that cannot be reached is a fact to tell; the connection is of no more use.
+                # An unreachable store is a fact to tell; its connection is of no more use.
                 self._store = None
             if woken:
                 self._told.set()
-            # The process may be on its way out; then there is nothing to say.
+            # An error here means that the process is ending; then there is nothing to say.
             with suppress(Exception):
                 self._look()
 
@@ -112,7 +112,7 @@ class Heartbeat:
         self._rank, size = dist.get_rank(), dist.get_world_size()
         store.set(_key(self._rank), json.dumps({"beat": self._beat, **self._entry(self._answer >= 0)}))
         if not wanted:
-            # What was heard long ago says nothing about who is silent now.
+            # Old entries say nothing about who is silent now.
             self.heard = {}
         elif self._beat % (1 + size // _READS) == 0:
             self._read(store, size)
@@ -131,7 +131,7 @@ class Heartbeat:
                 self.heard[rank] = Heard(entry, time.monotonic())
 
     def _connected(self) -> Any:
-        """The store over a connection of our own; None where there is none that other processes see."""
+        """Return the store over a connection of our own; None where there is none that other processes see."""
         try:
             source = default_store() if dist.is_initialized() else None
         except ValueError:
@@ -147,7 +147,7 @@ class Heartbeat:
         return self._store
 
     def silence(self, rank: int) -> float | None:
-        """For how many seconds a rank has told nothing new; None while that cannot be known."""
+        """Return for how many seconds a rank has told nothing new; None while that cannot be known."""
         now, heard = time.monotonic(), self.heard.get(rank)
         return None if heard is None or now - self.reached > 2 * EVERY else now - heard.since
 

@@ -1,8 +1,8 @@
-"""What a rank has started on a group, collective by collective, so that ranks can find out where they parted.
+"""Histories: the collectives that a rank has started on a group, so that ranks can find out where they parted.
 
 Numbers, labels and sizes are the same on all ranks as long as these run the same program, and what one rank sends is
-what another expects. Two numbers say so, and travel with the counts of each exchange (:meth:`History.proof`). If they
-are not, :func:`first_difference` says in words where ranks parted.
+what another expects. Two numbers prove it, and travel with the counts of each exchange (:attr:`History.proof`). If
+the proofs of all ranks do not agree, :func:`first_difference` says in words where ranks parted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Collectives that are remembered: those of a step or more, after which a difference is noticed at the latest.
+# Remembered collectives: those of a step or more, after which a difference is noticed at the latest.
 _LENGTH = 2048
 # A prime, so that a factor does not lose what it multiplies.
 _MODULUS = 2**61 - 1
@@ -35,13 +35,13 @@ _ADVICE = (
     "nothing. "
     'Config(policy="replicate") has no collectives inside a forward.'
 )
-# Pairs of ranks, and ranks that do the same, that a message lists.
+# A message lists at most so many pairs of ranks, or ranks that do the same.
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as ranks compare it.
+    """A collective as ranks compare it.
 
     Attributes:
         number: how many the rank had started on the group, this one included.
@@ -64,7 +64,7 @@ class Call:
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Say what collectives inside the block are, in words that are the same on all ranks."""
+    """Label the collectives inside the block, in words that are the same on all ranks."""
     token = _label.set(label)
     try:
         yield
@@ -73,13 +73,13 @@ def labelled(label: str) -> Iterator[None]:
 
 
 def current_label() -> str:
-    """What :func:`labelled` says."""
+    """Return the label that :func:`labelled` has set, or ""."""
     return _label.get()
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Name what collectives inside the block are for, as the user knows it: "hecate.stats"."""
+    """Name the purpose of collectives inside the block, as the user knows it: "hecate.stats"."""
     token = _purpose.set(what)
     try:
         yield
@@ -88,7 +88,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def current_purpose() -> str:
-    """What :func:`doing` says."""
+    """Return the purpose that :func:`doing` has named."""
     return _purpose.get()
 
 
@@ -96,7 +96,7 @@ class History:
     """The last collectives of one group.
 
     Attributes:
-        group_name: the group's. It does not know it any more when torch.distributed has ended.
+        group_name: the group's name, which the group itself forgets when ``torch.distributed`` ends.
         number: how many have been started.
     """
 
@@ -108,7 +108,7 @@ class History:
         self._inward = [_weight(other, rank) for other in range(size)]
 
     def add(self, kind: str, tensor: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
-        """Take a collective that begins now.
+        """Record a collective that begins now.
 
         Args:
             tensor: what is communicated. Its first dimension is split in an all-to-all.
@@ -131,17 +131,17 @@ class History:
 
     @property
     def proof(self) -> list[int]:
-        """Two numbers for :func:`proven`: one is the same on all ranks, the other adds up to nothing over them."""
+        """Two numbers for :func:`proven`: one is the same on all ranks, the other adds up to 0 over them."""
         return [self._order, self._balance]
 
     @property
     def calls(self) -> list[Call]:
-        """All that are remembered, oldest first."""
+        """All remembered collectives, oldest first."""
         return self.last(_LENGTH)
 
     def last(self, count: int) -> list[Call]:
-        """The last so many, oldest first."""
-        # Another thread may add one meanwhile; then a deque refuses to be walked through, but not to be copied.
+        """Return the last ``count`` collectives, oldest first."""
+        # Another thread may add one meanwhile: a deque can be copied then, but not iterated over.
         recent = list(self._calls.copy())[-count:]
         return [
             Call(number, kind, label, f"{values} {str(dtype).removeprefix('torch.')}", send, receive)
@@ -150,12 +150,12 @@ class History:
 
 
 def proven(proofs: Sequence[Sequence[int]]) -> bool:
-    """Whether the proofs of all ranks say that they started the same collectives, with splits that fit."""
+    """Tell whether all ranks started the same collectives, with splits that fit, by the proofs of all ranks."""
     return all(order == proofs[0][0] for order, _ in proofs) and sum(balance for _, balance in proofs) % _MODULUS == 0
 
 
 def as_plain(calls: Sequence[Call], splits: int = 2**20) -> list[dict[str, Any]]:
-    """For JSON.
+    """Convert collectives to dicts for JSON.
 
     Args:
         splits: how many values of splits in all; the older ones are left out.
@@ -169,12 +169,12 @@ def as_plain(calls: Sequence[Call], splits: int = 2**20) -> list[dict[str, Any]]
 
 
 def from_plain(calls: Sequence[dict[str, Any]]) -> list[Call]:
-    """What :func:`as_plain` was given."""
+    """Return the collectives that :func:`as_plain` converted."""
     return [Call(**call) for call in calls]
 
 
 def _weight(source: int, destination: int) -> int:
-    """A number of its own for each pair, so that two errors do not cancel out."""
+    """Return a number of its own for each pair of ranks, so that two errors do not cancel out."""
     return random.Random(source * 2**32 + destination).getrandbits(60)
 
 
@@ -182,7 +182,7 @@ _histories: weakref.WeakKeyDictionary[dist.ProcessGroup, History] = weakref.Weak
 
 
 def history_of(group: dist.ProcessGroup) -> History:
-    """That of this rank on ``group``. By the object: ranks that are threads have the same names."""
+    """Return this rank's history of ``group``. It is kept by the object: ranks that are threads share names."""
     found = _histories.get(group)
     if found is None:
         found = _histories[group] = History(group.group_name, group.rank(), group.size())
@@ -190,7 +190,7 @@ def history_of(group: dist.ProcessGroup) -> History:
 
 
 def known_groups() -> list[tuple[dist.ProcessGroup, History]]:
-    """Groups that still exist, and their histories."""
+    """Return the groups that still exist, with their histories."""
     return list(_histories.items())
 
 
@@ -199,12 +199,12 @@ class DisagreementError(RuntimeError):
 
 
 def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:
-    """The text of a :class:`DisagreementError`, or None if nothing contradicts.
+    """Return the text of a :class:`DisagreementError`, or None if nothing contradicts.
 
     A rank that has not come yet contradicts nothing: it may be slow.
 
     Args:
-        calls: the last collectives of ranks, by rank in their group. A rank that did not tell is left out.
+        calls: the last collectives of ranks, by rank in their group, without ranks that told nothing.
     """
     by_number: dict[int, dict[int, Call]] = {}
     for rank, started in sorted(calls.items()):
@@ -218,13 +218,13 @@ def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:
 
 
 def _different(found: Mapping[int, Call]) -> str | None:
-    """Ranks that are in something else than most of them."""
+    """Describe the ranks that are in another collective than most."""
     same: dict[tuple[str, str, str], list[int]] = {}
     for rank, call in found.items():
         same.setdefault((call.kind, call.label, call.size), []).append(rank)
     if len(same) < 2:
         return None
-    # The same label with other sizes: say these too.
+    # Labels that are equal do not tell the ranks apart: their sizes do.
     alike = max(Counter(str(found[ranks[0]]) for ranks in same.values()).values()) > 1
     lines = []
     for ranks in sorted(same.values(), key=lambda ranks: (-len(ranks), ranks)):
@@ -234,7 +234,7 @@ def _different(found: Mapping[int, Call]) -> str | None:
 
 
 def _unfitting(found: Mapping[int, Call]) -> str | None:
-    """Pairs of which one sends what the other does not expect."""
+    """Describe the pairs of ranks of which one sends what the other does not expect."""
     lines = []
     for source, call in found.items():
         for destination, other in found.items():

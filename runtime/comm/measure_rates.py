@@ -1,4 +1,4 @@
-"""How fast this machine computes and communicates, measured once in ``hecate.compile``."""
+"""Rates of this machine: how fast it computes and communicates, measured once in ``hecate.compile``."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
 
-# Bytes that a rank sends, enough to be no matter of latency.
+# A rank sends so many bytes: enough for latency not to matter.
 _BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-# A matmul large enough to be no matter of launching it, and small enough not to be noticed.
+# A matmul of this side takes much longer than its launch, and is still too short to be noticed.
 _SIDE = {"cpu": 512, "cuda": 4096}
 _REPEATS = 3
-# On a GPU so many are launched at once, that only the GPU's own time counts.
+# On a GPU so many are launched at once that only the GPU's own time counts.
 _LAUNCHES, _EXCHANGES = 20, 5
-# Bytes per second of a link that nobody uses.
+# Bytes per second of a link that carries nothing.
 NO_LINK = 1e15
-# By group, and not by world: a cache must keep neither a model's queue nor a group that was destroyed.
+# Kept by group, and not by world: a cache must keep neither a model's queue nor a group that was destroyed.
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Rates]] = weakref.WeakKeyDictionary()
 
 
 def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
-    """Matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. All ranks together.
+    """Time matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. A collective.
 
-    Measured once in a process for each dtype, topology and group. The medians of a few repeats; ranks take the
-    largest of their times, so all get the same rates. What can be hidden behind other work is not known yet, see
-    :mod:`hecate.runtime.state.overlap_window`.
+    Rates are measured once in a process for each dtype, topology and group. Each is the median of a few repeats;
+    ranks take the largest of their times, so all get the same rates. How much can be hidden behind other work is not
+    known yet, see :mod:`hecate.runtime.state.overlap_window`.
     """
     assert world.group is not None, "one rank has nobody to measure with"
     of_group, key = _measured.setdefault(world.group, {}), (dtype, topology, world.device)
@@ -44,8 +44,8 @@ def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates
 
 def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     side, size = _SIDE.get(world.device.type, 512), _BYTES.get(world.device.type, 2**22)
-    # Of numbers that are all alike a GPU makes more products in a second than of a model's. The user's random numbers
-    # stay as they are.
+    # A GPU multiplies numbers that are all alike faster than those of a model, so these are random. The user's random
+    # numbers stay as they are.
     numbers = torch.Generator(world.device).manual_seed(0)
     a = torch.randn(side, side, dtype=dtype, device=world.device, generator=numbers)
     memory = torch.randint(256, (size,), dtype=torch.uint8, device=world.device, generator=numbers)
@@ -77,7 +77,7 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
 
 
 def _exchange_time(peers: list[list[int]], memory: torch.Tensor, world: World) -> float:
-    """Seconds in which every rank with peers sends them ``memory``; 0 if nobody has any."""
+    """Return the seconds in which every rank with peers sends them ``memory``; 0 if no rank has any."""
     if not any(peers):
         return 0.0
     shares = [len(memory) // max(1, len(others)) for others in peers]
@@ -85,13 +85,13 @@ def _exchange_time(peers: list[list[int]], memory: torch.Tensor, world: World) -
     send = [shares[world.rank] if rank in mine else 0 for rank in range(world.size)]
     receive = [shares[rank] if rank in mine else 0 for rank in range(world.size)]
     rows = memory[: sum(send)]
-    # Through the host one takes long enough.
+    # Through the host a single exchange takes long enough.
     launches = _EXCHANGES if world.queue.on_stream else 1
     return _median(lambda: collectives.all_to_all(rows, send, receive, world), world.device, launches)
 
 
 def _median(work: Callable[[], object], device: torch.device, launches: int) -> float:
-    """Seconds of one ``work``; on a CPU it is timed one by one."""
+    """Return the median seconds of one ``work``; on a CPU each is timed on its own."""
     if device.type == "cpu":
         times = [_on_host(work) for _ in range(_REPEATS + 1)]
     else:
@@ -107,14 +107,14 @@ def _on_host(work: Callable[[], object]) -> float:
 
 
 def _on_device(work: Callable[[], object], module: Any, launches: int) -> float:
-    """Between two events of the stream.
+    """Return the seconds of one ``work`` between two events of the stream.
 
     Args:
         module: ``torch.cuda``, or what it is for another kind of device.
     """
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     module.synchronize()
-    # While the device is busy with this one the next are launched, and ranks that are late come.
+    # While the device is busy with this one the host launches the next, and late ranks arrive.
     work()
     begin.record()
     for _ in range(launches):

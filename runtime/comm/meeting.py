@@ -1,4 +1,4 @@
-"""Meetings: what users call themselves, and may call on one rank alone, waits for the others in the store first."""
+"""Meetings: before a call that users may make on one rank alone, a rank waits in the store for the others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from hecate.runtime.comm.start import store_of, timeout_of
 from hecate.runtime.comm.watch import waits_beyond, watched
 
-# By the group's name: meetings that this rank has come to.
+# The number of meetings that this rank has come to, by the group's name.
 _met: Counter[str] = Counter()
 _TOGETHER = "It communicates: call it on all ranks together, not under `if rank == 0`, and write the result on one."
 
 
 def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> None:
-    """Wait until all ranks of ``group`` are here, with nothing of theirs on its way.
+    """Wait until all ranks of ``group`` are here, with none of their collectives under way.
 
     Args:
         what: what they are about to do together, as the user calls it.
@@ -40,9 +40,9 @@ def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> Non
             if problem is None and time.monotonic() > end:
                 missing = [rank for rank in ranks if not store.check([keys[rank]])]
                 problem = f"ranks {missing} did not come before the group's timeout"
-            # Whoever came in the meantime may be in what follows the meeting.
+            # Once all have come, a rank may already be in what follows the meeting.
             if problem is not None and not store.check(list(keys.values())):
-                # As if this rank had not come: it may do so later, with all others.
+                # This rank takes back that it came: it may come later, with all others.
                 store.delete_key(keys[own])
                 _met[name] -= 1
                 raise RuntimeError(f"hecate: {what} on rank {own}, but {problem}. {advice}")
@@ -52,5 +52,5 @@ def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> Non
         other = store.get(keys[rank]).decode()
         if other != what:
             raise RuntimeError(f"hecate: {what} on rank {own}, but rank {rank} calls {other}. {advice}")
-    # Everybody has left the meeting before this one.
+    # All ranks have left the meeting before this one.
     store.delete_key(f"hecate/meeting/{name}/{_met[name] - 1}/{own}")

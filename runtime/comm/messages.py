@@ -1,16 +1,17 @@
 """Collectives over gloo, as messages between pairs of ranks.
 
-The tag of a message is a hash of all that its rank has started on the group, and of its length. So ranks that do
-different things never take each other's messages: they wait, until it is found out who does what
+The tag of a message is a hash of all collectives that its rank has started on the group, and of its length. So ranks
+that do different things never take each other's messages: they wait, until it is found out who does what
 (:mod:`hecate.runtime.comm.supervise`). In gloo's own collectives a rank takes a shorter message for the whole, and
-its process ends without a word at a longer one. So of these there is only one, whose length is always the same.
+its process ends without a word at a longer one. So only one of these is used (:class:`Few`), whose length is always
+the same.
 
-- All that comes is asked for before anything is sent, and ranks that have nothing for each other send no message. In
-  gloo's own all-to-all a rank asks another for its rows behind those that it sends to it, on the same connection: one
-  that comes late gets nothing until its own rows have left, and all ranks wait for all.
+- A rank posts all its receives before it sends anything, and ranks that have nothing for each other send no message.
+  In gloo's own all-to-all a rank asks another for its rows only after the rows that it sends to it, on the same
+  connection: a late rank gets nothing until its own rows have left, and all ranks wait for all.
 - A message cannot be waited for in rounds: the end of the first would close all connections of the group. A thread of
-  its own waits, and is left behind with what does not come, until the group's timeout.
-- Of a message that is half there gloo does not say that its connection was closed, see :func:`check_connections`.
+  its own waits, and is left with messages that do not come, until the group's timeout.
+- When a connection closes, gloo does not fail a message that is half there, see :func:`check_connections`.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# How long a look at connections takes.
+# Seconds that a look at connections takes.
 _LOOK = 1.0
-# Bytes of a rank that are gathered by one collective of gloo's.
+# Bytes of a rank up to which gloo's own collective gathers them.
 FEW = 2**10
-# A tag that no message has, and that of messages which nobody reads. All others have lower ones.
+# The tag that no message has, and that of messages which no rank reads. All others are lower.
 _NOBODY, _PROBE = 2**31 - 1, 2**31 - 2
 # Odd, so that messages of different lengths have different tags.
 _FACTOR = 0x9E3779B1
 
 
-# By group, whether gloo carries what is on the host.
+# Whether gloo carries tensors of the host, by group.
 _carried: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether what is on ``device`` travels as messages over gloo."""
+    """Tell whether ``group`` sends tensors on ``device`` as messages over gloo."""
     found = _carried.get(group)
     if found is None:
         pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
@@ -50,10 +51,10 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class Awaited(Protocol):
-    """A collective over gloo that is on its way."""
+    """A collective over gloo that is under way."""
 
     def wait(self, seconds: float = -1) -> bool:
-        """Return whether it is done, after ``seconds`` at the latest.
+        """Tell whether it is done, after ``seconds`` at the latest.
 
         Raises:
             RuntimeError: a connection was closed; or the group's timeout is over.
@@ -61,7 +62,7 @@ class Awaited(Protocol):
 
 
 class Messages:
-    """Messages that are on their way.
+    """Messages that are under way.
 
     Args:
         work: sends and receives them, and returns when that is done.
@@ -77,19 +78,19 @@ class Messages:
         self.under_way.acquire()
 
     def run(self) -> None:
-        """In a thread that may be left in it."""
+        """Send and receive, on a thread that may never come back from it."""
         assert self._work is not None
         try:
             self._work()
         except BaseException as error:
-            # Frames would keep what they send.
+            # The traceback's frames would keep the tensors that were sent.
             self._error = error.with_traceback(None)
         finally:
             self._work = None
             self.under_way.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """As :meth:`Awaited.wait`."""
+        """Wait as :meth:`Awaited.wait` does."""
         if not self.under_way.acquire(timeout=seconds):
             return False
         self.under_way.release()
@@ -99,7 +100,7 @@ class Messages:
 
 
 class _Messenger:
-    """A thread that runs one exchange of messages after the other; it ends when this is let go."""
+    """A thread that runs one exchange of messages after the other; it ends when this object is let go."""
 
     def __init__(self) -> None:
         self._last: threading.Lock | None = None
@@ -110,11 +111,11 @@ class _Messenger:
 
     @property
     def is_left(self) -> bool:
-        """Whether it is in an exchange that nobody waits for any more."""
+        """Tell whether its thread is still in an exchange that no caller waits for any more."""
         return self._last is not None and self._last.locked()
 
     def give(self, messages: Messages) -> None:
-        # Not the messages: an error in them holds all frames that it goes through.
+        # Keeps the lock and not the messages: an error in them holds all frames that it goes through.
         self._last = messages.under_way
         self._inbox.put(messages)
 
@@ -122,12 +123,12 @@ class _Messenger:
 def _run(inbox: SimpleQueue[Messages | None]) -> None:
     while (messages := inbox.get()) is not None:
         messages.run()
-        # What they held goes with them, not with the next ones.
+        # Their tensors are freed now, and not when the next messages come.
         del messages
 
 
 class _Messengers(threading.local):
-    """Of each thread that exchanges messages the one that does it for this thread."""
+    """The messenger of each thread that exchanges messages."""
 
     own: _Messenger | None = None
 
@@ -168,7 +169,7 @@ def _exchange(
     coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> None:
     rank, size = group.rank(), group.size()
-    # Not all ranks begin with the same one.
+    # Ranks begin with different peers, so that none gets the messages of all at once.
     turns = [(rank + turn) % size for turn in range(1, size)]
     works: list[Any] = []
     for other in reversed(turns):
@@ -186,9 +187,9 @@ def _tag(tag: int, tensor: torch.Tensor) -> int:
 
 
 class Few:
-    """A gather of few bytes by gloo's own all-to-all, of one length for all of them, with the tag in front.
+    """A gather of few bytes by gloo's own all-to-all, with messages of one length and the tag in front of each.
 
-    It takes no thread of Python's, so counts of rows, which all wait for, are there sooner.
+    It takes no thread of Python's, so counts of rows, which all ranks wait for, are there sooner.
 
     Args:
         flat: of as many bytes on all ranks, :data:`FEW` at most.
@@ -204,11 +205,11 @@ class Few:
         self._work: Any = dist.all_to_all_single(self._lines, lines, group=group, async_op=True)
 
     def wait(self, seconds: float = -1) -> bool:
-        """As :meth:`Awaited.wait`; raises, too, if a rank is in another one."""
+        """Wait as :meth:`Awaited.wait` does; raises a RuntimeError as well if a rank is in another collective."""
         try:
             self._work.wait(timedelta(seconds=seconds)) if seconds >= 0 else self._work.wait()
         except RuntimeError:
-            # Whether it was the time that ended or the collective, only the collective knows.
+            # The error does not say whether the time is over or the collective broke; only the collective knows.
             if not self._work.is_completed():
                 return False
             self._work.wait()
@@ -219,9 +220,9 @@ class Few:
 
 
 def cut_off(group: dist.ProcessGroup) -> None:
-    """Close the connections of ``group``. What is on its way fails, here and on peers; nothing works afterwards.
+    """Close the connections of ``group``. Its messages under way fail, here and on peers; nothing works afterwards.
 
-    The process of a rank that left a collective of gloo's own would not end before its timeout.
+    The process of a rank that left a collective of gloo's own would not end before that one's timeout.
     """
     threading.Thread(target=_cut_off, args=(group,), name="hecate-cut-off", daemon=True).start()
 
@@ -234,10 +235,12 @@ def _cut_off(group: dist.ProcessGroup) -> None:
 
 
 def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Of a message that is half there gloo does not say when its connection is closed, but of one that begins.
+    """Raise if a connection to one of ``ranks`` is closed.
+
+    When a connection closes, gloo fails a message that begins, but not one that is half there; so this begins one.
 
     Args:
-        ranks: of which nothing was heard for a while. One that is only slow gets a message that it never reads.
+        ranks: those that told nothing for a while. One that is only slow gets a message that it never reads.
 
     Raises:
         RuntimeError: the connection to one of them is closed.
@@ -245,7 +248,7 @@ def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     if not ranks:
         return
     errors: list[RuntimeError] = []
-    # It may block as any message may.
+    # Sending may block, as with any message.
     prober = threading.Thread(target=_probe, args=(group, ranks, errors), name="hecate-probe", daemon=True)
     prober.start()
     prober.join(_LOOK)

@@ -1,4 +1,4 @@
-"""How the program of this rank fares: its calls of models, its errors and its end, the collective that it is in."""
+"""State of this rank's program: its calls of models, its errors and its end, the collective that it is in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hecate.private import count_collectives, group_named
 
-# These wait for one other rank, or for none.
+# Calls that wait for one other rank, or for none.
 _NOT_OF_ALL = {
     "send",
     "recv",
@@ -37,18 +37,18 @@ _forwards = 0
 
 
 def count_forward() -> None:
-    """A forward of a compiled model begins, which all ranks must call equally often."""
+    """Count a forward of a compiled model that begins; all ranks must call equally many."""
     global _forwards
     _forwards += 1
 
 
 def forwards() -> int:
-    """How often this rank has called compiled models."""
+    """Return how often this rank has called compiled models."""
     return _forwards
 
 
 def behind(others: int) -> str:
-    """What another rank's number of forwards says, in brackets; nothing if it has called as often as this one."""
+    """Say in brackets that another rank has called models less often than this one; "" if it has not."""
     if others >= _forwards:
         return ""
     return (
@@ -64,7 +64,7 @@ class Place:
     Attributes:
         what: "torch.distributed.barrier (train.py, line 7)".
         group, ranks: its group's name and ranks.
-        number: of what was started on that group, as ``torch.distributed`` counts.
+        number: its place among the collectives of that group, as ``torch.distributed`` counts them.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Place:
     number: int
 
     def misses_this_rank(self) -> bool:
-        """Whether the collective waits for this rank, which has not called it."""
+        """Tell whether the collective waits for this rank, which has not called it."""
         if dist.get_rank() not in self.ranks:
             return False
         try:
@@ -88,7 +88,7 @@ _since = 0.0
 
 
 def told_place() -> dict[str, Any] | None:
-    """Where the main thread waits, and for how many seconds it has been seen there; for :func:`place_of`."""
+    """Return where the main thread waits, and for how many seconds it has been seen there; for :func:`place_of`."""
     global _seen, _since
     found = _place()
     if found is None or found != _seen:
@@ -97,7 +97,7 @@ def told_place() -> dict[str, Any] | None:
 
 
 def place_of(told: Mapping[str, Any] | None) -> Place | None:
-    """The place that another rank told, if it stays there."""
+    """Return the place that another rank told, if it stays there."""
     if told is None or told["seconds"] < _STAYS:
         return None
     return Place(told["what"], told["group"], tuple(told["ranks"]), told["number"])
@@ -110,7 +110,7 @@ def _place() -> Place | None:
         if _module(frame) == "torch.distributed.distributed_c10d":
             called, group = frame.f_code.co_name, group or frame.f_locals.get("group")
         frame = frame.f_back
-    # What Hecate calls is watched as such.
+    # Collectives of Hecate's own are watched by themselves.
     if frame is None or not called or called in _NOT_OF_ALL or _module(frame).partition(".")[0] == "hecate":
         return None
     group = group or dist.group.WORLD
@@ -137,10 +137,10 @@ def _number(group: Any) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on this rank.
+    """An error on this rank, or its end.
 
     Attributes:
-        started: collectives that it had started by then, by group.
+        started: how many collectives it had started by then, by group.
         final: its program ends.
     """
 
@@ -151,19 +151,19 @@ class Failure:
 
 
 failure: Failure | None = None
-# How far this rank was when it last failed, whether it went on or not.
+# Collectives that this rank had started when it last failed, by group, whether it went on or not.
 failed_at: Mapping[str, int] = {}
 
 
 def going_on() -> None:
-    """This rank takes part again; what it told of an error was of no consequence."""
+    """Note that this rank takes part again: an error that it told of was of no consequence."""
     global failure
     if failure is not None and not failure.final:
         failure = None
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
@@ -179,6 +179,6 @@ def note_failure(error: BaseException | None, where: str, started: Mapping[str, 
 
 
 def told_failure() -> dict[str, Any] | None:
-    """The failure and its age, for others."""
+    """Return the failure and its age in seconds, for other ranks."""
     found = failure
     return None if found is None else vars(found) | {"seconds": time.monotonic() - found.since}

@@ -6,7 +6,7 @@ A collective is a :class:`Job`. Where graphs start it and wait for it in two pla
 - NCCL: on a stream of the queue, started by the thread that computes (``stream_lane``).
 
 One queue is one order, and graphs start their collectives in the same order on every rank, so no two ranks wait for
-different ones. A collective that nobody split runs behind what is on its way: on the thread, or on the stream.
+different ones. A collective in one piece runs after all that were started, on the thread or on the stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hecate.runtime.comm.stream_lane import Launched, StreamLane
 
 @dataclass(frozen=True)
 class Job:
-    """One collective, ready to run.
+    """A collective that is ready to run.
 
     Attributes:
         queue: where it runs.
@@ -51,14 +51,14 @@ class Job:
     label: str = ""
 
     def communicate(self) -> Any:
-        """What ``run`` returns."""
+        """Run the job under its label, and return the result of ``run``."""
         with labelled(self.label):
             return self.run()
 
 
 @dataclass
 class Span:
-    """When one collective ran, in seconds of ``time.perf_counter``.
+    """Times of one collective, in seconds of ``time.perf_counter``.
 
     Attributes:
         part, operator, subject: "forward" or "backward", what it is, and the layer or parameters that it is for.
@@ -85,35 +85,35 @@ class Span:
 
     @classmethod
     def of(cls, note: str) -> Span:
-        """A span that starts now, from the note that the graph gave the collective (``collective_notes``)."""
+        """Return a span that starts now, from the note that the graph gave the collective (``collective_notes``)."""
         part, operator, subject, predicted, behind, sent = _read(note)
         return cls(part, operator, subject, predicted, behind, time.perf_counter(), predicted_bytes=sent)
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """Name of the collective, for people."""
         return f"{self.part} {self.operator} of {self.subject}" if self.part != "-" else "a collective"
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """Seconds for which it ran."""
         return self.ended - self.begun
 
     @property
     def exposed(self) -> float:
-        """How long the compute stood still for it."""
+        """Seconds for which the compute stood still for it."""
         return self.ready - self.waited
 
 
 @lru_cache(maxsize=4096)
 def _read(note: str) -> tuple[str, str, str, float, float, float]:
-    """The parts of a note; a graph gives the same ones in every step."""
+    """Return the parts of a note; a graph gives the same notes in every step."""
     part, operator, predicted, behind, sent, subject = note.split(" ", 5)
     return part, operator, subject, float(predicted), float(behind), float(sent)
 
 
 class _Latch:
-    """Shut until it is opened, once. What :class:`threading.Event` does, without the lock around its lock."""
+    """A latch that is opened once; like :class:`threading.Event`, without the lock around its lock."""
 
     def __init__(self) -> None:
         self._shut = threading.Lock()
@@ -124,7 +124,7 @@ class _Latch:
 
     @property
     def is_open(self) -> bool:
-        """For the thread that waits: while another one does, it may seem shut."""
+        """Tell the thread that waits whether it is open; while another thread waits, it may seem shut."""
         return not self._shut.locked()
 
     def wait(self) -> None:
@@ -135,12 +135,12 @@ class _Latch:
 
 @dataclass(eq=False)
 class _Pending:
-    """A job on its way. What it holds is let go as soon as it is waited for."""
+    """A job under way. Its tensors are let go as soon as it is waited for."""
 
     job: Job | None
     span: Span
     queue: CollectiveQueue
-    # A mode of the thread that starts the job, like the tensors that are in it.
+    # Inference mode belongs to the thread that starts the job, as do the tensors that are made in it.
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     done: _Latch = field(default_factory=_Latch)
     result: Any = None
@@ -168,12 +168,12 @@ class _Pending:
             if job.meanwhile is not None:
                 job.meanwhile()
         except BaseException as error:
-            # What travels is still read: it is waited for as if the job itself had failed.
+            # Tensors that are being sent are still read: wait as if the job itself had failed.
             self.error = error
-        # It ends: the thread runs jobs in order, and each ends with its collective or that one's timeout.
+        # This wait ends: the thread runs jobs in order, and each ends with its collective or with that one's timeout.
         self.done.wait()
         result, self.result, self.job = self.result, None, None
-        # What it packed may be read until its end, also if something failed.
+        # Tensors that it packed may be read until it ends, also if something failed.
         self.queue.hand_over(self, job)
         if self.error is not None:
             raise self.error
@@ -183,11 +183,12 @@ class _Pending:
 
 # Spans that a queue remembers.
 _KEPT = 4096
-# The first steps have times although nobody has asked for them, so that there is something to show. Some compile.
+# The first steps have times although nobody has asked for them, so that there is something to show; some of them
+# compile.
 _FIRST = 5
-# A collective in one piece that runs behind others.
+# The note of a collective in one piece, which has none from a graph.
 _UNLABELLED = "- - 0 0 0 -"
-# The queue of a pending job keeps it, so that what is left of a model goes with the model.
+# Jobs are kept by their queue, so they go with their model.
 _pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -203,7 +204,7 @@ class CollectiveQueue:
     def __init__(self, device: torch.device, *, lane: StreamLane | None = None) -> None:
         self.device = device
         self._spans: deque[Span] = deque(maxlen=_KEPT)
-        # Of spans whose times the GPU knows and the host has not read yet.
+        # Spans whose times the GPU knows and the host has not read yet.
         self._unread: deque[tuple[Span, Launched]] = deque(maxlen=_KEPT)
         self._lane, self._asked = lane, _FIRST
         self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
@@ -213,7 +214,7 @@ class CollectiveQueue:
 
     @property
     def spans(self) -> deque[Span]:
-        """The collectives that graphs split into start and wait, in the last step; with NCCL the last that has times.
+        """Spans of the last step's collectives with a start and a wait; with NCCL, of the last step that has times.
 
         With NCCL the host waits for the GPU here.
         """
@@ -224,26 +225,26 @@ class CollectiveQueue:
         return self._spans
 
     def ask_for_times(self) -> None:
-        """Somebody will read spans of the next step. On a stream the host pays for times, so few steps have any."""
+        """Take times in the next step, for a reader. On a stream the host pays for them, so few steps have any."""
         self._asked = max(self._asked, 1)
 
     @property
     def on_stream(self) -> bool:
-        """Whether jobs run on a CUDA stream."""
+        """Tell whether jobs run on a CUDA stream."""
         return self._lane is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way, as far as the host knows."""
+        """Tell whether no job is under way, as far as the host knows."""
         return self._lane is None and (self._last is None or self._last.done.is_open)
 
     def drain(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until no job is under way on the thread."""
         if self._last is not None:
             self._last.done.wait()
 
     def begin_step(self) -> None:
-        """Forget what ran before, and what a graph started and, because it failed, never waited for."""
+        """Forget the last step's spans, and jobs that a graph started and, because it failed, never waited for."""
         self.drain()
         if self._lane is not None:
             self._lane.begin_step(dropped=bool(self._started), timed=self._asked > 0)
@@ -253,7 +254,7 @@ class CollectiveQueue:
             self.forget_spans()
 
     def forget_spans(self) -> None:
-        """What follows is not the step that they are of."""
+        """Forget the spans so far: what runs next is not part of their step."""
         if self._lane is not None:
             for _, launched in self._unread:
                 self._lane.forget(launched)
@@ -265,7 +266,7 @@ class CollectiveQueue:
         return self._lane is None or self._lane.timed
 
     def submit(self, job: Job, note: str) -> _Pending:
-        """Put ``job`` behind the others."""
+        """Put ``job`` at the end of the queue."""
         pending = _Pending(job, Span.of(note or _UNLABELLED), self)
         remembered = bool(note) and self._is_timed
         if remembered:
@@ -276,21 +277,21 @@ class CollectiveQueue:
                 self._unread.append((pending.span, pending.launched))
             return pending
         if self.device.type != "cpu":
-            # Through the host: copies belong to the stream of the compute, as they would without a thread.
+            # For copies through the host, which belong to the compute's stream, as they would without a thread.
             pending.stream = torch.accelerator.current_stream(self.device)
         if self._thread is None:
             # A daemon, so that a rank that fails can exit although its peers never come.
             self._thread = threading.Thread(target=_work, args=(self._inbox,), name="hecate-collectives", daemon=True)
             self._thread.start()
-            # The thread holds the inbox alone: when the queue goes, it is told to end.
-            # Not when the interpreter ends: what is submitted then must still run.
+            # The thread holds nothing but the inbox: when the queue goes, it is told to end, but not when the
+            # interpreter ends, since jobs that are submitted then must still run.
             weakref.finalize(self, self._inbox.put, None).atexit = False
         self._last = pending
         self._inbox.put(pending)
         return pending
 
     def hand_over(self, pending: _Pending, job: Job) -> None:
-        """Let what follows use, and free, what a job on a stream has sent and returns."""
+        """Let what follows use, and free, the tensors that a job on a stream has sent and returns."""
         if self._lane is not None:
             assert pending.launched is not None
             with labelled(job.label), doing(pending.span.title):
@@ -301,28 +302,28 @@ def _work(inbox: SimpleQueue[_Pending | None]) -> None:
     while (pending := inbox.get()) is not None:
         with pending.stream or nullcontext():
             pending.run()
-        # It knows its queue, which must not live on because this thread waits for the next job.
+        # A pending job refers to its queue, which must not live on because this thread waits for the next job.
         del pending
 
 
 def start(job: Job, note: str) -> int:
-    """Begin ``job`` in its queue; the number is for :func:`wait`."""
+    """Start ``job`` in its queue, and return its number for :func:`wait`."""
     number = next(_numbers)
     _pending[number] = job.queue._started[number] = job.queue.submit(job, note)
     return number
 
 
 def wait(number: int) -> Any:
-    """The result of the job that :func:`start` gave this number to; only once."""
+    """Return the result of the job that :func:`start` gave this number to; only once."""
     pending = _pending.pop(number)
     del pending.queue._started[number]
     return pending.wait()
 
 
 def run(job: Job) -> Any:
-    """Start ``job`` and wait for it, in the caller's thread if nothing is on its way there.
+    """Start ``job`` and wait for it, in the caller's thread if its queue is idle.
 
-    On a stream it is launched behind the others, for they use one communicator.
+    On a stream it is launched after the others, for they use one communicator.
     """
     if not job.queue.idle:
         return job.queue.submit(job, "").wait()

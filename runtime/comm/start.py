@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all starts of a run. Keys of a start that was killed are still in it: addresses of dead
 ranks, to which new ones would connect (pytorch#135712, #167288), and meetings that seem to have taken place. So the
-ranks of a start agree on a text that no other start had, and all keys of ours begin with it.
+ranks of a start agree on a text that no other start had, and all of Hecate's keys begin with it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hecate.private import default_group, default_store, groups, timeout_on
 _PAUSE = 0.01
 _PR_SET_PDEATHSIG = 1
 _ends_with_agent = False
-# Default groups that were started here: all their keys are of this start.
+# Default groups that were started here: all their keys begin with the text of this start.
 _fresh: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-# The text of each other group; of one that is not in it, nothing is put before its keys.
+# The text that stands before the keys of each other group; groups that are missing have none.
 _starts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def start_process_group(
     own: str, backend_for: Callable[[list[str]], str | None], *, timeout: timedelta | None = None
 ) -> None:
-    """``dist.init_process_group()`` for what torchrun started, whatever an earlier start left in the store.
+    """Call ``dist.init_process_group()`` for ranks of torchrun, whatever an earlier start left in the store.
 
     Args:
         own: what this rank tells the others before there is a group.
@@ -57,10 +57,10 @@ def start_process_group(
 
 
 def _exchange(store: dist.Store, own: str, rank: int, size: int) -> list[str]:
-    """What each rank has to tell, by rank."""
+    """Return the texts of all ranks, by rank."""
     store.set(f"told/{rank}", own)
     if rank == 0:
-        # For all in one key: a rank reads once, however many there are.
+        # Rank 0 puts all texts under one key: each rank reads once, however many there are.
         store.set("told", json.dumps([store.get(f"told/{number}").decode() for number in range(size)]))
     found: list[str] = json.loads(store.get("told"))
     return found
@@ -74,7 +74,7 @@ def new_group_beside(
     what: str,
     device: torch.device | None = None,
 ) -> Any:
-    """A group of the same ranks. A collective of these ranks.
+    """Create a group of the same ranks. A collective of these ranks.
 
     Args:
         what: for torch's logs.
@@ -86,7 +86,7 @@ def new_group_beside(
             ranks,
             backend=backend,
             timeout=timeout,
-            # Its name then counts the groups that a rank is in, of which ranks may have different numbers.
+            # Such a group's name counts the groups that a rank is in, which differ between ranks.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc=what,
         )
@@ -96,16 +96,17 @@ def new_group_beside(
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store for what ranks of ``group`` tell each other."""
+    """Return the store for what ranks of ``group`` tell each other."""
     store, text = default_store(), _starts.get(group)
     return store if text is None else dist.PrefixStore(f"hecate/{text}", store)
 
 
 def agree_on_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A text that is the same on all ranks, and that no earlier start on this store had.
+    """Return a text that is the same on all ranks, and that no earlier start on this store had.
 
     Every rank says hello with a text of its own. Rank 0 offers one to those that it hears, and again whenever it
-    hears another hello; who finds its own hello in the offer knows that it is of now, and says that it has seen it.
+    hears another hello. A rank that finds its own hello in the offer knows that this offer is new, and says that it
+    has seen it.
 
     Raises:
         TimeoutError: names the ranks that did not come.
@@ -146,7 +147,7 @@ def _read(store: dist.Store, key: str) -> str:
 
 @contextmanager
 def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator[None]:
-    """While a group is made beside ``group``: its addresses are under keys of this start."""
+    """Put the addresses of groups that are made inside the block, beside ``group``, under keys of this start."""
     text = _text_of(group, device)
     if text is None:
         yield
@@ -161,7 +162,7 @@ def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator
 
 
 def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | None:
-    """The text of a group that the user started: rank 0's. A collective when it is first asked for."""
+    """Return the text of a group of the user's, which is rank 0's. A collective when it is first asked for."""
     default = default_group()
     if group in _starts or default in _fresh or not _store_outlives_ranks():
         return _starts.get(group)
@@ -174,13 +175,13 @@ def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | Non
 
 
 def _store_outlives_ranks() -> bool:
-    """Whether the store is torchrun's own; otherwise it began with this start."""
+    """Tell whether the store is torchrun's own; otherwise it began with this start."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """How many seconds ranks of ``group`` wait for each other."""
-    # Not get_backend, which repeats the text that a group was made with.
+    """Return how many seconds ranks of ``group`` wait for each other."""
+    # ``get_backend`` would only repeat the text that a group was made with.
     backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
     asked = [device for device, name in backends.items() if name in ("gloo", "nccl")]
     found = [timeout for device in asked if (timeout := timeout_on(group, device))]
@@ -188,7 +189,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def end_with_agent() -> None:
-    """Under torchrun on Linux: when the agent dies, however it does, so does this process.
+    """Let this process die with torchrun's agent, however that dies. Linux only.
 
     Nobody else would end it, and it would train, and save, on.
     """
@@ -201,13 +202,16 @@ def end_with_agent() -> None:
         return
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have died before this was asked for.
+        # The agent may have died before the signal was asked for.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_agent(pid: int) -> bool:
-    """Whether a process started the first one with the run's environment. What a worker starts ends as it likes."""
+    """Tell whether the process is torchrun's agent: only its environment has no id of the run.
+
+    A process that was started by a worker, and not by the agent, ends as it likes.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as environment:
             return not any(entry.startswith(b"TORCHELASTIC_RUN_ID=") for entry in environment.read().split(b"\0"))

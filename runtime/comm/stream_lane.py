@@ -1,15 +1,15 @@
-"""Where collectives of NCCL run: on a CUDA stream beside that of the compute, launched by the thread that computes.
+"""A lane for collectives of NCCL: a CUDA stream beside that of the compute, launched by the thread that computes.
 
-Whose memory is whose:
+Memory belongs to streams as follows:
 
-- What a job sends, and what it returns, is made before it is launched, on the stream of the compute, which this
-  stream then waits for. Whoever waits for the job goes on behind its end, on the same stream. So both may be freed
-  there like anything else that is computed, and are taken again at once.
-- What a job needs in between is made on this stream, and taken again by the jobs behind it. Should a result be made
-  here, then it is so, too: jobs begin behind all that the compute was told before.
+- Tensors that a job sends or returns are made before it is launched, on the stream of the compute, which this stream
+  then waits for. Whoever waits for the job goes on after its end, on the same stream. So both may be freed there like
+  anything else that is computed, and are taken again at once.
+- Tensors that a job needs in between are made on this stream, and taken again by later jobs. A result that is made
+  here is right as well: jobs begin after all work that the compute was given before.
 
-No tensor is told about another stream (``record_stream``): what is told so is taken again only when all has run that
-the host had launched when it was freed, and in a backward the host is many layers ahead.
+No tensor is told about another stream (``record_stream``): its memory would be taken again only when all work has run
+that the host had launched when it was freed, and in a backward the host is many layers ahead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 @dataclass(eq=False)
 class Launched:
-    """One job on the stream.
+    """A job on the stream.
 
     Attributes:
         stream: of the compute that started it.
         timed: somebody will read its times.
-        ended: is recorded behind it.
+        ended: the event recorded after it.
         times: events with times: the start on the stream of the compute, begin and end of the job, and before and
             after the wait for it.
     """
@@ -56,19 +56,20 @@ class StreamLane:
         self, device: torch.device, *, wait: Callable[[Callable[[], bool]], None], cuda: Any = torch.cuda
     ) -> None:
         self._device, self._wait, self._cuda = device, wait, cuda
-        # Above the compute, so that a small collective need not wait until a large matmul has no more blocks.
+        # Its priority is above the compute's, so that a small collective need not wait until a large matmul has no
+        # more blocks.
         self._stream = cuda.Stream(device, priority=-1)
         self._origin: Any = None
         self._began = 0.0
-        # Events that nothing waits for any more, without times and with them.
+        # Events that are free for use again, without times and with them.
         self._free: dict[bool, list[Any]] = {False: [], True: []}
         self.timed = False
 
     def begin_step(self, *, dropped: bool, timed: bool) -> None:
-        """Times count from here.
+        """Begin a step, from which times count.
 
         Args:
-            dropped: jobs were started that nobody will wait for. The compute may reuse their memory only behind them.
+            dropped: jobs were started that nobody will wait for. The compute may reuse their memory only after them.
             timed: somebody wants to know the times of this step's jobs.
         """
         current = self._cuda.current_stream(self._device)
@@ -83,7 +84,7 @@ class StreamLane:
             self._began = time.perf_counter()
 
     def launch(self, run: Callable[[], None], *, timed: bool) -> Launched:
-        """Let ``run`` put its work on the stream, behind what the compute has been told to do."""
+        """Let ``run`` put its work on the stream, after all work that the compute was given."""
         current = self._cuda.current_stream(self._device)
         launched = Launched(current, timed)
         self._note(launched, "started", current)
@@ -96,7 +97,7 @@ class StreamLane:
         return launched
 
     def hand_over(self, launched: Launched, *, on_host: bool) -> None:
-        """Let the stream that is current go on behind a job.
+        """Let the current stream go on after a job.
 
         Args:
             on_host: the host reads its result, so the host waits, for this job and nothing else.
@@ -115,11 +116,11 @@ class StreamLane:
         self._note(launched, "ready", current)
         if on_host:
             self._wait(ended.query)
-        # It may be recorded anew: who waits for it waits for what it was.
+        # The event may be recorded anew: a stream that waits for it waits for what it was when the wait was launched.
         self._free[False].append(ended)
 
     def times(self, launched: Launched) -> dict[str, float]:
-        """When its events were, in seconds of ``time.perf_counter``; waits for them. Once for each job."""
+        """Return when a job's events were, in seconds of ``time.perf_counter``; waits for them. Once for each job."""
         found = {}
         for name, event in launched.times.items():
             event.synchronize()
@@ -128,7 +129,7 @@ class StreamLane:
         return found
 
     def forget(self, launched: Launched) -> None:
-        """Nobody will read its times."""
+        """Free the events of a job whose times nobody will read."""
         self._free[True].extend(launched.times.values())
         launched.times.clear()
 

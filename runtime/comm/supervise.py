@@ -1,4 +1,4 @@
-"""Run a collective so that it ends: with its result, or with an error that says which rank broke it and how."""
+"""Supervised collectives: each ends, with its result, or with an error that says which rank broke it and how."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from hecate.runtime.comm.watch import Wait, give_up, reason, refuse_if_given_up,
 
 # Seconds between two looks at what is waited for.
 ROUND = 1.0
-# Seconds of a wait after which connections to ranks that tell nothing are looked at.
+# Seconds of a wait after which connections to silent ranks are checked.
 _PATIENT = 4.0
 _HOST = torch.device("cpu")
-# Of a wait for the device: seconds in which the host only asks, and the shortest and the longest time that it sleeps.
+# For a wait for the device: seconds in which the host only asks, and the shortest and the longest time that it
+# sleeps.
 _BUSY, _SHORTEST, _LONGEST = 2e-4, 5e-5, 1e-2
-# Seconds before a group's timeout, and the part of it, in which is found out who is late, and in what. Behind it
-# NCCL's watchdog would end the process without a word of that.
+# Seconds before a group's timeout, and the part of it, in which this rank finds out who is late, and in what. After
+# the timeout NCCL's watchdog would end the process without saying so.
 _EARLY, _PART = 10.0, 0.1
 
 
@@ -35,7 +36,7 @@ def supervised(
     group: dist.ProcessGroup,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> None:
-    """Run one collective of ``group``; returns when it is done, or launched where the host does not wait.
+    """Run one collective of ``group``; return when it is done, or launched where the host does not wait.
 
     Args:
         kind: what it is called in ``torch.distributed``: "all_to_all".
@@ -58,14 +59,14 @@ def supervised(
             end = cut_off if carries(group, _HOST) else None
             raise _broken(wait, error, end) from (None if isinstance(error, _Left) else error)
         except BaseException:
-            # Interrupted. What is on its way would keep the process from ending.
+            # Interrupted: messages under way would keep the process from ending.
             if carries(group, _HOST):
                 cut_off(group)
             raise
 
 
 def wait_for_device(ended: Callable[[], bool], group: dist.ProcessGroup) -> None:
-    """Let the host wait for what was launched behind collectives of ``group``, as it waits for those of gloo.
+    """Let the host wait for work launched after collectives of ``group``, as it waits for those of gloo.
 
     Args:
         ended: whether the device has come so far; does not block.
@@ -94,7 +95,7 @@ def _poll(ended: Callable[[], bool], wait: Wait) -> None:
             if waited > longest:
                 raise RuntimeError(f"not done after {waited:.0f} s of the group's timeout of {timeout:.0f} s")
         if waited > _BUSY:
-            # What is late by a twentieth is not noticed, and other threads can run.
+            # Sleeping a twentieth of the wait delays it unnoticed, and lets other threads run.
             time.sleep(min(max(waited / 20, _SHORTEST), _LONGEST))
 
 
@@ -104,7 +105,7 @@ def begin(
     group: dist.ProcessGroup,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> None:
-    """This rank begins something that all ranks of ``group`` take part in; arguments as for :func:`supervised`.
+    """Record that this rank begins a collective of all ranks of ``group``; arguments as for :func:`supervised`.
 
     Raises:
         RuntimeError: the group was given up.
@@ -116,10 +117,10 @@ def begin(
 
 @contextmanager
 def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
-    """Around waits of the host that :func:`begin` has announced and torch knows nothing of.
+    """Supervise waits of the host inside the block that :func:`begin` has announced and torch knows nothing of.
 
     Yields:
-        What tells that they are to be left, because they will not end.
+        A function that tells whether to leave the waits, because they will not end.
 
     Raises:
         DisagreementError, RuntimeError: as :func:`supervised`, in place of a RuntimeError of the block.
@@ -132,10 +133,10 @@ def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
 
 
 def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], None] | None = None) -> RuntimeError:
-    """What to raise in place of ``error``, which ends a wait. Its group is given up.
+    """Give up the group of a wait that ``error`` ends, and return the error to raise in its place.
 
     Args:
-        end: ends what is on its way.
+        end: ends what is under way on the group.
     """
     problem = wait.problem or reason(wait, error)
     give_up(wait, problem)
@@ -145,7 +146,7 @@ def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], 
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End NCCL's kernels, behind which the device would come to nothing, and the process not to its end."""
+    """End NCCL's kernels, which would otherwise hold up the device, and the process's end, for ever."""
     threading.Thread(target=_aborted, args=(group,), name="hecate-abort", daemon=True).start()
 
 
@@ -155,12 +156,12 @@ def _aborted(group: dist.ProcessGroup) -> None:
 
 
 class _Left(RuntimeError):
-    """A collective that will not end is left."""
+    """Raised to leave a collective that will not end."""
 
 
 def _leave(wait: Wait) -> None:
     if wait.problem is not None:
         raise _Left
-    # Whoever waits for so long has heard of the others by then. A group of NCCL alone has no connections of gloo's.
+    # After so long a wait, this rank has heard of the others. A group of NCCL alone has no connections of gloo's.
     if time.monotonic() - wait.since > _PATIENT and carries(wait.group, _HOST):
         check_connections(wait.group, list(silent(wait.group, unknown=True)))

@@ -1,4 +1,4 @@
-"""Warnings where ranks wait for each other: one that is made an error (``python -W error``) must not part them."""
+"""Warnings while ranks wait for each other: one that is made an error (``python -W error``) must not part them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
-    """Show on rank 0 what all ranks have come to. Where warnings are errors, each of them raises it.
+    """Warn on rank 0 of what all ranks have come to. Where warnings are errors, each rank raises it.
 
     Args:
         rank: of the caller; every rank calls this.
@@ -21,7 +21,7 @@ def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
 
 
 def warn_alone(text: str, *, stacklevel: int = 1) -> None:
-    """Show what this rank alone has. Where warnings are errors, the log has it, for the others would wait.
+    """Warn of what this rank alone has. Where warnings are errors it is logged, for the other ranks would wait.
 
     Args:
         stacklevel: as ``warnings.warn`` has it, in the caller.

@@ -1,12 +1,12 @@
-"""How hangs and deaths are noticed, whatever carries the collectives.
+"""Notices hangs and deaths, whatever carries the collectives.
 
 Every second each rank tells the others (:mod:`hecate.runtime.comm.heartbeat`) how many collectives it has started on
-each group, in which it waits, and how its program fares. While something has waited for two seconds, it asks them for
-their last collectives, too, and finds out whether the wait can end at all (:func:`_verdict`). What one rank finds it
-tells, so all raise the same. What has waited for ten seconds is logged.
+each group, in which it waits, and how its program fares. Once a wait has lasted two seconds, its rank asks the others
+for their last collectives, too, and finds out whether the wait can end at all (:func:`_verdict`). It tells them what
+it finds, so all raise the same error. Waits of ten seconds are logged.
 
-A rank that is only slow is waited for until the group's timeout. That it is silent alone proves nothing, since it may
-be stopped, or computing where Python cannot run; it counts as gone once a connection to it is broken as well.
+A rank that is only slow is waited for until the group's timeout. Silence alone proves nothing, since a rank may be
+stopped, or computing where Python cannot run; it counts as gone once a connection to it is broken as well.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from hecate.runtime.comm.history import (
 
 log = logging.getLogger("hecate")
 
-# Seconds until a wait is told to the others, and until it is logged, and then each time after twice as long.
+# Seconds until a wait is told to the others, and until it is first logged; each next log comes after twice as long.
 TOLD, FIRST = 2.0, 10.0
 # Seconds that a rank may take to go on after an error in its forward: its program may have caught it.
 PATIENCE = 5.0
 # Heartbeats without news of a rank until it is called silent, and during which the reason of an error is looked for.
 _SILENT, _LOOK = 3.5, 5.0
-# Seconds that a rank which ends waits until that is told.
+# Seconds that a rank which ends waits until its last entry is written.
 _LAST_WORDS = 5.0
-# Collectives that a rank tells in the store, where each waiting rank reads those of all; and their splits, in values.
+# Collectives that a rank tells in the store, where each waiting rank reads those of all; and the values of their
+# splits.
 _CALLS, _SPLITS = 64, 4096
 
 
 class RankEndedError(RuntimeError):
-    """A rank takes no part any more: its program has ended, or it is gone."""
+    """Raised where a rank takes no part any more: its program has ended, or it is gone."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a group cannot go on.
+    """The reason why a group cannot go on.
 
     Attributes:
         disagreement: ranks do different things; else one failed or is gone.
@@ -71,7 +72,7 @@ class Problem:
     ended: bool = False
 
     def error_in(self, what: str) -> RuntimeError:
-        """What a rank raises that was in the collective ``what``."""
+        """Return the error for a rank that was in the collective ``what``."""
         if self.disagreement:
             return DisagreementError(self.text)
         kind = RankEndedError if self.ended else RuntimeError
@@ -80,7 +81,7 @@ class Problem:
 
 @dataclass(eq=False)
 class Wait:
-    """A thread that waits for other ranks.
+    """A thread's wait for other ranks.
 
     Attributes:
         number: of the collective on its group that it waits in; of a meeting, of the last one before it.
@@ -100,14 +101,14 @@ class Wait:
     broken: bool = False
 
     def lacks(self, started: int) -> bool:
-        """Whether it waits for a rank that has started so many collectives of its group."""
+        """Tell whether it waits for a rank that has started ``started`` collectives of its group."""
         return started < self.number + self.meeting
 
 
 _waits: dict[int, Wait] = {}
-# Groups that cannot go on, with the collective in which this rank noticed.
+# Groups that cannot go on, each with the collective in which this rank noticed.
 _given_up: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Problem, str]] = weakref.WeakKeyDictionary()
-# This rank has raised because of others. What it raises from then on may come from that, and is not told.
+# Set once this rank has raised because of others. Its later errors may come from that, and are not told.
 _consequence = False
 _heartbeat: Heartbeat | None = None
 _lock = threading.Lock()
@@ -135,7 +136,7 @@ def _look() -> None:
 
 @contextmanager
 def watched(group: dist.ProcessGroup, what: str = "", *, meeting: bool = False) -> Iterator[Wait]:
-    """Around everything that waits for other ranks.
+    """Watch a wait for other ranks inside the block.
 
     Args:
         what: in words; without any, what :func:`hecate.runtime.comm.history.doing` says.
@@ -156,7 +157,7 @@ def _long_waits() -> list[Wait]:
 
 
 def _entry(asked: bool) -> dict[str, Any]:
-    """What this rank tells.
+    """Return this rank's entry for the store.
 
     Args:
         asked: somebody wants to know its last collectives, and where its program is.
@@ -173,14 +174,14 @@ def _entry(asked: bool) -> dict[str, Any]:
     return {
         "groups": groups,
         "forwards": program.forwards(),
-        # What waits on another thread may still come to what the program is in.
+        # A wait on another thread may still come to the program's place.
         "place": program.told_place() if asked and not _waits else None,
         "failure": program.told_failure(),
     }
 
 
 def _verdict(wait: Wait) -> Problem | None:
-    """What is known of why a wait does not end; None if it may be only slow."""
+    """Return why a wait does not end, as far as that is known; None if it may be only slow."""
     group, history = wait.group, history_of(wait.group)
     heard = _heard(group)
     told = {rank: one.entry.get("groups", {}).get(history.group_name, {}) for rank, one in heard.items()}
@@ -212,7 +213,7 @@ def _verdict(wait: Wait) -> Problem | None:
 
 
 def _is_to_blame(failure: Mapping[str, Any] | None, wait: Wait) -> bool:
-    """Whether ``wait`` waits for a rank with this failure."""
+    """Tell whether ``wait`` waits for a rank with this failure."""
     name = history_of(wait.group).group_name
     then = None if failure is None else failure["started"].get(name)
     # If this rank failed at the same point, all may have, and may all be about to try again.
@@ -220,12 +221,12 @@ def _is_to_blame(failure: Mapping[str, Any] | None, wait: Wait) -> bool:
         return False
     if failure["final"]:
         return wait.lacks(then)
-    # Of a rank that failed, and closed its connections, there is nothing more to wait for.
+    # A rank that failed and closed its connections will not come any more.
     return then < wait.number and (wait.broken or failure["seconds"] >= PATIENCE)
 
 
 def reason(wait: Wait, error: BaseException) -> Problem:
-    """Why a wait broke, or ran into its timeout. Takes a few seconds to find out."""
+    """Find out, in a few seconds, why a wait broke or ran into its timeout."""
     end, beat, wait.broken = time.monotonic() + _LOOK * heartbeat.EVERY, _running(), True
     beat.tell()
     while wait.problem is None and time.monotonic() < end:
@@ -249,10 +250,10 @@ def reason(wait: Wait, error: BaseException) -> Problem:
 
 
 def silent(group: dist.ProcessGroup, *, unknown: bool = False) -> dict[int, float]:
-    """The ranks of ``group`` that have told nothing for a while, and for how many seconds.
+    """Return the ranks of ``group`` that have told nothing for a while, and for how many seconds.
 
     Args:
-        unknown: with those of which it cannot be known.
+        unknown: include ranks of which it cannot be known.
     """
     found = {rank: _running().silence(other) for rank, other in _others(group)}
     long = _SILENT * heartbeat.EVERY
@@ -261,7 +262,7 @@ def silent(group: dist.ProcessGroup, *, unknown: bool = False) -> dict[int, floa
 
 
 def waits_beyond(group: dist.ProcessGroup) -> str | None:
-    """A rank that waits in a collective which this one has not begun, and what that is."""
+    """Describe a rank that waits in a collective which this one has not begun; None if there is none."""
     for rank, one in _heard(group).items():
         told = one.entry.get("groups", {}).get(group.group_name, {}).get("wait")
         if told is not None and told["number"] > history_of(group).number:
@@ -270,18 +271,18 @@ def waits_beyond(group: dist.ProcessGroup) -> str | None:
 
 
 def _heard(group: dist.ProcessGroup) -> dict[int, Heard]:
-    """What the others of ``group`` told, by rank in it."""
+    """Return the last entries of the others of ``group``, by rank in it."""
     return {rank: _running().heard[other] for rank, other in _others(group) if other in _running().heard}
 
 
 def _others(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """The other ranks of ``group``: in it, and in the default group."""
+    """Return the other ranks of ``group``: their ranks in it, and in the default group."""
     ranks = enumerate(dist.get_process_group_ranks(group))
     return [(rank, other) for rank, other in ranks if rank != group.rank()]
 
 
 def refuse_if_given_up(group: dist.ProcessGroup) -> None:
-    """Raise what this rank raised before on ``group``, if it did."""
+    """Raise again the error that this rank raised on ``group``, if it did."""
     if group in _given_up:
         problem, what = _given_up[group]
         raise problem.error_in(what)
@@ -312,8 +313,8 @@ def telling(where: str) -> Iterator[None]:
 
 
 def _note_failure(error: BaseException | None, where: str, *, final: bool) -> bool:
-    """Whether that is news."""
-    # What came from others, they know. A process that was forked has no ranks to tell.
+    """Note an error, or the end of the program, and tell whether that is news."""
+    # Errors that came from other ranks are known there. A process that was forked has no ranks to tell.
     known = (error is not None and _consequence) or (program.failure is not None and program.failure.final)
     groups = known_groups()
     if known or not groups or not dist.is_initialized() or os.getpid() != _running().process:
@@ -324,7 +325,7 @@ def _note_failure(error: BaseException | None, where: str, *, final: bool) -> bo
 
 
 def _at_exit() -> None:
-    # What Python has printed last, if it ends with an error.
+    # Python keeps here the error that ends the program, if one does.
     error = getattr(sys, "last_value", None)
     with suppress(Exception):
         _note_failure(error, "and ended" if error is not None else "", final=True)

@@ -48,11 +48,11 @@ class World:
 
     @property
     def connected(self) -> bool:
-        """Whether there are others, and ``torch.distributed`` has not ended since."""
+        """Tell whether there are other ranks, and ``torch.distributed`` has not ended since."""
         return self.group is not None and self.group in groups()
 
     def check(self) -> None:
-        """Say so if ``torch.distributed`` was started, or ended, since ``hecate.compile``.
+        """Check that ``torch.distributed`` was neither started nor ended since ``hecate.compile``.
 
         Raises:
             RuntimeError: ranks would train models of their own, or talk to nobody.
@@ -73,23 +73,23 @@ class World:
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors on the device must be copied to the host to be sent: gloo has no all-to-all for CUDA.
+        """Tell whether tensors on the device must be copied to the host to be sent: gloo has no all-to-all for CUDA.
 
-        Slow; it lets several processes share one GPU, which NCCL refuses.
+        This is slow; it lets several processes share one GPU, which NCCL refuses.
         """
         on_device = self.group is not None and self.device.type != "cpu"
         return on_device and _backends(self.group).get(self.device.type) == "gloo"
 
     @property
     def control_device(self) -> torch.device:
-        """Where small control tensors must live for ``group``: the CPU, unless the group is NCCL only."""
+        """Device on which ``group`` takes small control tensors: the CPU, unless the group is NCCL only."""
         if self.group is not None and "cpu" not in _backends(self.group):
             return self.device
         return torch.device("cpu")
 
     @property
     def counts_device(self) -> torch.device:
-        """Where counts of rows travel: as the rows do, since they are sent from the stream that carries these."""
+        """Device from which counts are sent: that of the rows if the queue has a stream, which carries both."""
         return self.device if self.queue.on_stream else self.control_device
 
 
@@ -97,7 +97,7 @@ SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
-    """The world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
+    """Return the world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
 
     Starts ``torch.distributed`` when torchrun's environment is there and nobody has done it yet.
 
@@ -115,7 +115,7 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     if mesh is None and not started and not torchrun:
         return World(rank=0, size=1, group=None, device=device)
     if device.type != "cpu" and device.index is not None:
-        # Where torch and NCCL take the current device, ranks would meet on the first GPU.
+        # torch and NCCL take the current device in places; without this, ranks would meet on the first GPU.
         torch.accelerator.set_device_index(device)
     if mesh is None and not started:
         start_process_group(name_of(device), backend_for)
@@ -125,7 +125,7 @@ def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
 
 
 def local_device() -> torch.device:
-    """A GPU for this rank, which others share if there are too few; the CPU where there is none."""
+    """Return a GPU for this rank, which others share if there are too few; the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
@@ -133,17 +133,17 @@ def local_device() -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """A text for other ranks: the kind of device, and which of all GPUs it is, whatever number it has here."""
+    """Return a text for other ranks: the kind of device, and which of all GPUs it is, whatever number it has here."""
     if device.type != "cuda":
         return device.type
     return f"cuda {torch.cuda.get_device_properties(device).uuid}"
 
 
 def backend_for(names: Sequence[str]) -> str | None:
-    """What ``torch.distributed`` is started with for models on devices of these names; None for torch's choice.
+    """Return the backend of ``torch.distributed`` for models on devices of these names; None for torch's choice.
 
-    NCCL for tensors on GPUs, gloo for those of the host. By itself torch would take NCCL alone where it sees a GPU,
-    and then a model on the CPU could send nothing. NCCL refuses two ranks on one GPU: there gloo takes both.
+    NCCL carries tensors on GPUs, gloo those of the host. By itself torch would take NCCL alone where it sees a GPU,
+    and then a model on the CPU could send nothing. NCCL refuses two ranks on one GPU: there gloo carries both.
 
     Args:
         names: of every rank, see :func:`name_of`.
@@ -187,19 +187,20 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device, *, chosen: 
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The backend for each kind of device. Not ``get_backend``, which repeats the text that a group was made with."""
+    """Return the backend for each kind of device; ``get_backend`` repeats the text that a group was made with."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
 
 
-# By the name of the group that it is beside. Models share it: their collectives are in one order on all ranks.
+# Hecate's own groups, by the name of the group beside which each stands. Models share one: their collectives are in
+# one order on all ranks.
 _own: dict[str, dist.ProcessGroup] = {}
 
 
 def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks, backend and timeout. A collective of these ranks when it is first asked for."""
+    """Return a group of the same ranks, backend and timeout. A collective when it is first asked for."""
     own = _own.get(group.group_name)
-    # Those of before destroy_process_group are gone.
+    # A group from before ``destroy_process_group`` is gone.
     if own is None or own not in groups():
         timeout = timeout_on(group, next(iter(_backends(group))))
         backend = dist.get_backend_config(group)
@@ -209,7 +210,7 @@ def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 
 def find_topology(given: Topology | None, world: World) -> Topology:
-    """Which ranks of ``world`` share a node: as given, else by torchrun's LOCAL_WORLD_SIZE, else all of them.
+    """Return which ranks of ``world`` share a node: as given, else by torchrun's LOCAL_WORLD_SIZE, else all of them.
 
     Raises:
         ValueError: the given topology has another number of ranks.
