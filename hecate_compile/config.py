@@ -206,7 +206,7 @@ class Config:
 
     def _check_transport(self) -> None:
         """What the symmetric transport cannot carry."""
-        if self.transport == "collectives":
+        if self.transport != "symmetric":
             return
         policy = self.policy
         known = isinstance(policy, Hecate) and policy.objective == "time"
@@ -235,13 +235,15 @@ class Config:
         """The policy object of one model."""
         if isinstance(self.policy, Policy):
             return self.policy
-        if self.policy != "hecate":
-            return Static()
-        return Hecate(
-            objective=self.objective,
-            replicas=self.replicas,
-            window=self.window,
-            reshard_every=self.reshard_every,
-            calibrates=self.calibrate,
-            replica_memory=self.replica_memory,
-        )
+        match self.policy:
+            case "hecate":
+                return Hecate(
+                    objective=self.objective,
+                    replicas=self.replicas,
+                    window=self.window,
+                    reshard_every=self.reshard_every,
+                    calibrates=self.calibrate,
+                    replica_memory=self.replica_memory,
+                )
+            case "static" | "gather" | "replicate":
+                return Static()
