@@ -219,13 +219,14 @@ def test_one(number):
 
 
 @pytest.mark.slow
-def test_one_minute_with_a_cpu_that_stands_for_a_gpu(tmp_path: Path) -> None:
+def test_a_short_time_with_a_cpu_that_stands_for_a_gpu(tmp_path: Path) -> None:
     """The command itself, from kernels to tests; the middle ones hang, and all others have results."""
     begun = time.monotonic()
     program = """
 import runpy, sys
 from benchmarks.gpu_check import stages
-stages.STAGES = [stage for stage in stages.STAGES if stage.into != "tests" or "one_sided" in stage.name]
+stages.STAGES = [stage for stage in stages.STAGES if stage.into != "tests"]
+stages.STAGES.insert(1, stages.Pytest(["tests/runtime/one_sided/test_transport.py"], 50, "streams_of_one_process"))
 stages.COMMAND[1:] = ["-m", "tests.benchmarks.faulty_check", "hang"]
 for stage in stages.STAGES:
     if stage.into != "tests":
@@ -233,7 +234,7 @@ for stage in stages.STAGES:
         object.__setattr__(stage, "names", names)
         # Enough for the process behind the one that hangs, also on a machine with other work.
         object.__setattr__(stage, "share", 400 if stage.into == "training" else 50)
-sys.argv[1:] = ["--pretend", "--budget", "60"]
+sys.argv[1:] = ["--pretend", "--budget", "80"]
 runpy.run_module("benchmarks.gpu_check", run_name="__main__")
 """
     environment = os.environ | {"HECATE_RESULTS": str(tmp_path)}
@@ -243,20 +244,23 @@ runpy.run_module("benchmarks.gpu_check", run_name="__main__")
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=120,
     )
     assert done.returncode == 1, done.stderr[-3000:]
-    assert time.monotonic() - begun < 62
+    assert time.monotonic() - begun < 82
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     for stage, what, names in (
         ("compared", "kernel", faulty_check.KERNELS),
         ("training", "system", faulty_check.SYSTEMS),
         ("kernels", "kernel", faulty_check.KERNELS),
     ):
-        assert {one[what] for one in found[stage]} == {*names}, stage
+        # The stage itself is among them if its share ended before one of them began.
+        assert {*names} <= {one[what] for one in found[stage]} <= {*names, stage}, stage
         hung, *behind = (one for one in found[stage] if "error" in one)
         assert hung[what] == names[1] and faulty_check.SAID["hang"] in hung["error"], stage
-        # What is short may have no time for another process.
-        assert all(one["error"] == NO_TIME for one in behind) and (stage != "training" or not behind)
+        # What is short may have too little time for another process.
+        late = (NO_TIME, faulty_check.SAID["hang"])
+        assert all(any(said in one["error"] for said in late) for one in behind), behind
+        assert stage != "training" or not behind
     assert found["tests"][0]["code"] == 0 and len(found["tests"]) == 1
     assert (tmp_path / "gpu_check.txt").read_text().strip() == done.stdout.strip()
