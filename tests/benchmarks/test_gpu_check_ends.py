@@ -226,14 +226,14 @@ def test_a_short_time_with_a_cpu_that_stands_for_a_gpu(tmp_path: Path) -> None:
 import runpy, sys
 from benchmarks.gpu_check import stages
 stages.STAGES = [stage for stage in stages.STAGES if stage.into != "tests"]
-stages.STAGES.insert(1, stages.Pytest(["tests/runtime/one_sided/test_transport.py"], 50, "streams_of_one_process"))
+stages.STAGES.insert(1, stages.Pytest(["tests/runtime/one_sided/test_transport.py"], 120, "streams_of_one_process"))
 stages.COMMAND[1:] = ["-m", "tests.benchmarks.faulty_check", "hang"]
 for stage in stages.STAGES:
     if stage.into != "tests":
         names = ("reference", "wrong", "other") if stage.into == "training" else ("first", "bad", "last")
         object.__setattr__(stage, "names", names)
         # Enough for the process behind the one that hangs, also on a machine with other work.
-        object.__setattr__(stage, "share", 400 if stage.into == "training" else 50)
+        object.__setattr__(stage, "share", 300 if stage.into == "training" else 50)
 sys.argv[1:] = ["--pretend", "--budget", "80"]
 runpy.run_module("benchmarks.gpu_check", run_name="__main__")
 """
