@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from hecate.config import Config
+from hecate.graph.chosen_experts import refuse_chosen_experts
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
-from hecate.passes.analysis.expert_uses import is_one_expert
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.base import PassRecord, Skip
 from hecate.passes.dumps.folder import DumpFolder, own_folder
 from hecate.passes.dumps.graph_log import graph_log
 from hecate.passes.fingerprint import communicates, fingerprint
-from hecate.passes.fx import arg, is_of_model
+from hecate.passes.fx import is_of_model
 from hecate.passes.runner import run_passes
 from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
@@ -32,13 +32,12 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
-from hecate.runtime.state.layer import Layer, Relaying, get_layer
+from hecate.runtime.state.layer import Layer, Relaying
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.graph_breaks import break_near
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
-from hecate.wrap.untraced_loops import chosen_by_data
+from hecate.wrap.parameter_reads import WITHOUT_TRACING
 
 log = logging.getLogger("hecate")
 
@@ -144,26 +143,6 @@ class Backend:
         if self.sparse_layers is None:
             self.sparse_layers = sparse
 
-    def _refuse_chosen_experts(self, graph: Graph) -> None:
-        """Raise if the graph is of some experts of a list alone, and data chose them; see ``untraced_loops``."""
-        if self.world.size == 1:
-            return
-        for number, gathers in gathers_by_layer(graph).items():
-            layer, users = get_layer(number), [user for gather in gathers for user in gather.users]
-            experts = {arg(user, 1) for user in users if is_one_expert(user)}
-            if not experts or len(experts) == layer.num_experts or not all(map(is_one_expert, users)):
-                continue
-            loop = chosen_by_data(sys._getframe(), layer)
-            if loop is not None:
-                raise UntracedReadError(
-                    f"hecate: {layer.name} is called in a loop that torch.compile did not trace, expert by "
-                    f"expert, and data decide which.\n{loop}\n"
-                    "Ranks must call the same experts, because they exchange them, and other tokens choose others. A "
-                    "branch on how many rows an expert has (`if rows.numel() == 0: continue`) can be left out: zero "
-                    "rows cost nothing. Run with TORCH_LOGS=graph_breaks to see what else breaks the graph. "
-                    f"{WITHOUT_TRACING}"
-                )
-
     @property
     def dumped_all(self) -> bool:
         """Whether everything that should be dumped so far could be written."""
@@ -195,7 +174,7 @@ class Backend:
         bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
         for body in bodies:
-            self._refuse_chosen_experts(body)
+            refuse_chosen_experts(body, self.world, sys._getframe())
         names = context.layer_names
         records = run_passes(
             gm,

@@ -8,17 +8,24 @@ from __future__ import annotations
 import ast
 import linecache
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+import torch
 
 from hecate.private import GRAPH_BREAK_LOGS
 
 _STACK = re.compile(r'File "(.+?)", line (\d+), in ')
+_NOT_OF_USERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 Place = tuple[str, int]
+_Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 
 
 class _Breaks(logging.Handler):
@@ -66,31 +73,42 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def places_in(trace: str) -> list[Place]:
+    """The user's lines of a stack as torch prints it, from the outside in."""
+    return list(filter(_is_of_user, ((file, int(line)) for file, line in _STACK.findall(trace))))
+
+
 def python_around(frame: FrameType | None) -> str:
     """The user's line that runs as Python around ``frame``, and the graph break because of which; lines of text."""
     text: list[str] = []
     for found in user_frames(frame):
         if not text:
-            text.append(f"  {_shown(found.f_code.co_filename, found.f_lineno)}")
+            text.append(f"  {shown(found.f_code.co_filename, found.f_lineno)}")
         code = found.f_code
         cause = _breaks.within(code.co_filename, {line for _, _, line in code.co_lines()})
         if cause is not None:
-            text.append(f"Dynamo broke the graph here:\n  {_shown(*cause)}")
+            text.append(f"Dynamo broke the graph here:\n  {shown(*cause)}")
             break
     return "\n".join(text)
 
 
 def break_near(file: str, line: int) -> str:
     """The graph break in the function that has a line; "" if none was heard."""
-    functions = [node for node in nodes_of(file) if isinstance(node, ast.FunctionDef)]
-    around = [range(node.lineno, (node.end_lineno or line) + 1) for node in functions]
-    innermost = min((lines for lines in around if line in lines), key=len, default=range(0))
-    cause = _breaks.within(file, innermost)
-    return _shown(*cause) if cause is not None else ""
+    function = innermost(file, line, ast.FunctionDef)
+    lines = range(function.lineno, (function.end_lineno or line) + 1) if function is not None else range(0)
+    cause = _breaks.within(file, lines)
+    return shown(*cause) if cause is not None else ""
+
+
+def innermost(file: str, line: int, kind: type[_Node]) -> _Node | None:
+    """The smallest function or class that has a line."""
+    nodes = (node for node in _nodes_of(file) if isinstance(node, kind))
+    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or line)]
+    return max(around, key=lambda node: node.lineno, default=None)
 
 
 @lru_cache(maxsize=64)
-def nodes_of(file: str) -> tuple[ast.AST, ...]:
+def _nodes_of(file: str) -> tuple[ast.AST, ...]:
     """The syntax tree of a file, flat; nothing of what has no source."""
     try:
         return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
@@ -98,9 +116,10 @@ def nodes_of(file: str) -> tuple[ast.AST, ...]:
         return ()
 
 
-def _shown(file: str, line: int) -> str:
+def shown(file: str, line: int) -> str:
+    """A line of code with its place, for messages."""
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
 def _is_of_user(place: Place) -> bool:
-    return "/torch/" not in place[0].replace("\\", "/")
+    return not place[0].startswith(_NOT_OF_USERS)

@@ -3,52 +3,125 @@
 Each expert is then traced by itself, where it is called, and gathers its layer's experts from all ranks. That is slow
 and right as long as every rank calls as many, and so wherever a loop calls all of them. If data choose the experts,
 ranks are apart as soon as one has no token for an expert that another one calls: in the first step or hours later.
+
+Data choose them by a condition anywhere between the loop and the line that reads a parameter: in the loop, in
+functions that it calls, in the expert's own forward.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import FrameType
+from typing import Any
 
-import torch
 from torch import nn
 
 from hecate.private import parameters_of
 from hecate.runtime.state.layer import Layer
+from hecate.wrap.data_names import DataNames, Function, holds
 from hecate.wrap.expert_shards import is_expert_shard
-from hecate.wrap.graph_breaks import nodes_of, python_around, user_frames
+from hecate.wrap.graph_breaks import Place, innermost, places_in, python_around, shown, user_frames
 from hecate.wrap.shard import shard_of
 
-_Loop = ast.For | ast.While | ast.ListComp | ast.GeneratorExp
+_Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_Loop = ast.For | ast.While | _Comprehension
+_LEAVES_IN_FRONT, _LEAVES_LATER = (ast.Return, ast.Break, ast.Continue), (ast.Return, ast.Break)
 
 
-def chosen_by_data(frame: FrameType, layer: Layer) -> str | None:
-    """The lines of a loop that calls experts of a list by what data say; None if there is none around ``frame``.
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """A line that runs.
+
+    Attributes:
+        function: the tree of the function that has it.
+        values: what names have there, as far as it is known.
+        owner: the module that the function is a method of.
+        frame: None if the line was traced; then only ``self`` is known.
+    """
+
+    place: Place
+    function: Function
+    values: Mapping[str, Any]
+    owner: nn.Module | None
+    frame: FrameType | None = None
+
+    @property
+    def number(self) -> int:
+        return self.place[1]
+
+
+def chosen_by_data(frame: FrameType, layer: Layer, traces: Iterable[str]) -> str | None:
+    """The lines of a loop that calls experts of a list by what data say; None if there is none.
 
     Args:
-        frame: what calls one of them.
-        layer: theirs.
+        frame: what runs the code that was traced.
+        layer: that of the experts.
+        traces: the stacks of that code, as torch prints them, where it reads their parameters.
     """
-    # Step 1: the code of the module that has the list, and what it has called.
-    inner: list[FrameType] = []
-    of_owner = 0
-    for found in user_frames(frame):
-        inner.append(found)
-        owner = _self(found)
-        if owner is not None and any(_has(module, layer) for module in (owner, *_lists_of(owner))):
-            of_owner = len(inner)
-    # Step 2: whether any of it is in a loop that has a condition.
-    for found in inner[:of_owner]:
-        if _in_loop_with_condition(found):
-            return python_around(found)
+    running = [line for found in user_frames(frame) if (line := _running(found)) is not None]
+    for trace in dict.fromkeys(traces):
+        traced = [_traced(place, running, layer) for place in places_in(trace)]
+        lines = [line for line in reversed(traced) if line is not None] + running
+        found = _chosen_between(_inside_owner(_folded(lines), layer))
+        if found is not None:
+            return found
     return None
 
 
-def _self(frame: FrameType) -> nn.Module | None:
+def _running(frame: FrameType) -> _Line | None:
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    function = innermost(*place, ast.FunctionDef)
+    if function is None:
+        return None
     names = (*frame.f_code.co_varnames[:1], "self")
-    values = (frame.f_locals.get(name) for name in names)
-    return next((value for value in values if isinstance(value, nn.Module)), None)
+    owner = next((value for name in names if isinstance(value := frame.f_locals.get(name), nn.Module)), None)
+    return _Line(place, function, ChainMap(frame.f_locals, frame.f_globals), owner, frame)
+
+
+def _traced(place: Place, running: list[_Line], layer: Layer) -> _Line | None:
+    """A line of what was traced; a module of the class whose method it is in stands for its ``self``."""
+    function, cls = innermost(*place, ast.FunctionDef), innermost(*place, ast.ClassDef)
+    if function is None:
+        return None
+    around = (module for line in running if line.owner is not None for module in line.owner.modules())
+    alike = (m for m in around if cls is not None and cls.name in (base.__name__ for base in type(m).__mro__))
+    first = next(alike, None)
+    owner = next((m for m in alike if _contains(m, layer)), first) if not _contains(first, layer) else first
+    return _Line(place, function, {"self": owner} if owner is not None else {}, owner)
+
+
+def _folded(lines: list[_Line]) -> list[_Line]:
+    """One line of each function: Dynamo cuts them into several, and a comprehension has a frame of its own."""
+    folded: list[_Line] = []
+    for outer in lines:
+        inner = folded[-1] if folded else outer
+        if inner is outer or inner.function is not outer.function:
+            folded.append(outer)
+        else:
+            values = ChainMap(dict(inner.values), dict(outer.values))
+            folded[-1] = replace(
+                inner, values=values, owner=inner.owner or outer.owner, frame=inner.frame or outer.frame
+            )
+    return folded
+
+
+def _inside_owner(lines: list[_Line], layer: Layer) -> list[_Line]:
+    """What runs in the code of the module that has the experts, and what it has called; from the inside out."""
+    owner: nn.Module | None = None
+    inside = 0
+    for count, line in enumerate(lines, 1):
+        if owner is None and _contains(line.owner, layer):
+            owner = line.owner
+        if line.owner is not None and owner is not None and (line.owner is owner or _has_list(line.owner, layer)):
+            inside = count
+    return lines[:inside]
+
+
+def _contains(module: nn.Module | None, layer: Layer) -> bool:
+    return module is not None and any(_has(inner, layer) for inner in module.modules())
 
 
 def _has(module: nn.Module, layer: Layer) -> bool:
@@ -56,44 +129,134 @@ def _has(module: nn.Module, layer: Layer) -> bool:
     return any(is_expert_shard(shard) and shard.layer is layer for shard in shards)
 
 
-def _lists_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Lists that a module has, those within lists too."""
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield child
-            yield from _lists_of(child)
+def _has_list(module: nn.Module, layer: Layer) -> bool:
+    """Whether it is the list of a layer's experts, or has it as a child, or in a list."""
+    lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)))
+    return _has(module, layer) or any(_has_list(child, layer) for child in lists)
 
 
-def _in_loop_with_condition(frame: FrameType) -> bool:
-    """Whether the line that runs is in a loop whose turns, or what they do, data decide."""
-    line = frame.f_lineno
-    loops = (node for node in nodes_of(frame.f_code.co_filename) if isinstance(node, _Loop))
-    for loop in loops:
-        if not loop.lineno <= line <= (loop.end_lineno or line) or loop.lineno < frame.f_code.co_firstlineno:
-            continue
-        if any(_by_data(test, frame) for test in _conditions(loop, line)):
-            return True
-        # A tensor of the numbers of experts that have tokens.
-        over = loop.iter if isinstance(loop, ast.For) else None
-        if isinstance(over, ast.Name) and isinstance(frame.f_locals.get(over.id), torch.Tensor):
-            return True
-    return False
+def _chosen_between(lines: list[_Line]) -> str | None:
+    """The outermost loop and the first condition of data within it; ``lines`` are from the inside out."""
+    loop: _Line | None = None
+    caller: tuple[_Line, DataNames] | None = None
+    for line in reversed(lines):
+        data = _data_names(line, caller)
+        caller = line, data
+        start: ast.AST = line.function
+        if loop is None:
+            loops = [node for node in ast.walk(start) if isinstance(node, _Loop) and holds(node, line.number)]
+            if not loops:
+                continue
+            loop, start = line, loops[0]
+        calls = [node for node in ast.walk(start) if isinstance(node, ast.Call) and holds(node, line.number)]
+        decides: list[ast.expr] = [test for test in _conditions(start, line.number) if data.reads(test)]
+        decides += [call for call in calls if data.picks(call)]
+        if decides:
+            frame = next((one.frame for one in lines[lines.index(loop) :] if one.frame is not None), None)
+            text = python_around(frame)
+            decided = shown(line.place[0], decides[0].lineno)
+            return text if decided in text else f"{text}\nData decide here:\n  {decided}"
+    return None
 
 
-def _conditions(loop: _Loop, line: int) -> Iterator[ast.expr]:
-    """Of turns, of what is called in ``line``, and of what leaves a turn."""
-    if isinstance(loop, ast.While):
-        yield loop.test
-    if isinstance(loop, (ast.ListComp, ast.GeneratorExp)):
-        yield from (test for generator in loop.generators for test in generator.ifs)
-    for node in ast.walk(loop):
-        if isinstance(node, (ast.If, ast.IfExp)):
-            leaves = any(isinstance(inner, (ast.Continue, ast.Break)) for inner in ast.walk(node))
-            if leaves or node.lineno <= line <= (node.end_lineno or line):
-                yield node.test
+def _data_names(line: _Line, caller: tuple[_Line, DataNames] | None) -> DataNames:
+    """What comes from data in a function: tensors, and numbers that it is given, unless the call tells more."""
+    arguments = line.function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    known: set[str] = set()
+    if caller is not None:
+        if line.function in ast.walk(caller[0].function):
+            known = caller[1].names
+        given = _given(line.function, names, *caller)
+        if given is not None:
+            return DataNames(line.function, line.number, line.values, known | given, set())
+    if line.frame is not None:
+        assumed = {name for name in names if isinstance(line.values.get(name), int)}
+    else:
+        options = zip(reversed(names), reversed(arguments.defaults), strict=False)
+        assumed = set(names) - {name for name, value in options if isinstance(value, ast.Constant)}
+    return DataNames(line.function, line.number, line.values, known, assumed)
 
 
-def _by_data(test: ast.expr, frame: FrameType) -> bool:
-    """Whether a condition reads what can come from data: values of the function that are no modules, no options."""
-    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & frame.f_locals.keys()
-    return not all(isinstance(frame.f_locals[name], (nn.Module, str, float, type(None))) for name in names)
+def _given(function: Function, names: list[str], caller: _Line, data: DataNames) -> set[str] | None:
+    """The arguments of a function that come from data where it is called; None if the call is not found."""
+    calls = [node for node in ast.walk(caller.function) if isinstance(node, ast.Call) and holds(node, caller.number)]
+    named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == function.name]
+    if function.name == "forward":
+        named += [call for call in calls if isinstance(data.value(call.func), nn.Module)]
+    if not named or any(isinstance(one, ast.Starred) for call in named for one in call.args):
+        return None
+    pairs = [pair for call in named for pair in zip(names, call.args, strict=False)]
+    pairs += [(keyword.arg, keyword.value) for call in named for keyword in call.keywords if keyword.arg is not None]
+    return {name for name, value in pairs if data.reads(value)}
+
+
+def _conditions(node: ast.AST, line: int, *, looping: bool = False) -> Iterator[ast.expr]:
+    """What decides whether a line in ``node`` runs and, if it is in a loop, how often."""
+    match node:
+        case ast.While(test=test):
+            yield test
+        case ast.If(test=test, body=body, orelse=orelse) if any(holds(one, line) for one in (*body, *orelse)):
+            yield test
+        case ast.Match():
+            yield from _tests_of_cases(node)
+        case ast.IfExp(test=test, body=body, orelse=orelse) if _calls(body, line) or _calls(orelse, line):
+            yield test
+        case ast.BoolOp(values=values):
+            yield from (one for at, one in enumerate(values, 1) if any(_calls(later, line) for later in values[at:]))
+        case ast.For(iter=ast.Call(func=ast.Name(id="range")) as turns):
+            yield turns
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            yield from (test for generator in node.generators for test in generator.ifs)
+    looping = looping or isinstance(node, _Loop)
+    for block in _blocks(node):
+        if any(holds(one, line) for one in block):
+            for one in block:
+                if one.lineno > line and looping:
+                    yield from _leaving(one, _LEAVES_LATER)
+                elif (one.end_lineno or line) < line:
+                    yield from _leaving(one, _LEAVES_IN_FRONT)
+    for child in ast.iter_child_nodes(node):
+        if holds(child, line) or not hasattr(child, "lineno"):
+            yield from _conditions(child, line, looping=looping)
+
+
+def _leaving(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> Iterator[ast.expr]:
+    """What decides whether a statement skips those beside it. One that raises ends the program, and skips nothing."""
+    if not _leaves(node, kinds):
+        return
+    if isinstance(node, (ast.If, ast.While)):
+        yield node.test
+    elif isinstance(node, ast.Match):
+        yield from _tests_of_cases(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _leaving(child, _kinds_within(node, kinds))
+
+
+def _leaves(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> bool:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    inner = _kinds_within(node, kinds)
+    return isinstance(node, kinds) or any(_leaves(child, inner) for child in ast.iter_child_nodes(node))
+
+
+def _kinds_within(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> tuple[type[ast.stmt], ...]:
+    """What leaves an inner loop, too, and not only its turns."""
+    return (ast.Return,) if isinstance(node, (ast.For, ast.While)) else kinds
+
+
+def _tests_of_cases(node: ast.Match) -> Iterator[ast.expr]:
+    yield node.subject
+    yield from (case.guard for case in node.cases if case.guard is not None)
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield value
+
+
+def _calls(node: ast.expr, line: int) -> bool:
+    return any(isinstance(inner, ast.Call) and holds(inner, line) for inner in ast.walk(node))
