@@ -5,13 +5,13 @@
 | ``save``, ``load`` | ``hecate.save``, ``hecate.async_save``, ``hecate.load`` |
 | ``publish`` | a folder with a step in it appears whole or not at all; the newest that verifies wins |
 | ``manifest`` | number of a step, its format, and SHA-256 of every file |
-| ``restore`` | a step that was verified, on its way into a model |
+| ``restore`` | fills a model from a step that was verified |
 | ``logical_tensor`` | one tensor of which every rank has pieces, as ``torch.distributed.checkpoint`` asks for it |
 | ``state_dicts``, ``optimizer_tensors`` | model and optimizer as such tensors, under the names of the plain model |
 | ``whole_optimizer`` | optimizer state that was saved whole, into an optimizer of shards |
-| ``adapters`` | what of a model is not PEFT's |
+| ``adapters`` | parameters of a model that are not PEFT's |
 | ``run_state`` | all else: owners, what the planner remembers, random numbers, options |
-| ``coordination`` | what ranks say to each other meanwhile |
+| ``coordination`` | messages between ranks meanwhile |
 | ``safety`` | files that are read without running what is in them |
 | ``hub`` | ``hecate.export``, ``hecate.load_pretrained``: folders of transformers |
 """

@@ -1,4 +1,4 @@
-"""PEFT's adapters in a model: whether there are any, and what of it is not theirs."""
+"""PEFT's adapters in a model: whether there are any, and which parameters are not theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hecate.checkpoints.state_dicts import sites_of
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """True if PEFT has put adapters into ``model``, which have other names, and files of their own."""
+    """Return whether PEFT has put adapters into ``model``, which have other names, and files of their own."""
     return any("peft_config" in module.__dict__ for module in model.modules())
 
 
@@ -22,7 +22,7 @@ def check_no_adapters(model: nn.Module, function: str, way_out: str) -> None:
 
 
 def frozen_base(model: nn.Module) -> set[str]:
-    """Parameters that are frozen and no adapter's, under all their names in the plain model's state dict."""
+    """Return all names in the plain model's state dict of parameters that are frozen and no adapter's."""
     adapters = {
         id(parameter)
         for module in model.modules()

@@ -24,7 +24,7 @@ from hecate.runtime.comm.world import World
 
 T = TypeVar("T")
 
-# Keyed by the name of the group whose ranks it has.
+# Groups for checkpoints, by the name of the training group with the same ranks.
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
@@ -37,11 +37,11 @@ class MismatchError(CheckpointError):
 
 
 class Ranks:
-    """The ranks that have one model between them.
+    """The ranks that share one model.
 
     Attributes:
-        rank, size: this one, and how many there are.
-        group: theirs, gloo; None for a single process.
+        rank, size: this one's number, and how many there are.
+        group: a gloo group of them; None for a single process.
     """
 
     def __init__(self, world: World, function: str) -> None:
@@ -54,7 +54,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """JSON data of every rank, in rank order."""
+        """Return the JSON data of every rank, in rank order."""
         payload = json.dumps(value).encode()
         with doing(self._function):
             length = torch.tensor([len(payload)], device="cpu")
@@ -65,14 +65,14 @@ class Ranks:
         return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        """JSON data of rank 0."""
+        """Return the JSON data of rank 0."""
         return self.gather(value if self.first else None)[0]
 
     def agree(self, **arguments: Any) -> None:
-        """All ranks were called with the same arguments.
+        """Check that all ranks were called with the same arguments.
 
         Raises:
-            ValueError: on every rank; names one that differs.
+            ValueError: on every rank; names an argument that differs.
         """
         told = self.gather({name: str(value) for name, value in arguments.items()})
         for name, value in told[0].items():
@@ -108,17 +108,17 @@ class Ranks:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Describe an error in one line."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def ranks_of(model: nn.Module | None, function: str) -> Ranks:
-    """The ranks that share ``model``; of one that is not compiled, all. All of them call this together.
+    """Return the ranks that share ``model``; all ranks, if it is not compiled. They call this together.
 
     Args:
-        function: who asks, as the user knows it.
+        function: the function that the user called, for messages.
 
     Raises:
         RuntimeError: another rank is in something else.
@@ -141,7 +141,7 @@ def ranks_of(model: nn.Module | None, function: str) -> Ranks:
 
 
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, made when it is first asked for: training goes on while a thread saves."""
+    """Return a gloo group of the same ranks, made at the first call: training goes on while a thread saves."""
     own = _groups.get(group.group_name)
     if own is None or own not in groups():
         own = new_group_beside(group, backend="gloo", timeout=None, what="hecate checkpoints")

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 
 class FileLock:
-    """Held until :meth:`release` or the end of a ``with`` block, or until this object or its process is gone.
+    """A lock, held until :meth:`release`, the end of a ``with`` block, or the end of this object or its process.
 
     On a disk that knows no locks, such as some over a network, nobody is kept out.
 
@@ -36,7 +36,7 @@ class FileLock:
         self._release = weakref.finalize(self, _let_go, file, os.getpid())
 
     def release(self) -> None:
-        """Let others have it. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         self._release()
 
     def __enter__(self) -> FileLock:
@@ -60,6 +60,6 @@ def _taken(file: IO[Any]) -> bool:
 def _let_go(file: IO[Any], owner: int) -> None:
     with suppress(OSError):
         if os.getpid() == owner:
-            # Said outright: processes that were forked meanwhile have the file too, and would keep the lock.
+            # Explicitly: processes that were forked meanwhile have the file too, and would keep the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
         file.close()

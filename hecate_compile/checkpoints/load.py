@@ -1,4 +1,4 @@
-"""``hecate.load``: which step of a folder is taken, and whether it is whole."""
+"""``hecate.load``: choose the newest step of a folder that is whole, and load it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hecate.runtime.comm.warn import warn_together
 
 
 class NoCheckpointError(CheckpointError):
-    """There is nothing to load in the folder."""
+    """The folder has no step that can be loaded."""
 
 
 @overload
@@ -62,23 +62,23 @@ def load(
     """Go on from the newest step in ``directory`` that is whole. All ranks call it together.
 
     Every file is compared with its SHA-256 first. A step that was damaged is named in a warning, and the one before
-    is used. Nothing in a checkpoint is run. With as many ranks as it was saved by, the run then goes on bit for bit
-    as if it had not stopped; with another number, ranks get their part of the same tensors.
+    is used. Nothing in a checkpoint is run. With as many ranks as saved it, the run then goes on bit for bit as if it
+    had not stopped; with another number, ranks get their part of the same tensors.
 
     Args:
         directory: as given to :func:`save`.
         model: filled in place; compiled, or any other.
         optimizer: likewise, as many as were saved, in the same order. Options such as the learning rate come from the
             checkpoint.
-        step: this one and no other.
+        step: load this step and no other.
         required: raise if there is nothing; else return None.
-        strict: the checkpoint must have the model's parameters and buffers, and no others. Otherwise what is in
-            both is loaded.
+        strict: the checkpoint must have the model's parameters and buffers, and no others. Otherwise the tensors that
+            both have are loaded.
         cast: load tensors of another dtype too.
         same_options: refuse a model whose configuration says that it computes something else.
 
     Returns:
-        The step, and what was saved as ``extra``.
+        The step, and the ``extra`` that was saved with it.
 
     Raises:
         NoCheckpointError: there is no such step, or none that is whole.
@@ -117,7 +117,7 @@ def load(
 
 
 def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
-    """Names of steps, the newest first, as rank 0 sees them."""
+    """Return the names of steps, the newest first, as rank 0 sees them."""
 
     def find() -> list[str]:
         return [one.path.name for one in published(folder) if step is None or one.step == step]
@@ -127,7 +127,7 @@ def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
 
 
 def _verify(path: Path, ranks: Ranks) -> str:
-    """Say why a checkpoint is not what was saved, or nothing. Each rank reads a part of it; all hear the same."""
+    """Return why a checkpoint is not what was saved; "" if it is. Each rank reads a part, all return the same."""
 
     def look() -> str:
         try:

@@ -1,8 +1,8 @@
-"""One logical tensor of which this rank has some pieces, as ``torch.distributed.checkpoint`` asks for it.
+"""A logical tensor, of which this rank has some pieces, for ``torch.distributed.checkpoint`` (DCP).
 
 DCP asks a tensor subclass for its chunks by three methods (``torch/distributed/_checkpointable.py``). Offsets are in
-the whole tensor, so what was saved by any owners on any number of ranks is read by any others. All that depends on
-that protocol is here.
+the whole tensor, so tensors that were saved by any owners on any number of ranks are read by any others. All that
+depends on that protocol is here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows from ``start`` on of what this rank has, which are as many from ``offset`` on of the whole."""
+    """A run of ``rows`` rows: from ``start`` on in this rank's part, from ``offset`` on in the whole."""
 
     offset: int
     start: int
@@ -30,7 +30,7 @@ class Piece:
 
 
 class LogicalTensor(torch.Tensor):
-    """This rank's part ``[n, ...]`` of a tensor ``[N, ...]``. Reading into it fills the part in place.
+    """A rank's part ``[n, ...]`` of a tensor ``[N, ...]``. Reading into it fills the part in place.
 
     Attributes:
         whole: the shape of the whole, ``[N, ...]``.
@@ -42,18 +42,18 @@ class LogicalTensor(torch.Tensor):
 
     @staticmethod
     def of(part: torch.Tensor, whole: torch.Size, pieces: Sequence[Piece]) -> LogicalTensor:
-        """``part``, which shares its memory, as a part of a tensor of the shape ``whole``."""
+        """Return ``part`` as a part of a tensor of the shape ``whole``; the memory is shared."""
         tensor = part.detach().as_subclass(LogicalTensor)
         tensor.whole, tensor.pieces = whole, tuple(piece for piece in pieces if piece.rows)
         return tensor
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's rows, ``[n, ...]``."""
+        """The rows of this rank, ``[n, ...]``."""
         return self.as_subclass(torch.Tensor)
 
     def with_part(self, part: torch.Tensor) -> LogicalTensor:
-        """The same pieces of another tensor of the same shape."""
+        """Return another part of the same shape with the same pieces."""
         return LogicalTensor.of(part, self.whole, self.pieces)
 
     def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
@@ -65,7 +65,7 @@ class LogicalTensor(torch.Tensor):
     # --- what DCP calls ---
 
     def size(self, dim: int | None = None) -> Any:
-        """Size of the whole: DCP compares it with what was saved."""
+        """Return the size of the whole: DCP compares it with what was saved."""
         return self.whole if dim is None else self.whole[dim]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

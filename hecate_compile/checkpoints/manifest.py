@@ -1,4 +1,4 @@
-"""Number of a step, its format, and SHA-256 of every file, in a file that holds its own."""
+"""The manifest of a step: its number, its format, the SHA-256 of every file, and its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Manifest:
     """The content of a checkpoint. A field that is added has a default, which holds for checkpoints that lack it.
 
     Attributes:
-        step: as the user counts.
+        step: number of the step, as the user counts.
         sequence: how many were published in the folder before; the highest is the newest.
         ranks: how many saved it.
         files: by name.
@@ -36,7 +36,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write it, and see to it that it is on the disk."""
+    """Write a manifest to ``folder``, and see to it that it is on the disk."""
     text = json.dumps(asdict(manifest), sort_keys=True)
     with (folder / NAME).open("w") as file:
         file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
@@ -45,7 +45,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, if it is whole. Fields of a later version that keeps the format are left out.
+    """Read a checkpoint's manifest, if it is whole. Fields of a later version that keeps the format are left out.
 
     Raises:
         CorruptError: it is missing, changed, or of a later format.
@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what has another type: steps are sorted by these numbers, so one text would hide all the others."""
+    """Refuse fields of another type: steps are sorted by these numbers, so one text would hide all the others."""
     numbers = [manifest.step, manifest.sequence, manifest.ranks - 1 if type(manifest.ranks) is int else None]
     numbers += [record.bytes for record in manifest.files.values()]
     if not all(type(number) is int and number >= 0 for number in numbers):

@@ -26,7 +26,7 @@ from hecate.wrap.shard import shard_of
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """None, one or several; without wrappers such as accelerate's."""
+    """Return a list of the given optimizers, without wrappers such as accelerate's."""
     several = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
     return [_unwrapped(optimizer) for optimizer in several]
 
@@ -38,7 +38,7 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_name(number: int) -> str:
-    """The prefix of an optimizer's tensors; that of the first is what users of torch write."""
+    """Return the prefix of an optimizer's tensors; that of the first is what users of torch write."""
     return "optimizer" if number == 0 else f"optimizer{number}"
 
 
@@ -47,10 +47,10 @@ class OptimizerTensors:
     """An optimizer's state as tensors and plain data.
 
     Attributes:
-        tensors: parameter name, then key; see :meth:`Site.split`.
-        plain: what is no tensor, likewise.
+        tensors: by parameter name, then key; see :meth:`Site.split`.
+        plain: values that are no tensors, likewise.
         groups: each group's options, and the names of its parameters.
-        finish: called when the tensors have been loaded into.
+        finish: to be called when the tensors have been filled.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -60,10 +60,10 @@ class OptimizerTensors:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
-    """The state of ``optimizer``, which shares memory with it. All ranks call it together.
+    """Return the state of ``optimizer``; tensors share its memory. All ranks call this together.
 
     Raises:
-        ValueError: it has a parameter that the model has not, or state that cannot be split.
+        ValueError: the optimizer has a parameter that the model has not, or state that cannot be split.
     """
     bring_along(optimizer)
     problem = state_that_cannot_be_saved(optimizer)
@@ -86,13 +86,13 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensor
 def prepare_optimizer(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
 ) -> OptimizerTensors:
-    """Make room in ``optimizer`` for state that was saved, in the place of what it has.
+    """Make room in ``optimizer`` for state that was saved; its own state is dropped.
 
     Args:
-        saved: by parameter name and key, what the checkpoint has.
+        saved: the tensors in the checkpoint, by parameter name and key.
 
     Raises:
-        ValueError: it has a parameter that the model has not, or something was saved that cannot be split over ranks.
+        ValueError: the optimizer has a parameter that the model has not, or saved state cannot be split over ranks.
     """
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
@@ -124,7 +124,7 @@ def prepare_optimizer(
 
 
 def _take_largest(room: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """Experts that were trained one by one may have taken another number of steps each."""
+    """Return a function that fills ``room`` with the largest of ``parts``: experts may have taken unequal steps."""
 
     def finish() -> None:
         room.copy_(torch.stack(parts).amax(0) if len(parts) > 1 else parts[0])
@@ -140,7 +140,7 @@ def _whole_shape(site: Site) -> torch.Size:
 
 
 def set_plain(model: nn.Module, optimizer: Optimizer, plain: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give ``optimizer`` the state that is no tensor."""
+    """Give ``optimizer`` the part of its state that is no tensor."""
     sites = _first_sites(model)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         optimizer.state[parameter].update(plain.get(sites[id(parameter)].names[0], {}))
@@ -157,7 +157,7 @@ def set_options(optimizer: Optimizer, groups: list[dict[str, Any]], own: list[di
         ValueError: the optimizer groups its parameters in another way.
     """
     for number, (group, mine) in enumerate(zip(optimizer.param_groups, own, strict=True)):
-        # In any order of groups, since names tell them apart.
+        # Groups may be in any order, since names tell them apart.
         match = [saved for saved in groups if set(saved["params"]) == set(mine["params"])]
         if not match:
             raise ValueError(_no_such_group(optimizer, number, mine["params"]))
@@ -197,7 +197,7 @@ def _shown(names: list[str]) -> str:
 
 
 def _first_sites(model: nn.Module) -> dict[int, Site]:
-    """The first site of each parameter, by its identity."""
+    """Return the first site of each parameter, by its identity."""
     sites: dict[int, Site] = {}
     for site in sites_of(model):
         sites.setdefault(id(site.parameter), site)
@@ -223,16 +223,16 @@ def _groups(optimizer: Optimizer, sites: Mapping[int, Site]) -> list[dict[str, A
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of ``optimizer`` for ``torch.distributed.checkpoint``, by names. All ranks call it together.
+    """Return the state of ``optimizer`` for ``torch.distributed.checkpoint``, by names. All ranks call it together.
 
-    Of an optimizer that has not stepped it is state to load into. ``torch.distributed.checkpoint.load`` fills tensors
-    in place; then give the whole to :func:`set_optimizer_state_dict`.
+    An optimizer that has not stepped gets state to load into. ``torch.distributed.checkpoint.load`` fills tensors in
+    place; then give the whole to :func:`set_optimizer_state_dict`.
 
     Returns:
         ``{"state": {name: {key: tensor or number}}, "param_groups": [{"params": names, ...options}]}``.
 
     Raises:
-        ValueError: it has a parameter that the model has not, or state that cannot be split over ranks.
+        ValueError: the optimizer has a parameter that the model has not, or state that cannot be split over ranks.
     """
     if not optimizer.state:
         with stepping_does_not_count(optimizer):
@@ -248,7 +248,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict:
     """Take what :func:`get_optimizer_state_dict` gave and ``torch.distributed.checkpoint.load`` filled.
 
     Raises:
-        ValueError: another optimizer's, or other groups of parameters.
+        ValueError: the state is of another optimizer, or of other groups of parameters.
     """
     own = optimizer_tensors(model, optimizer)
     for name, tensors in own.tensors.items():

@@ -1,4 +1,4 @@
-"""A step appears in its folder whole or not at all, and who may put one there.
+"""Publish a step so that it appears in its folder whole or not at all, and from one run alone.
 
 1. Rank 0 makes ``step-00000300.tmp-<run>-<nonce>``; all ranks write into it, each fsyncs its files.
 2. Rank 0 writes the manifest, fsyncs it and the folder, renames that to ``step-00000300`` and fsyncs the parent.
@@ -29,13 +29,13 @@ _OWNER = ".owner"
 # Seconds; what is done under the lock takes less than one, but for the removal of old steps.
 _PATIENCE = 60.0
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-# Of this process, for every folder that it saves to.
+# The token of this process, for every folder that it saves to.
 _run = uuid.uuid4().hex[:12]
 _owned: set[Path] = set()
 
 
 def _be_another_run() -> None:
-    """Processes forked from one that imported hecate must not pass for each other."""
+    """Take another token: processes forked from one that imported hecate must not pass for each other."""
     global _run
     _run = uuid.uuid4().hex[:12]
     _owned.clear()
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_be_another_run)
 
 @dataclass(frozen=True)
 class Published:
-    """A step in a folder, by what its name and manifest say; its files were not looked at.
+    """A step in a folder, known by its name and manifest; its files were not looked at.
 
     Attributes:
         manifest: None if it cannot be read; ``problem`` says why.
@@ -59,7 +59,7 @@ class Published:
 
 
 def published(folder: Path) -> list[Published]:
-    """All steps in ``folder``, the newest first; those whose manifest cannot be read come first by their number."""
+    """Return all steps in ``folder``, newest first; in front are, by number, those whose manifest cannot be read."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _STEP.fullmatch(path.name)
@@ -83,11 +83,11 @@ def _age(one: Published) -> tuple[bool, int, int, str]:
 
 
 def open_draft(folder: Path, step: int) -> Path:
-    """A new temporary folder for a step; of rank 0. Removes those of runs that are gone.
+    """Make a temporary folder for a step, on rank 0, and remove those of runs that are gone.
 
     Raises:
         PermissionError: another run has taken the folder over.
-        OSError: it cannot be written to.
+        OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", _PATIENCE):
@@ -101,7 +101,7 @@ def open_draft(folder: Path, step: int) -> Path:
 
 
 def publish(draft: Path, *, step: int, ranks: int, files: dict[str, FileRecord], keep: int | None) -> Path:
-    """Give a draft its manifest and its name; of rank 0. Removes all but the newest ``keep`` steps.
+    """Give a draft its manifest and its name, on rank 0, and remove all but the newest ``keep`` steps.
 
     Raises:
         PermissionError: another run has taken the folder over since the draft was opened.
@@ -131,7 +131,7 @@ def discard(draft: Path) -> None:
 
 def _remove(steps: list[Published]) -> None:
     for one in steps:
-        # Half of a folder must not look like a checkpoint.
+        # A folder that is removed in part must not look like a checkpoint.
         gone = one.path.with_name(f"{one.path.name}.tmp-{_run}-removed")
         with contextlib.suppress(OSError):
             one.path.rename(gone)
@@ -139,9 +139,9 @@ def _remove(steps: list[Published]) -> None:
 
 
 def _take_over(folder: Path) -> None:
-    """Make this run the owner, once; later it must still be."""
+    """Make this run the owner of the folder, once; later check that it still is."""
     path = folder / _OWNER
-    # Without the file, the folder was removed since and made again, and nobody has saved to it.
+    # Without this file the folder was removed and made again since, and nobody has saved to it.
     if folder.resolve() in _owned and path.exists():
         _check_owner(folder)
         return

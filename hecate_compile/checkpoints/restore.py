@@ -1,4 +1,4 @@
-"""A checkpoint that was verified, on its way into a model."""
+"""Fill a model from a checkpoint that was verified."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hecate.checkpoints.safety.tensor_index import read_index
 from hecate.checkpoints.safety.tensor_reader import TensorReader
 from hecate.checkpoints.state_dicts import get_model_state_dict
 
-# Values of fields that run.json lacks: they are younger than the checkpoint, or of a model, and none was saved.
+# Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
 
 
@@ -58,7 +58,7 @@ class Loaded:
         step: as given to :func:`save`.
         path: folder of the step.
         ranks: how many saved it.
-        extra: what this rank saved; of a rank that was not there, what rank 0 saved.
+        extra: what this rank saved; on a rank that did not exist then, what rank 0 saved.
         extras: what every rank saved, by rank.
         skipped: newer steps that could not be used, and why.
     """
@@ -85,14 +85,14 @@ class UnusableError(Exception):
 
 def damage_of(error: Exception) -> str:
     """Describe what is wrong with a checkpoint; raise what is wrong with this rank instead."""
-    # Not allowed, out of descriptors, gone from the network: an older step would be no better.
+    # With missing rights, no more descriptors or no network an older step would be no better.
     if isinstance(error, OSError) and error.errno != errno.EIO:
         raise error
     return str(error) if isinstance(error, CorruptError) else describe(error)
 
 
 class Restoring:
-    """One checkpoint that was verified, on its way into a model."""
+    """A checkpoint that was verified, while it is read into a model."""
 
     def __init__(self, path: Path, ranks: Ranks, skipped: Sequence[str]) -> None:
         self.path, self.ranks, self.skipped, self.touched = path, ranks, tuple(skipped), False
@@ -105,8 +105,8 @@ class Restoring:
     def _usable(self, read: Callable[[], Any]) -> Any:
         """Return what ``read`` gives; if it fails on any rank, the checkpoint is given up on all.
 
-        Whatever it fails with: what was compared before fits, so it is not what hecate.save writes. What is loaded
-        instead overwrites all of it.
+        This holds for any error: all that was compared before fits, so the checkpoint is not what hecate.save writes.
+        The one that is loaded instead overwrites all of it.
         """
 
         def look() -> tuple[Any, str]:
@@ -230,7 +230,7 @@ class Restoring:
             self._usable(lambda: restore_planner(model, placement))
 
     def _saved_state(self, number: int) -> dict[str, dict[str, TensorStorageMetadata]]:
-        """By parameter name and key."""
+        """Return the saved tensors of an optimizer, by parameter name and key."""
         out: dict[str, dict[str, TensorStorageMetadata]] = {}
         for path, found in self._saved(f"{optimizer_name(number)}.state.").items():
             name, _, key = path.rpartition(".")

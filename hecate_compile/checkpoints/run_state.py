@@ -45,8 +45,8 @@ _IRRELEVANT = {
 }
 
 
-# Version of what the planner remembers, which begins anew if a checkpoint has another. Raise it when a field that is
-# there means something else. A field that is added is read with a default.
+# Version of what the planner remembers, which begins anew if a checkpoint has another version. Raise it when an
+# existing field gets another meaning. A field that is added is read with a default.
 _MEMORY = 1
 
 
@@ -54,7 +54,7 @@ _MEMORY = 1
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's, numpy's and Python's generators in this process."""
+    """Return the state of torch's, numpy's and Python's generators in this process."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -66,12 +66,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from there.
+    """Set the generators to a state of :func:`random_state`.
 
     Raises:
         ValueError: it is no state of these generators.
     """
-    # numpy reads at any position that it is given.
+    # numpy does not check the position that it reads at.
     if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):
         raise ValueError("a generator of numpy is at no position of its state")
     torch.set_rng_state(state["torch"])
@@ -82,13 +82,13 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _with_generators(device: torch.device) -> Any:
-    """``torch.cuda`` and what is like it for others, where each device has a generator of its own; else None."""
+    """Return the device's module, such as ``torch.cuda``, if each device has a generator of its own; else None."""
     module = torch.get_device_module(device)
     return module if hasattr(module, "get_rng_state_all") else None
 
 
 def new_random_state(step: int, rank: int) -> None:
-    """For a rank that was not there when the run was saved: other numbers than those of any rank."""
+    """Seed the generators of a rank that did not exist when the run was saved, unlike those of any other rank."""
     seed = int(np.random.SeedSequence([step, rank]).generate_state(1, np.uint64)[0] >> 1)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -99,7 +99,7 @@ def new_random_state(step: int, rank: int) -> None:
 
 
 def placement_state(model: nn.Module) -> dict[str, Any] | None:
-    """Owners and what the planner remembers of ``model``; None if it is not compiled."""
+    """Return the owners and the planner's memory of ``model``; None if it is not compiled."""
     if not is_compiled(model):
         return None
     compiled = compiled_model_of(model, "save")
@@ -140,7 +140,7 @@ def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
 def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
     """Let the planner go on with what it knew, if it would plan for the same ranks, nodes and devices.
 
-    Elsewhere what was measured there is no guide, and it begins anew.
+    Elsewhere its measurements say nothing, and it begins anew.
     """
     if state is None or not is_compiled(model):
         return False
@@ -166,7 +166,7 @@ def _layers(compiled: CompiledModel) -> list[Layer]:
 
 
 def _conditions(compiled: CompiledModel) -> dict[str, Any]:
-    """Ranks, nodes, device and policy that a plan was made for."""
+    """Return the ranks, nodes, device and policy that plans are made for."""
     device = compiled.world.device
     return {
         "memory": _MEMORY,
@@ -177,11 +177,11 @@ def _conditions(compiled: CompiledModel) -> dict[str, Any]:
     }
 
 
-# --- what modules save beside tensors ---
+# --- what modules save besides tensors ---
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, those with a ``get_extra_state`` of their own."""
+    """Return the modules with a ``get_extra_state`` of their own, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -190,12 +190,12 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Results of ``get_extra_state``, by the names of the modules."""
+    """Return the results of ``get_extra_state``, by the names of the modules."""
     return {name: module.get_extra_state() for name, module in modules_with_extra_state(model).items()}
 
 
 def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
-    """Give it back to the modules that are there."""
+    """Give extra states back to the modules that exist in ``model``."""
     for name, module in modules_with_extra_state(model).items():
         if name in states:
             module.set_extra_state(states[name])
@@ -205,7 +205,7 @@ def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
 
 
 def function_options(model: nn.Module) -> dict[str, Any]:
-    """Options that change what the model computes: the same weights with others are another model."""
+    """Return the options that change what the model computes: the same weights with others are another model."""
     attention = compiled_model_of(model, "save").config.attention if is_compiled(model) else None
     known = attention_config(model)
     options = attention.described(known.heads, known.key_heads, known.layers) if attention is not None else None
@@ -223,7 +223,7 @@ def _relevant(config: Any) -> Any:
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
-    """Options that are in both and differ, a line each."""
+    """Describe the options that are in both and differ, a line each."""
     if isinstance(saved, dict) and isinstance(now, dict):
         return [
             line

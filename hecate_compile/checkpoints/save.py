@@ -42,8 +42,8 @@ class Snapshot:
     """The content of a checkpoint, as it was when it was taken.
 
     Attributes:
-        tensors: nested dicts, for DCP.
-        run: plain data that is the same on all ranks.
+        tensors: nested dicts of tensors, for DCP.
+        run: plain data that is equal on all ranks.
         own: plain data of this rank.
     """
 
@@ -64,7 +64,7 @@ def save(
     """Save a step of a run. All ranks call it together, between two steps; all see the same ``directory``.
 
     When it returns, the step is on the disk and verified; until then nothing in ``directory`` has changed that
-    :func:`load` would see. Beside weights and optimizer state it has the random number generators, the owners of
+    :func:`load` would see. Besides weights and optimizer state it has the random number generators, the owners of
     experts and what the planner knows. It is read by any number of ranks, with any owners, also by one process with
     the plain model, and its tensors by ``torch.distributed.checkpoint.load``.
 
@@ -73,8 +73,8 @@ def save(
         model: compiled, or any other.
         optimizer: one, or several in a fixed order.
         step: a number for people and for :func:`load`.
-        extra: what else this rank must know to go on, as plain data: ``scheduler.state_dict()``, a position in the
-            data. Numbers, texts, tensors, arrays, and containers of them. Each rank saves its own.
+        extra: whatever else this rank must know to go on, as plain data: ``scheduler.state_dict()``, a position in
+            the data. Numbers, texts, tensors, arrays, and containers of them. Each rank saves its own.
         keep: how many steps stay in ``directory``, this one included; by default all.
 
     Returns:
@@ -103,8 +103,8 @@ def async_save(
 ) -> Future[Path]:
     """Copy a step to the host's memory and return; a thread saves it as :func:`save` does.
 
-    Training may go on at once. The step is saved when the future is done on some rank. What went wrong is raised by
-    ``result()``, and if nobody asked, by the next save. Ask for the result of the last one before
+    Training may go on at once. The step is saved when the future is done on some rank. An error is raised by
+    ``result()``, and if nobody asked for that, by the next save. Ask for the result of the last save before
     ``destroy_process_group``.
     """
     global _background
@@ -123,7 +123,7 @@ def async_save(
 
 
 def _meet(directory: str | os.PathLike[str], model: nn.Module | None, step: int, function: str) -> Ranks:
-    """All ranks come to save the same, and hear whether they have come apart."""
+    """Check with all ranks that they save the same step of the same model, and that parameters have not drifted."""
     wait_for_saves()
     ranks = ranks_of(model, function)
     ranks.agree(directory=directory, step=step)
@@ -133,7 +133,7 @@ def _meet(directory: str | os.PathLike[str], model: nn.Module | None, step: int,
 
 
 def wait_for_saves() -> None:
-    """Saves run one after the other, and none fails unheard."""
+    """Wait for saves under way, and raise what one of them failed with."""
     while _under_way:
         _under_way.pop(0).result()
 
@@ -162,10 +162,10 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
     if model is not None:
         tensors["model"] = get_model_state_dict(model)
         for name in () if first else persistent_buffers(model):
-            # DCP writes any rank's copy of what several have, and buffers may differ until the next forward.
+            # DCP writes any rank's copy of a tensor that several have, and buffers may differ until the next forward.
             tensors["model"].pop(name, None)
         if has_adapters(model):
-            # The base is where it came from, and many times as large.
+            # The base can be had from where it came from, and is many times as large.
             run["left_out"] = sorted(frozen_base(model))
             for name in run["left_out"]:
                 tensors["model"].pop(name, None)
@@ -211,7 +211,7 @@ def _write(folder: Path, snapshot: Snapshot, ranks: Ranks, step: int, keep: int 
             lambda: str(publish.publish(draft, step=step, ranks=ranks.size, files=files, keep=keep))
         )
     except BaseException:
-        # If rank 0 is gone, the next run does it.
+        # If rank 0 is gone, the next run removes the draft.
         if ranks.first:
             publish.discard(draft)
         raise
@@ -230,18 +230,18 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
-    """Write this rank's part; returns the names of its files."""
+    """Write this rank's part, and return the names of its files."""
     before = f"__{ranks.rank}_"
     writer = _Writer(draft, sync_files=True)
     try:
         with warnings.catch_warnings():
-            # A single process is no mistake.
+            # A single process may save, too.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             metadata = dcp.save(
                 snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
             )
     except CheckpointException as error:
-        # torch's writer of tensors says of a full disk no more than that a position is another.
+        # Of a full disk torch's writer of tensors says no more than that a position is not the expected one.
         ranks.together(lambda: _require_space(draft))
         rank, (problem, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error
@@ -251,7 +251,7 @@ def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
 
 
 def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks, metadata: Metadata) -> list[str]:
-    """Write what is no tensor, and see to it that it is on the disk; returns the names."""
+    """Write whatever is no tensor, see to it that it is on the disk, and return the names of its files."""
     _require_space(draft)
     parts = {f"rank{ranks.rank}": snapshot.own} | ({"run": snapshot.run} if ranks.first else {})
     for stem, value in parts.items():
@@ -266,6 +266,6 @@ def _write_plain_files(draft: Path, snapshot: Snapshot, ranks: Ranks, metadata: 
 
 
 def _require_space(draft: Path) -> None:
-    """Raise OSError if the disk is full: the files that follow are so small that only the rename might fail."""
+    """Raise OSError if the disk is full: the files that follow are so small that only the rename might fail of it."""
     if shutil.disk_usage(draft).free < 2**20:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft.parent))

@@ -76,7 +76,7 @@ class Site:
 
 
 def sites_of(model: nn.Module) -> Iterator[Site]:
-    """Every parameter under every name, tied ones more than once; equal on all ranks."""
+    """Yield every parameter under every name, tied ones more than once; in the same order on all ranks."""
     members = {}
     if is_compiled(model):
         for experts in compiled_model_of(model, "save").experts:
@@ -90,7 +90,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
 
 
 def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers as tensors for ``torch.distributed.checkpoint``. No communication.
+    """Return parameters and persistent buffers as tensors for ``torch.distributed.checkpoint``. No communication.
 
     Shards stay shards; ``torch.distributed.checkpoint.load`` fills them in place, whatever ranks and owners they were
     saved by. The names are those of the plain model.
@@ -99,7 +99,7 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: a compiled model; for any other it is ``model.state_dict()``.
     """
     if not is_compiled(model):
-        # Extra state of modules need not be a tensor; run_state saves it.
+        # Extra state of modules need not be a tensor; run_state saves that.
         return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
     state: dict[str, torch.Tensor] = {}
     for site in sites_of(model):
@@ -109,7 +109,7 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are in state dicts, by the names that they have there."""
+    """Return the buffers that are in state dicts, by the names that they have there."""
     return {
         f"{prefix}.{key}".lstrip("."): buffer.detach()
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Optimizer state that was saved whole, by a plain loop or DistributedDataParallel, into an optimizer of shards."""
+"""Load optimizer state that was saved whole, by a plain loop or DistributedDataParallel, into one of shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
             taken[parameter] = {
                 key: _part_of(value, parameter) for key, value in state["state"].get(number, {}).items()
             }
-    # Torch's own takes care of dtypes, devices and hooks. It numbers parameters group by group.
+    # Torch's load_state_dict takes care of dtypes, devices and hooks. It numbers parameters group by group.
     numbers = {parameter: n for n, parameter in enumerate(p for group in inner.param_groups for p in group["params"])}
     groups = [
         {**options_of(saved), "params": [numbers[parameter] for parameter in group["params"]]}

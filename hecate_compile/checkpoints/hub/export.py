@@ -1,8 +1,8 @@
 """``hecate.export``: a folder that transformers loads, written without a whole model on any rank.
 
-Names, and what of a tensor goes under which of them, are those of ``save_pretrained`` (``layouts``). Tensors travel
-to rank 0 alone, a few at a time; it keeps those of the file that it writes next. The folder is written beside its
-place and renamed, so it appears whole or not at all.
+Names of tensors, and their parts under each name, are those of ``save_pretrained`` (``layouts``). Tensors travel to
+rank 0 alone, a few at a time; it keeps those of the file that it writes next. The folder is written beside its place
+and renamed, so it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def export(
 ) -> Path:
     """Write the model's weights as ``save_pretrained`` does. All ranks call it together, between two steps.
 
-    ``from_pretrained`` of transformers reads the folder in any process. Of a model that is not of transformers it
-    holds the tensors of the plain model's state dict by their names, tied ones under each of theirs. Rank 0 writes,
-    and only it must see ``directory``. It holds one file's tensors at a time, and those of one parameter.
+    ``from_pretrained`` of transformers reads the folder in any process. For a model that is not of transformers the
+    folder holds the tensors of the plain model's state dict by their names, tied ones under each of theirs. Rank 0
+    writes, and only it must see ``directory``. It holds one file's tensors at a time, and those of one parameter.
 
     Args:
         model: compiled, or any other.
         directory: a new folder, or an empty one. It appears when all of it is on the disk.
-        max_shard_size: of a file, in bytes, or as ``"5GB"``; a tensor that is larger has a file of its own.
-        dtype: of parameters in the files; by default their own. Buffers, and what transformers keeps in float32,
-            stay as they are.
+        max_shard_size: most bytes of a file, as a number or as ``"5GB"``; a larger tensor has a file of its own.
+        dtype: dtype of parameters in the files; by default their own. Buffers, and parameters that transformers keeps
+            in float32, keep theirs.
 
     Returns:
         ``directory``.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write, or ``directory`` is not empty; it is as it was before.
+        CheckpointError: on every rank, if rank 0 cannot write, or ``directory`` is not empty; it is left unchanged.
         RuntimeError: another rank is in something else.
         ValueError: a wrong argument, or a model with adapters of PEFT, whose own ``save_pretrained`` writes them.
     """
@@ -103,11 +103,11 @@ def _check_no_extra_state(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One group of tensors on its way to rank 0.
+    """A group of tensors that is sent to rank 0 at once.
 
     Attributes:
-        names: in the model.
-        ends: with it a file is complete, which all ranks wait for.
+        names: names of the tensors in the model.
+        ends: the group completes a file, for which all ranks wait.
     """
 
     names: list[str]
@@ -119,9 +119,9 @@ class _Plan:
     """The files that rank 0 writes, and the steps that fill them.
 
     Attributes:
-        dtypes: of each of the model's tensors in the files.
-        files: the names in each file, in order.
-        size: of all tensors, in bytes.
+        dtypes: dtype in the files of each of the model's tensors.
+        files: the names of tensors in each file, in order.
+        size: bytes of all tensors.
     """
 
     layout: Layout
@@ -185,7 +185,7 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def _open_draft(final: Path) -> Path:
-    """A new folder beside ``final``, which it replaces when it is complete.
+    """Make a folder beside ``final``, which it replaces when it is complete.
 
     Raises:
         FileExistsError: ``final`` is a file, or not empty.
@@ -204,7 +204,7 @@ def _publish(draft: Path, final: Path) -> None:
     for path in draft.iterdir():
         sync(path)
     sync(draft)
-    # Fails if something has come into an empty folder since.
+    # This fails if something has been put into an empty folder since.
     draft.rename(final)
     sync(final.parent)
 
@@ -226,7 +226,7 @@ def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, draft: P
 
 
 def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
-    """The whole of it on rank 0, on the CPU; elsewhere nothing. A collective."""
+    """Return the whole tensor on rank 0, on the CPU; None elsewhere. A collective."""
     here, shard = tensor.here.detach(), shard_of(tensor.here)
     if tensor.expert is not None:
         row = tensor.row
@@ -257,9 +257,9 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
 
 
 class _Writer:
-    """Makes the files' tensors out of the model's, and keeps them until their file is complete; of rank 0.
+    """Makes the files' tensors from the model's on rank 0, and keeps them until their file is complete.
 
-    It never raises before all ranks listen: the others are on their way to the next tensor.
+    An error is kept until all ranks wait for the file: before that the others are busy with the next tensor.
     """
 
     def __init__(self, plan: _Plan, draft: Path) -> None:
@@ -279,7 +279,7 @@ class _Writer:
             self._problem = problem
 
     def write(self) -> None:
-        """Write what is complete."""
+        """Write the files that are complete; raise an error that was kept."""
         if self._problem is not None:
             raise self._problem
         for file, names in list(self._left.items()):
@@ -290,7 +290,7 @@ class _Writer:
 
 
 def _finish(view: PlainView, plan: _Plan, draft: Path, dtype: torch.dtype | None, final: Path) -> None:
-    """All but the weights, and the name; of rank 0."""
+    """Write all but the weights, and give the folder its name, on rank 0."""
     if len(plan.files) > 1:
         whole = {id(t.like): t.like.numel() for t in view.tensors.values() if isinstance(t.here, nn.Parameter)}
         index = {

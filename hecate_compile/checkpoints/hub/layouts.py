@@ -1,7 +1,7 @@
-"""Which tensors of a model make which of the files, as ``save_pretrained`` of a library has them.
+"""Layouts: the tensors that ``save_pretrained`` of a library would write, made from those of a model.
 
-transformers' own function makes the files' tensors from the model's. Which ones belong together is tried out on the
-meta device first.
+transformers' own function makes the files' tensors from the model's. The groups that it converts together are tried
+out on the meta device first.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Layout(Protocol):
     """The tensors of a model in the form in which a library writes them."""
 
     def kept(self, likes: Tensors) -> Tensors:
-        """The model's tensors that are written."""
+        """Return the model's tensors that are written."""
         ...
 
     def groups(self, likes: Tensors) -> list[list[str]]:
-        """Names of those that are converted together."""
+        """Return the names of tensors that are converted together."""
         ...
 
     def convert(self, tensors: Tensors) -> Tensors:
-        """The tensors that files have in place of a group, in order."""
+        """Return the tensors that files have in place of a group, in order."""
         ...
 
 
@@ -60,7 +60,7 @@ class PretrainedLayout:
     """The layout of transformers' ``save_pretrained``."""
 
     def __init__(self, view: PlainView) -> None:
-        # Any: it answers what the model answers.
+        # Typed Any, because it has all attributes of the model.
         self._view: Any = view
         self._converts = True
         self._renamed: dict[str, str] = {}
@@ -101,7 +101,7 @@ class PretrainedLayout:
     def _names_of_renamed(
         self, groups: Mapping[tuple[str, bool], list[str]], likes: Tensors, whole: Tensors
     ) -> dict[str, str]:
-        """The file's name of each tensor that is taken as it is; others that are there may have a say in it."""
+        """Return the name in the files of each tensor that is not converted; it may depend on the other tensors."""
         renamed, left = {}, iter(whole)
         for (name, is_converted), names in groups.items():
             if not is_converted:
@@ -112,7 +112,7 @@ class PretrainedLayout:
         return renamed
 
     def _remember_conversions(self) -> None:
-        """Look them up once; transformers does so in every call of a model that it did not load."""
+        """Look conversions up once; transformers does so in every call for a model that it did not load."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
@@ -124,7 +124,7 @@ class PretrainedLayout:
         self._converts = found is not None
 
     def _gives(self, groups: list[list[str]], likes: Tensors, whole: Tensors) -> bool:
-        """True if group by group gives what the whole model gives."""
+        """Return whether converting group by group gives what converting the whole model gives."""
         parts = [part for names in groups for part in self.convert({name: likes[name] for name in names}).items()]
         return [(n, t.shape, t.dtype) for n, t in parts] == [(n, t.shape, t.dtype) for n, t in whole.items()]
 

@@ -1,8 +1,8 @@
-"""``hecate.load_pretrained``: a folder of ``save_pretrained``, or of ``hecate.export``, into a model's shards.
+"""``hecate.load_pretrained``: read a folder of ``save_pretrained``, or of ``hecate.export``, into a model's shards.
 
 Each rank reads what it keeps: its experts, its rows. Where transformers makes a tensor of the model out of several in
-the files (``read_plan``), it does so on this rank's experts alone if every expert is treated alike, and else on one
-tensor's worth at a time.
+the files (``read_plan``), it converts this rank's experts alone if every expert is treated alike, and else the
+sources of one tensor at a time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         model: compiled, or any other with storage.
         directory: a local folder, which all ranks see, such as ``huggingface_hub.snapshot_download`` returns.
         strict: the files must have the model's parameters and buffers, and no others but those that transformers
-            leaves out, too. Otherwise what is in both is loaded.
+            leaves out, too. Otherwise the tensors that both have are loaded.
 
     Returns:
-        What was left out.
+        The names that were left out.
 
     Raises:
         MismatchError: names, shapes or kinds of numbers differ; nothing was changed.
@@ -137,7 +137,7 @@ def _copy_part(whole: torch.Tensor, tensor: PlainTensor) -> None:
 
 
 def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
-    """Read this rank's part of a tensor that is in the files as it is in the model."""
+    """Read this rank's part of a tensor that is the same in the files and in the model."""
     here, shard = tensor.here.detach(), shard_of(tensor.here)
     if tensor.expert is not None or shard is None:
         if tensor.expert is None or tensor.row is not None:

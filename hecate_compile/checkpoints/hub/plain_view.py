@@ -1,6 +1,7 @@
-"""A model as its author wrote it, by names and shapes: what transformers is asked about, and what is here instead.
+"""A view of a model with the names and shapes that its author gave it, and the tensors that are here instead.
 
-A compiled model has parts of parameters, and experts of a list as one parameter. Files have neither.
+Transformers is asked about this view: a compiled model has parts of parameters, and experts of a list as one
+parameter, and files have neither.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PlainTensor:
     Attributes:
         name: in the plain model's state dict.
         like: shape and dtype of the whole, on the meta device; the same object for all names of a tied parameter.
-        here: what the model holds in its place, which may be a shard.
-        expert: of experts that were modules in a list, which line of ``here`` this is; else None.
+        here: the tensor that the model holds in its place, which may be a shard.
+        expert: the number of the expert, if experts were modules in a list and are stacked in ``here``; else None.
     """
 
     name: str
@@ -45,7 +46,7 @@ class PlainTensor:
 
 
 class PlainView:
-    """A model whose parameters have the plain names and their whole shapes. All else is the model's.
+    """A model whose parameters have their plain names and whole shapes. All other attributes are the model's.
 
     Attributes:
         model: as it is here.
@@ -61,11 +62,11 @@ class PlainView:
 
     @property
     def is_pretrained(self) -> bool:
-        """True for a model of transformers."""
+        """True if the model is of transformers."""
         return is_pretrained(self.model)
 
     def get_parameter(self, target: str) -> torch.Tensor:
-        """Shape and dtype of a parameter, on the meta device."""
+        """Return a tensor with the shape and dtype of a parameter, on the meta device."""
         if target not in self.tensors:
             raise AttributeError(f"{type(self.model).__name__} has no {target}")
         return self.tensors[target].like
@@ -74,7 +75,7 @@ class PlainView:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """True for a model of transformers. Imports nothing."""
+    """Return whether a model is of transformers. Imports nothing."""
     module: Any = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
@@ -93,7 +94,7 @@ def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
         like = likes.setdefault((id(here), expert), torch.empty(shape, dtype=here.dtype, device="meta"))
         found[name] = PlainTensor(name, like, here, expert)
 
-    # Preorder, own tensors first, as state_dict has it.
+    # In preorder, own tensors first, the order of state_dict.
     for prefix, module in model.named_modules(remove_duplicate=False):
         stacked = []
         for key, here in (*parameters_of(module).items(), *buffers_of(module).items()):

@@ -1,6 +1,6 @@
-"""Which tensors of files make which of a model, by transformers' own converters, made of names and shapes alone.
+"""Plan from names and shapes alone how transformers' own converters make a model's tensors from those of files.
 
-What comes out is tried on the meta device, so that nothing changes that does not fit.
+The plan is tried out on the meta device, so that nothing has changed if something does not fit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Group:
     """Tensors of the files that make tensors of the model together.
 
     Attributes:
-        target: name in the model; the first, if it makes several.
+        target: name in the model; the first, if the group makes several tensors.
         sources: names in the files, and the converter's pattern that each matched.
-        converter: of transformers; None if the tensor is taken as it is.
-        targets: what it makes.
+        converter: transformers' converter; None if the tensor is not converted.
+        targets: the tensors that the group makes.
     """
 
     target: str
@@ -37,7 +37,7 @@ class Group:
     targets: list[PlainTensor] = field(default_factory=list)
 
     def convert(self, view: PlainView, read: Callable[[str], torch.Tensor], only: Iterable[str]) -> dict[str, Any]:
-        """Convert the sources in ``only``; returns tensors by their name in the model."""
+        """Convert the sources in ``only``, and return tensors by their name in the model."""
         wanted = set(only)
         if self.converter is None:
             return {self.target: read(self.sources[0][0])}
@@ -72,7 +72,7 @@ def _later(read: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch
 
 
 def _is_by_line(operations: Sequence[Any]) -> bool:
-    """True if each line of the result is made of the same line of each list of sources."""
+    """Return whether each line of the result is made of the same line of each list of sources."""
     from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose
 
     first, *rest = operations
@@ -92,7 +92,7 @@ class ReadPlan:
     """Groups of tensors in the files and their targets in the model, and what does not fit.
 
     Attributes:
-        conversions: those of transformers that were used.
+        conversions: the conversions of transformers that were used.
     """
 
     view: PlainView
@@ -161,7 +161,7 @@ class ReadPlan:
         self.conversions = [one for one in mapping if one.was_used()]
 
     def _try(self, group: Group, files: SafeFiles) -> set[str]:
-        """Convert shapes alone, and note what does not fit; returns the names that come out."""
+        """Convert shapes alone, note what does not fit, and return the names of the results."""
         names = [name for name, _ in group.sources]
         for pattern in dict.fromkeys(pattern for _, pattern in group.sources if "*" in pattern):
             numbered = [name for name, of in group.sources if of == pattern]
@@ -202,7 +202,7 @@ def differences_of(plan: ReadPlan) -> list[str]:
 
 
 def _is_numbered(names: Sequence[str]) -> bool:
-    """True if sorted names differ in one part, which counts from 0: a list with a gap would shift the rest."""
+    """Return whether sorted names differ in one part, which counts from 0: a list with a gap would shift the rest."""
     differ = [parts for parts in zip(*(name.split(".") for name in names), strict=False) if len(set(parts)) > 1]
     if len(names) == 1:
         return True
@@ -210,7 +210,7 @@ def _is_numbered(names: Sequence[str]) -> bool:
 
 
 def _can_become(source: torch.dtype, target: torch.dtype) -> bool:
-    """Floats become other floats; one of a single byte is half of a quantized tensor."""
+    """Return whether values may be cast: floats to floats, but for those of one byte, which are quantized."""
     floats = source.is_floating_point and target.is_floating_point
     return source == target or (floats and min(source.itemsize, target.itemsize) > 1)
 

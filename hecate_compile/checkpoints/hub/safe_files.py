@@ -24,8 +24,8 @@ class SafeFiles:
     """The tensors of a folder.
 
     Attributes:
-        folder: as given.
-        likes: shape and dtype of each tensor, on the meta device, by name.
+        folder: the folder, as given.
+        likes: a tensor on the meta device with the shape and dtype of each, by name.
 
     Raises:
         FileNotFoundError: there is no folder, or no safetensors file; says what there is.
@@ -52,13 +52,13 @@ class SafeFiles:
                 raise CorruptError(f"{_INDEX} says that {name} is in {file}, and it is not")
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """A tensor, or its lines ``start`` to ``stop``, on the CPU."""
+        """Return a tensor, or its lines ``start`` to ``stop``, on the CPU."""
         file = self._open[self._where[name]]
         tensor: torch.Tensor = file.get_tensor(name) if start is None else file.get_slice(name)[start:stop]
         return tensor
 
     def _read_index(self) -> dict[str, str] | None:
-        """The file of each tensor; None if there is a single file."""
+        """Return the file of each tensor; None if there is a single file."""
         if (self._real / _SINGLE).exists():
             return None
         path = self._real / _INDEX
@@ -101,7 +101,11 @@ class SafeFiles:
         return ""
 
     def _confined(self, name: str) -> Path:
-        """The path of a file of the folder."""
+        """Return the path of a file of the folder.
+
+        Raises:
+            CorruptError: there is no such plain file, or a link leads elsewhere.
+        """
         if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
             raise CorruptError(f"{_INDEX} names a file outside of the folder: {name[:255]!r}")
         path = self._real / name

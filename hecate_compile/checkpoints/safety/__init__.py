@@ -4,7 +4,7 @@
 |---|---|
 | ``files`` | plain files, opened without following links, and their SHA-256 |
 | ``plain_data`` | numbers, texts and tensors as JSON and safetensors |
-| ``tensor_index`` | which tensor is where in DCP's files, as JSON, and whether that can be true |
+| ``tensor_index`` | the place of each tensor in DCP's files, as JSON, and whether that can be true |
 | ``tensor_reader`` | DCP's own reader on such an index |
 | ``old_metadata`` | the pickle that is the index of checkpoints of format 1 |
 """

@@ -27,7 +27,7 @@ class FileRecord:
 
 @contextlib.contextmanager
 def open_plain(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a checkpoint. A link would lead elsewhere, a pipe be waited for, a device never end.
+    """Open a file of a checkpoint if it is a plain one: a link may lead elsewhere, a pipe block, a device never end.
 
     Raises:
         CorruptError: it is missing, or no plain file.
@@ -49,7 +49,7 @@ def open_plain(path: Path) -> Iterator[BufferedReader]:
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """The records of files as they are now."""
+    """Return the records of files as they are now."""
     records = {}
     for name in names:
         with open_plain(folder / name) as file:
@@ -78,5 +78,5 @@ def _record_of(file: BufferedReader) -> FileRecord:
 
 
 def short(error: Exception) -> str:
-    """An error in one line of at most 200 letters: it may quote a whole file."""
+    """Describe an error in one line of at most 200 letters: it may quote a whole file."""
     return f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]

@@ -25,7 +25,7 @@ _CLASSES = {f"{_DCP}.filesystem._StorageInfo"} | {
 }
 _CLASSES |= {f"{_DCP}.metadata.{name}" for name in ("MetadataIndex", "StorageMeta", "TensorProperties")}
 _FUNCTIONS = {"torch.Size", f"{_DCP}.metadata._MEM_FORMAT_ENCODING", "torch.serialization._get_layout"}
-# What DCP's pickle never has: names that are looked up elsewhere, and a memo that takes the memory that it asks for.
+# Opcodes that DCP's pickle never has: names that are looked up elsewhere, and a memo of any size that it asks for.
 _FORBIDDEN = {"EXT1", "EXT2", "EXT4", "BINPUT", "LONG_BINPUT", "PUT"}
 
 
@@ -33,10 +33,10 @@ def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata
     """Read the index of a checkpoint of format 1.
 
     Args:
-        files: those that it may refer to.
+        files: the files that the index may refer to.
 
     Raises:
-        CorruptError: it is no such thing, names anything else, or what it says cannot be.
+        CorruptError: it is no such index, names other files, or contradicts itself.
     """
     if OLD_INDEX not in files:
         raise CorruptError(f"{OLD_INDEX} is missing")
@@ -48,12 +48,12 @@ def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata
                 raise CorruptError(f"it has the opcode {opcode.name}, which is no part of a checkpoint")
         return metadata_of(_index_of(_Unpickler(io.BytesIO(content)).load()), files)
     except Exception as error:
-        # Whatever a pickle that was tampered with leads to: it is not what was saved.
+        # A pickle that was tampered with may lead to any error.
         raise CorruptError(f"{OLD_INDEX}: {error if isinstance(error, CorruptError) else short(error)}") from error
 
 
 class _Fields:
-    """An object in the pickle, as no more than what is stored of it."""
+    """An object in the pickle, reduced to its stored fields."""
 
     def __setstate__(self, fields: Any) -> None:
         self.fields = fields
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        # A class of its own for each pickle, which may set attributes of what it names.
+        # A class of its own for each pickle: a pickle may set attributes of what it names.
         self._fields = type("Fields", (_Fields,), {})
 
     def find_class(self, module: str, name: str) -> Any:
@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _index_of(metadata: Any) -> dict[str, Any]:
-    """The pickle's content in the form of the later formats."""
+    """Return the pickle's content in the form of later formats."""
     places = {(key.fields["fqn"], key.fields["offset"]): p for key, p in metadata.fields["storage_data"].items()}
     index = {}
     for name, tensor in metadata.fields["state_dict_metadata"].items():

@@ -21,7 +21,7 @@ DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 _KIND = "~"
-# Deeper is no state, and might be written and not be read, with the stack of another caller.
+# No state is nested deeper; what is could be written and yet not be read, from a caller that is deeper in the stack.
 _DEPTH = 100
 # Python refuses to write integers of more than 4300 digits as a text.
 _BITS = 8192
@@ -56,7 +56,7 @@ def read_plain(path: Path) -> Any:
         with open_plain(path) as file:
             value = json.loads(file.read())
         tensors: Mapping[str, torch.Tensor] = {}
-        # Not because it is there: a file that nobody saved would be read.
+        # Only if the JSON refers to it: a file that nobody saved must not be read.
         if _has_tensors(value):
             with open_plain(path.with_suffix(".safetensors")) as file:
                 tensors = load(file.read())
@@ -84,11 +84,11 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
     def inner(item: Any, place: str) -> Any:
         return _encode(item, place, tensors, depth + 1)
 
-    # A number that Python has no type for, such as a long double, stays what it is.
+    # A number that Python has no type for, such as a long double, stays a number of numpy.
     if isinstance(value, np.generic) and not isinstance(plain := value.item(), np.generic):
         return inner(plain, path)
     if isinstance(value, (bool, int, float, str)):
-        # A member of an enumeration is its value.
+        # A member of an enumeration is written as its value.
         base = next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
         return inner(base(getattr(value, "value", value)), path)
     if isinstance(value, list):
@@ -130,7 +130,7 @@ def _place(path: str) -> str:
 
 
 def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """A copy on the CPU: two tensors in a file must not share memory."""
+    """Return a copy on the CPU: two tensors in a file must not share memory."""
     what = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         what = f"a {type(tensor).__name__}"
@@ -145,7 +145,7 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 @cache
 def _has_dtype(dtype: torch.dtype) -> bool:
-    """True if safetensors can write it."""
+    """Return whether safetensors can write a dtype."""
     try:
         save({"": torch.empty(0, dtype=dtype, device="cpu")})
     except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):

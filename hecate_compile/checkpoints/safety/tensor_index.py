@@ -1,6 +1,7 @@
-"""Which tensor is where in the files that ``torch.distributed.checkpoint`` (DCP) wrote, as JSON.
+"""The place of each tensor in the files that ``torch.distributed.checkpoint`` (DCP) wrote, as JSON.
 
-DCP's own metadata is a pickle, which runs what it says. It is written too, for DCP's own ``load``, and not read here.
+DCP's own metadata is a pickle, which may run code when it is read. It is written too, for DCP's own ``load``, and
+not read here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hecate.checkpoints.safety.plain_data import DTYPES
 from hecate.private import StorageInfo
 
 INDEX = "tensors.json"
-# The others cannot be made, or not copied.
+# Tensors of other dtypes cannot be made, or not copied.
 _TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not re.match(r"q|u?int[1-7]$", name)}
 
 
@@ -55,10 +56,10 @@ def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """Read what :func:`write_index` wrote.
 
     Args:
-        files: those that it may refer to.
+        files: the files that the index may refer to.
 
     Raises:
-        CorruptError: it is no such thing, or what it says cannot be.
+        CorruptError: it is no such index, or contradicts itself.
     """
     if INDEX not in files:
         raise CorruptError(f"{INDEX} is missing")
@@ -67,15 +68,15 @@ def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     try:
         return metadata_of(json.loads(content), files)
     except Exception as error:
-        # Whatever a file that was tampered with leads to: it is not what was saved.
+        # A file that was tampered with may lead to any error.
         raise CorruptError(f"{INDEX}: {error if isinstance(error, CorruptError) else short(error)}") from error
 
 
 def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
-    """An index as DCP's reader takes it. Every element of a tensor is in one chunk, every chunk in bytes of its own.
+    """Return an index as DCP's reader takes it: every element of a tensor in one chunk, chunks in bytes of their own.
 
     Raises:
-        Exception: it is of another form; a :class:`CorruptError` says what cannot be.
+        Exception: it is of another form; a :class:`CorruptError` says what contradicts itself.
     """
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
@@ -86,7 +87,7 @@ def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Me
             chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
             _expect(file in files, f"{name} is in {str(file)[:255]!r}, which is no file of the checkpoint")
             _size([start, length])
-            # So that no more memory is asked for than there is on the disk.
+            # No more memory is asked for than there is on the disk.
             _expect(length >= math.prod(chunk.sizes) * dtype.itemsize, f"{name} is larger than its file")
             chunks.append(chunk)
             places[file].append((start, start + length))
@@ -111,7 +112,7 @@ def _size(numbers: Sequence[Any]) -> torch.Size:
 
 
 def _check_cover(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """Every element is in exactly one chunk. Experts that are missing would load as whatever was there before."""
+    """Check that every element is in exactly one chunk: missing experts would keep the values that they had."""
     for chunk in chunks:
         sides = zip(chunk.offsets, chunk.sizes, size, strict=True)
         _expect(all(o + n <= length for o, n, length in sides), f"{name} has a chunk outside of it")
@@ -122,7 +123,7 @@ def _check_cover(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetad
     _expect(covered == elements, f"{name} has {covered} of {elements} elements")
     split = [d for d, length in enumerate(size) if any(chunk.sizes[d] != length for chunk in full)]
     _expect(len(split) <= 8, f"{name} is split in {len(split)} dimensions")
-    # Corners, with alternating signs, say all about a sum of boxes: equal corners, equal sums.
+    # The corners of boxes, with alternating signs, determine the sum of the boxes: equal corners, equal sums.
     corners: Counter[tuple[int, ...]] = Counter()
     whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     for sign, chunk in [(-1, whole), *((1, chunk) for chunk in full)]:

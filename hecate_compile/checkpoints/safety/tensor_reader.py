@@ -33,7 +33,7 @@ class TensorReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises CorruptError if a file does not hold what the index says."""
+        """Read tensors; raise CorruptError if a file does not hold what the index says."""
         for item in plan.items:
             index = item.storage_index
             info = self._metadata.storage_data[index]
@@ -49,7 +49,7 @@ class TensorReader(FileSystemReader):
             except OSError:
                 raise
             except Exception as error:
-                # Whatever a file that was tampered with leads to: it is not what was saved.
+                # A file that was tampered with may lead to any error.
                 raise CorruptError(f"{info.relative_path}: {index.fqn} cannot be read: {short(error)}") from error
         done: Future[None] = Future()
         done.set_result(None)
