@@ -22,9 +22,9 @@ from hecate.training.captured_step import CapturedStep, CudaGraphs, Recorder
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What was found, rewritten and skipped, and why. ``print`` the result. No communication.
+    """Report what was found, rewritten and skipped, and why; ``print`` the result. No communication.
 
-    With NCCL collectives have times in the first steps, and in the step behind each call.
+    With NCCL, collectives have times in the first steps, and in the step after each call.
 
     Raises:
         ValueError: the model was not compiled.
@@ -53,7 +53,7 @@ def explain(model: nn.Module) -> Explanation:
 def capture(
     model: nn.Module, forward: Callable[..., torch.Tensor], *inputs: torch.Tensor, warm_up: int = 3
 ) -> Callable[..., torch.Tensor]:
-    """A training step's forward and backward as CUDA graphs; call what is returned in their place.
+    """Capture a training step's forward and backward as CUDA graphs; call what this returns in their place.
 
     >>> step = hecate.capture(model, lambda ids: model(ids, labels=ids).loss, ids)  # doctest: +SKIP
     >>> for ids in batches:  # doctest: +SKIP
@@ -61,25 +61,26 @@ def capture(
     ...     optimizer.step()
 
     ``step`` copies its inputs to where the graphs read them, launches both, and returns the loss. The next call
-    writes over that, and over all gradients: nothing adds up, and nothing is to be cleared, but in front of a
-    backward of the model itself. Placements change from
-    step to step; a plan for which there is no room, other owners and other parameters are captured anew. If rows had
-    no room on some rank it raises ``ExchangeFailed``, and the step can be made again with another batch. The
-    optimizer is not in the graphs. All ranks make all calls together. Not run on several GPUs yet (docs/gpu.md).
+    overwrites the loss and all gradients: they do not add up, and need not be cleared, except before a backward of
+    the model itself. Placements change from step to step; the step is captured anew for a plan for which there is no
+    room, for other owners and for other parameters. If rows had no room on some rank it raises ``ExchangeFailed``,
+    and the step can be made again with another batch. The optimizer is not in the graphs. All ranks make all calls
+    together. Not run on several GPUs yet (docs/gpu.md).
 
     Args:
         model: on a GPU; compiled with ``Config(transport="symmetric")`` where there are several ranks.
         forward: calls the model and returns a scalar loss. What else it does on the host is not repeated.
         inputs: tensors on the model's device, in the shapes and dtypes of all batches.
-        warm_up: forwards and backwards in front, in which kernels are compiled and tuned, as in one in front of each
-            capture. No parameter is updated; what a forward updates itself is, policies learn from the routing, and
-            gradients are cleared. Delete losses of earlier steps first: they keep autograd on another stream.
+        warm_up: forwards and backwards before the first capture, in which kernels are compiled and tuned; one more
+            runs before each capture. They update no parameter, but whatever a forward updates itself; policies learn
+            from the routing, and gradients are cleared. Delete losses of earlier steps first: they keep autograd on
+            another stream.
 
     Raises:
         ValueError: the model was not compiled, is not on a GPU, or exchanges rows by collectives; no kernel takes its
             dtype, or there are none; or an input is on another device.
         TypeError: ``forward`` returned something else than a scalar loss.
-        RuntimeError: gradients are averaged on the host behind a backward, because something outside of the compiled
+        RuntimeError: gradients are averaged on the host after a backward, because something outside of the compiled
             forward uses parameters.
     """
     state = compiled_model_of(model, "capture")
@@ -112,7 +113,7 @@ def captured_step(
     warm_up: int,
     recorder: Recorder,
 ) -> CapturedStep:
-    """:func:`capture` with anything that records and replays."""
+    """Capture a step as :func:`capture` does, with any ``recorder``."""
     return CapturedStep(
         model,
         state.forward,
@@ -130,9 +131,9 @@ def captured_step(
 def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write what this rank's collectives did in the last step, as a Chrome trace; open it in Perfetto.
 
-    Of the last forward and its backward: when each collective ran, and when the compute stood still for it. With NCCL
-    these are times of the GPU, for whose last collective this waits, and of the last step that has any: one of the
-    first, or behind a call of this or of :func:`explain`. No communication.
+    The trace has the last forward and its backward: when each collective ran, and when compute stood still for it.
+    With NCCL the times are the GPU's, for whose last collective this call waits, and the step is the last one that
+    has times: one of the first, or one after a call of this function or of :func:`explain`. No communication.
 
     Args:
         path: a .json file; give every rank another one.
@@ -150,9 +151,9 @@ def save_timeline(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Rows and bytes per layer and rank in the last forward (and its backward). All ranks call it together.
+    """Return rows and bytes per layer and rank in the last forward and its backward. All ranks call it together.
 
-    Layers that gather their experts are not in it: they exchange no rows.
+    Layers that gather their experts are left out: they exchange no rows.
 
     Raises:
         ValueError: the model was not compiled.

@@ -1,4 +1,4 @@
-"""What ``hecate.compile`` refuses, warns about and compares, before anything changes."""
+"""Checks of ``hecate.compile`` before anything changes: what it refuses, warns about and compares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hecate.wrap.attention_config import AttentionConfig, attention_config
 
 
 def check_usable(model: nn.Module, config: Config) -> None:
-    """Everything about the model alone that compile cannot work with; nothing has changed yet."""
+    """Refuse a model or options that compile cannot work with, as far as one rank can tell."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"hecate.compile: expected an nn.Module, got {type(model).__name__}")
     if is_compiled(model):
@@ -48,7 +48,7 @@ def check_usable(model: nn.Module, config: Config) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Refuse what others have split over ranks already: parts are no whole parameters, and hooks break graphs."""
+    """Refuse a model that FSDP2 or DTensor has split already: parts are no whole parameters, hooks break graphs."""
     for name, module in model.named_modules():
         # By name: to import fully_shard takes a while, and only who has used it has such classes.
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
@@ -67,7 +67,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
-    """What ``Config(attention=...)`` can be told about a model before it is traced.
+    """Read a model's config for ``Config(attention=...)``, and check that option against it before tracing.
 
     Raises:
         UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
@@ -104,7 +104,7 @@ def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
 
 
 def check_no_optimizer(model: nn.Module) -> None:
-    """An optimizer built before would go on updating parameters that the model no longer has."""
+    """Refuse an optimizer with parameters of the model: it would go on updating what the model no longer has."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     for thing in gc.get_objects():
         # By type: isinstance would ask every proxy object in the process about its class.
@@ -120,10 +120,10 @@ def check_no_optimizer(model: nn.Module) -> None:
 
 
 def describe_model(model: nn.Module, config: Config) -> list[str]:
-    """Model and options as lines that must be equal on all ranks."""
+    """Describe model and options in lines that must be equal on all ranks."""
     lines = [f"model {type(model).__name__}"]
     lines += [f"option {name} = {value!r}" for name, value in vars(config).items() if not name.startswith("dump")]
-    # Ranks that dump take no graph from a cache, and then no other may.
+    # Ranks that dump take no graph from a cache, and then no other rank may.
     lines.append(f"graphs are dumped: {dump_options(config) is not None}")
     lines += [
         f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
@@ -134,7 +134,7 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
 
 
 def warn_float16(model: nn.Module, world: World) -> None:
-    """Once, on rank 0."""
+    """Warn once, on rank 0, about trainable float16 parameters."""
     if any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
         warn_together(
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero, and "

@@ -100,10 +100,10 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a model has before it changes.
+    """A model's experts and surroundings, found before its parameters change.
 
     Attributes:
-        config: the options, as they are for a model with these experts.
+        config: the options, adjusted to the experts that were found.
         world: the ranks that share it.
         experts: modules whose experts are sharded.
         passed_over: modules that may be experts and are not, with the reasons.
@@ -121,7 +121,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharded:
-    """What ranks share of a model once it is sharded.
+    """The parts of a sharded model by which its ranks work together.
 
     Attributes:
         layers: the records of its MoE layers.
@@ -145,7 +145,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     sharded = _shard(model, found)
     _set_rates(model, found, sharded)
     _adopt_libraries(model, found)
-    # With sparse attention what runs outside of graphs would be dense, and nobody would notice.
+    # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     changes = Changes()
     backend = Backend(
         config=found.config,
@@ -175,7 +175,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         forward=forward,
         loops=found.loops.places,
     ).attach(model)
-    # As wrappers for data parallelism have it; accelerate looks for it.
+    # Wrappers for data parallelism have a method of this name, which accelerate looks for.
     model.__dict__["no_sync"] = no_sync(sharded.sync)
     return model
 
@@ -203,7 +203,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
     )
     check_carried(model, experts, dense=shard_dense)
     warn_float16(model, world)
-    # Loops over experts take every turn, or this refuses them.
+    # Loops over experts are changed to take every turn, or refused.
     loops = ChangedLoops()
     if make_loops_traceable.__name__ not in config.disable_passes:
         loops = make_loops_traceable(model, experts, ranks=world.size)
@@ -274,7 +274,7 @@ def _forward(
     changes: Changes,
     owner_mover: OwnerMover,
 ) -> CompiledForward:
-    """Return what calling the model calls, with all that happens before and after the compiled code."""
+    """Return the callable that a call of the model runs, with all that happens before and after compiled code."""
     config, world, placer, sync = found.config, found.world, sharded.placer, sharded.sync
     in_graphs, sparse = config.policy != "replicate", config.attention is not None
     outside_gradients = OutsideGradients(sync)
@@ -315,13 +315,13 @@ def _forward(
 
 
 def _param_dtype(config: Config) -> torch.dtype | None:
-    """Return what parameters are computed in; None for their own dtype."""
+    """Return the dtype that parameters are computed in; None for their own."""
     dtype: torch.dtype | None = config.mixed_precision.param_dtype if config.mixed_precision else None
     return dtype
 
 
 def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule], list[PassedOver]]:
-    """As the policy wants it; with sparse attention a model may have none."""
+    """Find the experts, if the policy wants any; with sparse attention a model may have none."""
     if config.policy == "replicate":
         return [], []
     try:
@@ -335,7 +335,7 @@ def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule]
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """Where the model is; for one on the meta device, where it should be."""
+    """Return the device of the model; for one on the meta device, the one where it should be."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
     if len(devices) > 1:
         raise ValueError(

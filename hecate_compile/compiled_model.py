@@ -1,4 +1,4 @@
-"""What is remembered about a compiled model."""
+"""The record of a compiled model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CompiledModel:
     Attributes:
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
-        layers: the runtime record of each of ``experts``; the same for modules that share parameters.
+        layers: the runtime record of each of ``experts``; modules that share parameters have one in common.
         loops: where loops were changed (``make_loops_traceable``).
     """
 
@@ -45,12 +45,12 @@ class CompiledModel:
 
     @property
     def policy_without_placement(self) -> str | None:
-        """``"gather"`` or ``"replicate"``, with which nobody decides who holds what; None with a policy that does."""
+        """The policy's name if it decides no placement (``"gather"`` or ``"replicate"``); None for all others."""
         name = self.config.policy
         return name if isinstance(name, str) and name in ("gather", "replicate") else None
 
     def attach(self, model: nn.Module) -> None:
-        """Let ``model`` hold this."""
+        """Attach this record to ``model``, which keeps it alive."""
         # Not by setattr, which a model's own class may have replaced. A shallow copy takes the entry along, but is
         # another model.
         model.__dict__[_KEY] = (weakref.ref(model), self)
@@ -62,15 +62,15 @@ def _find(module: nn.Module) -> CompiledModel | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` went through ``hecate.compile``."""
+    """Return whether ``module`` went through ``hecate.compile``."""
     return _find(module) is not None
 
 
 def compiled_model_of(model: nn.Module, function: str) -> CompiledModel:
-    """The record of a compiled model.
+    """Return the record of a compiled model.
 
     Args:
-        function: who asks, for the message.
+        function: name of the function of ``hecate`` that was called, for the message.
 
     Raises:
         ValueError: the model was not compiled.

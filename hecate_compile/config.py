@@ -32,11 +32,11 @@ class Config:
         dense: how parameters outside the experts are kept. ``"replicate"``: whole on every rank,
             gradients averaged. ``"shard"``: each rank keeps, updates and has optimizer state for its share of
             the rows (dimension 0) of every parameter with at least two. Forward and backward gather each layer's
-            in one all-gather, and the backward leaves each rank the mean gradient of its rows. A forward must
+            rows in one all-gather, and the backward leaves each rank the mean gradient of its rows. A forward must
             not change such a parameter in place, and outside the forward ``model.some.weight`` is the shard.
-        broadcast_buffers: in front of the first forward behind each step every rank takes rank 0's buffers, as with
+        broadcast_buffers: before the first forward after each step every rank takes rank 0's buffers, as with
             ``DistributedDataParallel``. Off, they are each rank's own, and ``hecate.save`` writes rank 0's.
-        backend: what compiles the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
+        backend: the compiler of the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
         policy: ``"hecate"``: tokens travel to experts, and in each step hot experts are replicated where that is
@@ -46,8 +46,8 @@ class Config:
             models whose experts are not found or cannot be traced. Or a :class:`hecate.Policy` of your own.
         objective: how ``"hecate"`` chooses replicas. ``"time"``: by predicted step time. ``"paper"``: Algorithm 1
             of the paper, with as many experts as ``rates.hidden_seconds`` seconds can hide.
-        replicas: most replicas that a rank holds beside its own experts, per layer. ``"auto"``: for each layer as few
-            as are predicted to make a step almost as fast as all that ``replica_memory`` allows.
+        replicas: most replicas that a rank holds besides its own experts, per layer. ``"auto"``: for each layer as
+            few as are predicted to make a step almost as fast as all that ``replica_memory`` allows.
         replica_memory: most memory of all replicas with ``replicas="auto"``, in parts of what parameters, gradients
             and two moments of a rank's own experts take, on average: 0.25 for as many replicas as own experts, and
             for one where there are more ranks than experts.
@@ -62,19 +62,19 @@ class Config:
             to the holders; results are summed there, and cross once. A layer in which that cannot be proven right
             stays with rows, and ``hecate.explain`` says why. ``"auto"``: nodes where that is predicted to pay
             and the policy makes no replicas, which keep rows in their node already.
-        transport: what carries rows, counts of rows, and replicas. ``"collectives"``: torch.distributed; the host
+        transport: the carrier of rows, counts of rows, and replicas. ``"collectives"``: torch.distributed; the host
             waits for the counts in each layer, and knows how many rows come. ``"symmetric"``: ranks of one machine
             write into each other's memory, and sizes are fixed, so that the host need not know. Rows are then split
             over holders so that ranks are even, in one part. One node, at most 128 ranks; not with ``chunks`` above
             1, ``dispatch="nodes"``, ``calibrate``, ``objective="paper"``, ``"gather"``, ``"replicate"`` or a policy
             that splits rows itself.
-        capacity: with ``"symmetric"``, for how many times the rows that it has itself a rank has room. A step with
-            more is refused with an error, and nothing of it is applied. With as many tokens on every rank, the number
-            of ranks is always enough. Memory and compute of rows grow with it.
+        capacity: with ``"symmetric"``, a rank's room for rows, as a multiple of the rows of its own tokens. A step
+            with more is refused with an error, and nothing of it is applied. Where all ranks have equally many
+            tokens, the number of ranks is always enough. Memory and compute of rows grow with it.
         rematerialize: drop replicas after a layer's forward and gather them again in its backward: less memory, half
             as much more traffic of experts and their gradients. The planner counts it.
-        prefetch_bytes: most bytes of parameters, and of gradients, that are on their way beside the compute; None for
-            twice the largest of a layer. 0 hides nothing.
+        prefetch_bytes: most bytes of parameters, and of gradients, that travel during compute; None for twice the
+            largest of a layer. 0 hides nothing.
         compare_every: training forwards after which ranks compare the parameters that each has whole, also after the
             first, 10 and 50, and at ``hecate.save``; 0 for never. Ranks that have come apart raise an error.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
@@ -88,7 +88,7 @@ class Config:
             of parameters outside the experts, which without it are averaged in ``param_dtype``, and without both in
             float32 at least; an expert's gradient is a sum that its owner computes.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send rows, and gradients of parameters outside the
-            experts, in that dtype; computed is in their own. Half the bytes, and no longer the same numbers.
+            experts, in that dtype; compute stays in their own. Half the bytes, and no longer the same numbers.
         experts: patterns (``fnmatch``, as in ``named_modules()``) of modules that hold expert parameters,
             where the finder has to be told. They alone decide, and each must match one.
         attention: a :class:`hecate.S2Attention` makes attention sparse, which changes what the model computes.
@@ -205,7 +205,7 @@ class Config:
             )
 
     def _check_transport(self) -> None:
-        """What the symmetric transport cannot carry."""
+        """Refuse options with which the symmetric transport does not work."""
         if self.transport != "symmetric":
             return
         policy = self.policy
@@ -228,11 +228,11 @@ class Config:
 
     @property
     def room_percent(self) -> int:
-        """For so many percent of its own rows a rank has room; 0 for any number."""
+        """A rank's room for rows, in percent of its own rows; 0 for any number."""
         return round(100 * self.capacity) if self.transport == "symmetric" else 0
 
     def make_policy(self) -> Policy:
-        """The policy object of one model."""
+        """Make the policy object of one model."""
         if isinstance(self.policy, Policy):
             return self.policy
         match self.policy:

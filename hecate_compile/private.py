@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers and accelerate that Hecate uses, and what it is used for.
+"""The private names of torch, transformers and accelerate that Hecate uses, each with its purpose.
 
 No other file spells one (``tests/test_private.py`` looks). A release that renames something is mended here. Checked
 with torch 2.11, 2.13 and 2.15, transformers 5.17 and 5.24, accelerate 1.10 and later. What Hecate replaces in other
@@ -139,7 +139,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def has_flat_weights(module: nn.Module) -> bool:
-    """Return whether a module, as ``nn.LSTM``, keeps its parameters in one list besides."""
+    """Return whether a module, such as ``nn.LSTM``, keeps its parameters in a list, too."""
     return hasattr(module, "_flat_weights")
 
 
@@ -292,7 +292,7 @@ def dynamo_source(node: Any) -> Any:
 
 
 def schema_of(operator: Any) -> Any:
-    """Return an operator's schema; None of what is no operator."""
+    """Return an operator's schema; None for anything else."""
     return getattr(operator, "_schema", None)
 
 

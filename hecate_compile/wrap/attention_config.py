@@ -1,4 +1,4 @@
-"""What a model's config says about its attention, in the names of transformers."""
+"""A model's attention as its config describes it, in the names of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """None where the config does not say it, or layers differ.
+    """A model's attention; a field is None where the config does not say it, or layers differ.
 
     Attributes:
         heads, key_heads: of queries and of keys; both or none.

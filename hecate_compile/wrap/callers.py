@@ -1,4 +1,4 @@
-"""Who asks: what a library wants to know of a compiled model, everybody else must not get."""
+"""Tell callers apart: some libraries get answers from a compiled model that nobody else must get."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def called_by(package: str) -> bool:
-    """Whether code of ``package`` is on the stack above the caller."""
+    """Return whether code of ``package`` is on the stack above the caller."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

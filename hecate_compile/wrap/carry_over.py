@@ -1,8 +1,8 @@
-"""What users hang on a parameter, when ``hecate.compile`` puts another one in its place.
+"""Carry over what users hang on a parameter when ``hecate.compile`` puts another one in its place.
 
-Attributes go along as they are. Gradient hooks (``register_hook``) go along with what they are given: on every rank
-the gradient of the whole parameter, gathered, of which the rank then takes its part. So masks, norms and statistics
-are those of one process. What cannot go along is refused by name, before anything changes.
+Attributes are copied. Gradient hooks (``register_hook``) are given, on every rank, the gradient of the whole
+parameter, gathered; the rank takes its part of the result. So masks, norms and statistics are those of one process.
+What cannot be carried over is refused by name, before anything changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hecate.wrap.shard import Shard, shard_of
 
 _Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _Hooks = dict[int, Any]
-# Notes of Hecate and of Dynamo on this tensor, and that of transformers on what it has loaded.
+# Attributes by which Hecate and Dynamo mark a tensor, and transformers one that it has loaded: no user's.
 _NOTES = ("_hecate_", DYNAMO_NOTES, INITIALIZED)
 _HOW = (
     "Freeze all of them or none, or clear the gradients of some after the backward. "
@@ -63,7 +63,7 @@ def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> 
 
 
 def hooks_of(parameter: nn.Parameter) -> tuple[_Hooks | None, _Hooks | None]:
-    """The hooks on a parameter's gradient, and those that are called once it is added up."""
+    """Return the hooks on a parameter's gradient, and those that are called once it is accumulated."""
     return gradient_hooks(parameter), accumulation_hooks(parameter)
 
 
@@ -73,7 +73,7 @@ def set_hooks(parameter: nn.Parameter, hooks: _Hooks | None, after: _Hooks | Non
 
 
 def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> list[str]:
-    """Gradient hooks of what will be sharded, as lines that must be equal on all ranks: such a hook gathers."""
+    """Describe gradient hooks of what will be sharded in lines that must be equal on all ranks: such hooks gather."""
     return [
         f"parameter {name}: {len(hooks)} gradient hooks"
         for parts in _replaced(model, found, dense=dense)
@@ -83,7 +83,7 @@ def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: b
 
 
 def check_carried(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> None:
-    """Refuse what the parameters that are replaced have and their shards could not.
+    """Refuse whatever hangs on the parameters to be replaced and cannot hang on shards.
 
     Args:
         dense: those outside of experts are replaced, too.
@@ -134,7 +134,7 @@ def _check_one(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_alike(parts: Mapping[str, nn.Parameter]) -> None:
-    """Experts of a list become one parameter, which has one of everything."""
+    """Refuse experts of a list that differ: they become one parameter, which has one of every attribute."""
     frozen = {name: not p.requires_grad for name, p in parts.items()}
     if len(set(frozen.values())) > 1:
         some = [name for name, is_frozen in frozen.items() if is_frozen]
@@ -157,7 +157,7 @@ def _check_alike(parts: Mapping[str, nn.Parameter]) -> None:
 
 
 def _replaced(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters that are replaced, by name: those that become one together."""
+    """Yield the parameters to be replaced, by name; in one dictionary those that become one parameter."""
     seen: set[int] = set()
     for experts in found:
         prefix = f"{experts.name}." if experts.name else ""
@@ -172,7 +172,7 @@ def _replaced(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) 
                 seen.add(id(parameter))
                 yield {prefix + key: parameter}
     for name, parameter in model.named_parameters() if dense else ():
-        # One row is kept whole.
+        # A parameter of one row is kept whole.
         if id(parameter) not in seen and parameter.ndim and len(parameter) > 1:
             yield {name: parameter}
 
@@ -182,7 +182,7 @@ def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _one(hook: _Hook) -> _Hooks:
-    """A hook as ``register_hook`` keeps it; that refuses parameters which are frozen for now."""
+    """Return a hook as ``register_hook`` would keep it, which cannot be called: it refuses frozen parameters."""
     hooks: _Hooks = OrderedDict()
     hooks[RemovableHandle(hooks).id] = hook
     return hooks

@@ -17,16 +17,16 @@ _hooks: list[Any] = []
 
 @dataclass
 class Changes:
-    """Shared by all modules of one compiled model.
+    """A count of registrations, shared by all modules of one compiled model.
 
     Attributes:
-        number: how many parameters and modules have been registered. Whoever looks remembers it.
+        number: how many parameters and modules have been registered. A reader remembers the number it saw last.
     """
 
     number: int = 0
 
     def follow(self, model: nn.Module) -> None:
-        """Hear of everything that is registered in ``model`` from now on. The first call starts it for all models."""
+        """Count everything that is registered in ``model`` from now on. The first call installs torch's hooks."""
         if not _hooks:
             _hooks.append(register_module_module_registration_hook(_registered))
             _hooks.append(register_module_parameter_registration_hook(_registered))
@@ -35,7 +35,7 @@ class Changes:
 
 
 def note_change(module: nn.Module) -> None:
-    """Something was registered in ``module``."""
+    """Count a registration in ``module``."""
     changes = module.__dict__.get(_KEY)
     if changes is not None:
         changes.number += 1

@@ -1,4 +1,4 @@
-"""What ``Config(transport=...)`` names: who carries a model's rows and experts. A transport is one line here."""
+"""The carriers of a model's rows and experts, by their names in ``Config(transport=...)``: one line for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARRIERS: dict[str, Callable[[Config, Topology, World], Carrier]] = {
 
 
 def choose_carrier(config: Config, topology: Topology, world: World) -> Carrier:
-    """The carrier of all layers of a model. A collective. Alone nothing travels.
+    """Return the carrier of all layers of a model. A collective. A single rank has nothing to carry.
 
     Raises:
         ValueError: the ranks cannot use it.

@@ -18,7 +18,7 @@ from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 
 def is_dense_shard(shard: Shard | None) -> TypeGuard[DenseShard]:
-    """Whether a record is of dense rows."""
+    """Return whether a record is of dense rows."""
     return isinstance(shard, DenseShard)
 
 
@@ -26,7 +26,7 @@ class DenseSharding:
     """Shards the dense parameters of one model, one module at a time.
 
     Args:
-        found: their parameters are not dense.
+        found: modules whose parameters are not dense.
     """
 
     def __init__(self, found: Sequence[ExpertsModule], sites: ParameterSites, sync: GradientSync) -> None:
@@ -34,9 +34,9 @@ class DenseSharding:
         self._sites, self._sync = sites, sync
 
     def keys(self, module: nn.Module) -> tuple[str, ...]:
-        """The module's own parameters that are to be sharded.
+        """Return the names of the module's own parameters that are to be sharded.
 
-        Not those with fewer than two rows, and not those of ``nn.LSTM`` and its kin, which keep and read their
+        Left out are those with fewer than two rows, and those of ``nn.LSTM`` and its kin, which keep and read their
         parameters elsewhere.
         """
         return tuple(

@@ -27,7 +27,7 @@ class ExpertShard:
 
     Attributes:
         layer: the layer's record; its owners say which experts the rows are.
-        stacked: it is made of the parameters of modules in a list, and has a dimension more than these.
+        stacked: it is made of the parameters of modules in a list, and has one dimension more than these.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ExpertShard:
 
 
 def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:
-    """Whether a record is of experts; for code that is about owners."""
+    """Return whether a record is of experts; for code that is about owners."""
     return isinstance(shard, ExpertShard)
 
 
@@ -66,7 +66,7 @@ def shard_experts(
     A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``).
 
     Returns:
-        The record of each module. Modules that share a parameter share their record: an expert has one owner.
+        The record of each module. Modules that share a parameter share a record: an expert has one owner.
     """
     layers = []
     for experts in found:
@@ -81,7 +81,7 @@ def shard_experts(
 
 
 def _layer_of_shared(experts: ExpertsModule) -> Layer | None:
-    """The record under which another module's parameters were sharded that are this one's too."""
+    """Return the record of a module that was sharded before and shares parameters with this one; else None."""
     shards = [shard_of(parameters_of(experts.module)[key]) for key in experts.parameters]
     return next((shard.layer for shard in shards if is_expert_shard(shard)), None)
 
@@ -108,10 +108,10 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
 def size_up(
     found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None, *, rematerialize: bool = False
 ) -> None:
-    """Tell each layer what one of its experts weighs on the wire and computes per row, in ``dtype`` or its own.
+    """Tell each layer one expert's bytes on the wire and FLOPs per row, in ``dtype`` or its own.
 
     Args:
-        rematerialize: replicas come again for the backward.
+        rematerialize: replicas are gathered again for the backward.
     """
     for experts, layer in zip(found, layers, strict=True):
         shapes = [p.shape[1:] for p in map(parameters_of(experts.module).get, experts.parameters) if p is not None]
@@ -125,7 +125,7 @@ def size_up(
 
 
 def count_dense(model: torch.nn.Module) -> int:
-    """Count elements of whole matrices in numbered blocks, without experts: what computes between MoE layers."""
+    """Count elements of whole dense matrices in numbered blocks: these compute between MoE layers."""
     count = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and not is_expert_shard(shard_of(parameter)) and re.search(r"(^|\.)\d+\.", name):

@@ -1,10 +1,10 @@
-"""Find the modules that hold expert parameters, with nothing from the user.
+"""Find the modules that hold expert parameters, without hints from the user.
 
-An experts module holds at least one floating-point parameter ``[E, a, b]`` with one matrix per expert,
-all with the same E, and may hold ``[E, a]`` biases beside them. Or it is a list of modules with the same parameters,
-and has a name that says "experts". Convolutions and other three-dimensional
-parameters look alike, so one sign that says "experts" is asked for as well. A wrong guess costs speed,
-never correctness: whatever is found is read through a gather unless a pass recognizes how it is used.
+An experts module holds at least one floating-point parameter ``[E, a, b]`` with one matrix per expert, all with the
+same E, and may hold ``[E, a]`` biases as well. Or it is a list of modules with the same parameters, and has a name
+that says "experts". Convolutions and other three-dimensional parameters look alike, so one sign that says "experts"
+is asked for as well. A wrong guess costs speed, never correctness: whatever is found is read through a gather unless
+a pass recognizes how it is used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PassedOver:
 def find_experts(
     model: nn.Module, patterns: Sequence[str] | None = None
 ) -> tuple[list[ExpertsModule], list[PassedOver]]:
-    """All experts modules of ``model`` in module order, and what was passed over.
+    """Return all experts modules of ``model`` in module order, and the modules that were passed over.
 
     Args:
         patterns: ``fnmatch`` patterns of module names; given, they alone decide.
@@ -122,7 +122,7 @@ def find_experts(
 
 
 def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule | PassedOver | None:
-    """A list of experts, one that looks like it, or nothing of the kind."""
+    """Return the record of a list of experts, or of a list that looks like it; None for anything else."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
         return None
     last = name.rpartition(".")[2]
@@ -155,7 +155,7 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
 
 
 def _check_shared(found: Sequence[ExpertsModule]) -> None:
-    """Modules that share parameters have one owner for each expert, so it must be clear which modules those are."""
+    """Refuse a module that shares parameters with two that share none: modules that share have one set of owners."""
     first: dict[int, str] = {}
     for experts in found:
         if experts.members:
@@ -192,12 +192,12 @@ def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter
 
 
 def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]) -> bool:
-    """A two-dimensional ``[E, H]`` parameter beside the experts that scores tokens rather than biases them."""
+    """Return whether a parameter in an experts module is a router's ``[E, H]``, and no bias of the experts."""
     return parameter.ndim == 2 and bool(re.search(r"router|gate(?!_)|wg$", key)) and "bias" not in key
 
 
 def counts_experts(config: object) -> bool:
-    """Whether a model's config says that it has several experts."""
+    """Return whether a model's config says that it has several experts."""
     counts = (config_value(config, name) for name in _COUNT_ATTRIBUTES)
     return any(isinstance(count, int) and count > 1 for count in counts)
 

@@ -1,4 +1,4 @@
-"""One logical tensor in ``state_dict``: shards are gathered into it and sliced out of it, whatever they are of."""
+"""Full tensors in ``state_dict``: shards of any kind are gathered into them and sliced out of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _meet(world: World) -> None:
 def _keep_full(
     module: nn.Module, hangs: dict[str, list[Site]], gathered: weakref.WeakValueDictionary[int, torch.Tensor]
 ) -> None:
-    """``hangs`` has the module's sharded keys, and all sites of the parameter: several if it is tied."""
+    """Hook into a module's state dict; ``hangs`` has its sharded keys, each with all sites: several if it is tied."""
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key, sites in hangs.items():
@@ -54,7 +54,7 @@ def _keep_full(
                 continue
             shard = _shard_at(module, prefix, key)
             full = gathered.get(id(shard)) if len(sites) > 1 else None
-            # What an earlier state dict has is not of now.
+            # A tensor that was gathered for an earlier state dict may be out of date.
             if full is None or not any(value is full for value in state.values()):
                 with doing("state_dict"):
                     full = gathered[id(shard)] = shard.gather(parameter.detach())

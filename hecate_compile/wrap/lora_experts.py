@@ -43,23 +43,23 @@ class ExpertAdapter:
 
     @property
     def is_active(self) -> bool:
-        """Whether PEFT has it switched on."""
+        """True while PEFT has it switched on."""
         return not self.wrapper.disable_adapters and self.name in self.wrapper.active_adapters
 
     def add_to(self, parameter: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """The adapted parameter."""
+        """Return the adapted parameter."""
         product = torch.bmm(up, down) * self.wrapper.scaling[self.name]
         return parameter + (product.transpose(1, 2) if self.transposed else product)
 
 
 def adapter_of(module: nn.Module, key: str) -> ExpertAdapter | None:
-    """The adapter of a parameter; None if it has none."""
+    """Return the adapter of a parameter; None if it has none."""
     found: dict[str, ExpertAdapter] = module.__dict__.get(_ADAPTERS, {})
     return found.get(key)
 
 
 def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[ExpertsModule]:
-    """Make parameters of the adapters around ``found``.
+    """Make the adapters around the modules in ``found`` parameters of these modules.
 
     Returns:
         ``found``, with the new parameters.
@@ -130,7 +130,7 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
 
 
 def save_adapters_by_old_names(found: Sequence[ExpertsModule]) -> None:
-    """Show adapters in state dicts as PEFT does; after what makes them whole."""
+    """Show adapters in state dicts as PEFT does. To be called after the hooks that make them whole are registered."""
     for experts in found:
         for record in experts.module.__dict__.get(_ADAPTERS, {}).values():
             _save_by_old_names(record)

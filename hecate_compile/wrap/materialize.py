@@ -17,7 +17,7 @@ from hecate.wrap.parameter_sites import ParameterSites
 
 
 def has_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer still has no storage."""
+    """Return whether any parameter or buffer has no storage yet."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -26,14 +26,14 @@ def make_module_real(
 ) -> list[str]:
     """Replace a module's own meta tensors, and initialize them on rank 0 as the model itself would.
 
-    With the nearest enclosing ``_init_weights``, or the module's ``reset_parameters``. Other ranks get their
-    values from rank 0.
+    The nearest enclosing ``_init_weights`` initializes them, or the module's ``reset_parameters``. Other ranks get
+    their values from rank 0.
 
     Args:
         skip: parameters that stay on the meta device here, because this rank keeps only a part of them.
 
     Returns:
-        The names of what nothing wrote.
+        The names of tensors that no initialization wrote.
     """
     module = model.get_submodule(name)
     fresh = _allocate(module, world.device, sites, skip)
@@ -81,7 +81,7 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def warn_uninitialized(names: Sequence[str], world: World) -> None:
-    """Say what came from the meta device and has no values yet. A collective.
+    """Warn of tensors that came from the meta device and have no values yet. A collective.
 
     Args:
         names: as rank 0 has them, which initializes; the others have none.

@@ -1,4 +1,4 @@
-"""Hooks on modules, which are traced into graphs: Dynamo does not look whether others have been put on since."""
+"""Hooks on modules, which are traced into graphs: Dynamo does not notice hooks that are registered later."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PlacedHook:
         place: "forward_hooks on blocks.0.router".
         name: of the function, for people.
         flags: for each way in which a hook may be called whether this one is.
-        identity: of the function, and of the object whose method it is; of no other as long as it lives.
-        alive: gives the function, or None when nobody has it any more.
+        identity: of the function, and of the object whose method it is; no other hook has it as long as it lives.
+        alive: returns the function, or None when nobody has it any more.
     """
 
     place: str
@@ -35,14 +35,14 @@ class PlacedHook:
 
     @classmethod
     def at(cls, place: str, hook: Any, flags: tuple[bool, ...]) -> PlacedHook:
-        """What ``hook`` is there."""
+        """Describe ``hook``, which is at ``place``."""
         # Python makes a bound method anew each time it is asked for.
         of = (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         return cls(place, name, flags, tuple(map(id, of)), _reference(hook))
 
     def __str__(self) -> str:
-        """Without numbers, which are others on each rank."""
+        """Return place and name, without the numbers, which differ between ranks."""
         return f"{self.place}: {self.name}"
 
 
@@ -59,7 +59,7 @@ Hooks = tuple[PlacedHook, ...]
 
 
 class ModuleHooks:
-    """The hooks on modules inside a model, and on all modules. Those of the model itself are called around graphs.
+    """The hooks on modules inside a model, and on all modules. Hooks on the model itself are called around graphs.
 
     Args:
         changes: told of what is registered in the model.
@@ -74,7 +74,7 @@ class ModuleHooks:
         self._hooks: Hooks = ()
 
     def now(self, model: nn.Module) -> Hooks:
-        """All hooks that there are. Looks at each module, and at nothing else."""
+        """Return all hooks that are registered now. This looks at each module's hooks, and at nothing else."""
         if self._changes.number != self._seen:
             self._find(model)
         numbers = list(chain.from_iterable(filter(None, self._dictionaries)))

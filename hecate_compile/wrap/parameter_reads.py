@@ -1,4 +1,4 @@
-"""What model code gets when it reads a parameter attribute.
+"""Make reads of parameter attributes in model code operators that gather or average.
 
 The class of each module with parameters becomes a subclass of itself, under the same name, whose
 parameter attributes are properties. Traced code then reads
@@ -38,11 +38,11 @@ from hecate.wrap.swapped_class import swap_class
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
 
-# It looks parameters up for their names, not to compute with them.
+# The package that looks parameters up for their names, not to compute with them.
 CHECKPOINTING = "torch.distributed.checkpoint"
 
 
-# What every model can do.
+# The way out that every model has, for messages.
 WITHOUT_TRACING = (
     'Config(policy="replicate") trains any model: every rank keeps all experts, and nothing has to be traced.'
 )
@@ -55,10 +55,10 @@ class UntracedReadError(RuntimeError):
 def install_reads(
     model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[ReplicatedParameter, ...]:
-    """Swap the classes. Dense parameters of a single process without mixed precision are left alone.
+    """Swap the classes of modules with parameters. A single process without mixed precision keeps dense ones.
 
     Args:
-        step: for reads by frames that Dynamo left to Python: only those of a forward that runs are reads of a model.
+        step: tells whether a forward runs: only then does a frame that Dynamo left to Python read as the model does.
 
     Returns:
         Records that graphs will name; they must live as long as the model.
@@ -76,7 +76,7 @@ def install_reads(
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                # What is made of its members' parameters is read by them.
+                # The members read the parameters that are stacked from theirs.
                 continue
             if is_expert_shard(shard):
                 readers[key] = _read_experts(key, shard.layer, step, param_dtype)
@@ -126,7 +126,7 @@ def install_replicated_reads(
 
 
 def _records_in(model: nn.Module) -> dict[int, ReplicatedParameter]:
-    """The records that are in use, by the identity of the parameter that they are of now."""
+    """Return the records that are in use, by the identity of the parameter that each has now."""
     records = (record for module in model.modules() for record in module.__dict__.get(_RECORDS, {}).values())
     return {id(record.parameter): record for record in records if record.exists}
 
@@ -135,7 +135,7 @@ def _require_average(parameter: nn.Parameter, shard: DenseShard) -> None:
     """Raise in the backward if a gradient arrives that no collective has seen: ranks would drift apart."""
 
     def check(parameter: torch.Tensor) -> None:
-        # Torch calls this too for what is only read without gradients, and then there is none.
+        # Torch also calls this for a parameter that is only read without gradients, and then there is none.
         if parameter.grad is not None and not shard.take_averaged():
             raise UntracedReadError(
                 f"hecate: the gradient of {shard.name} was not averaged over ranks, because the parameter was used "
@@ -220,7 +220,7 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
             shard = shard[member.expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
         if called_by(CHECKPOINTING):
-            # Of an expert that another rank owns, no rows.
+            # An expert that another rank owns has no rows here.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
             return shard[owned.index(member.expert)] if member.expert in owned else shard[:0]
         raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
@@ -229,7 +229,7 @@ def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype |
 
 
 def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
-    """Args: id: of the record, if the gradient is averaged where it is made."""
+    """Return the reader of a whole parameter; ``id`` is its record's if the gradient is averaged in the graph."""
 
     def read(module: nn.Module) -> Any:
         parameter: Any = parameters_of(module)[key]
@@ -248,7 +248,7 @@ def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype 
 def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
         shard: Any = parameters_of(module)[key]
-        # Outside the forward other ranks need not read it too, so nothing can be gathered.
+        # Outside the forward other ranks may not read it, so nothing can be gathered.
         if shard is None or not (torch.compiler.is_compiling() or step.running):
             return shard
         return torch.ops.hecate.gather_dense([shard], [id], dtype if shard.is_floating_point() else None)[0]
@@ -256,7 +256,7 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
     return read
 
 
-# It runs where Dynamo looks for frames to trace.
+# This is called where Dynamo looks for frames to trace, and must not become one.
 @torch.compiler.disable
 def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> str:
     record = shard_of(shard)

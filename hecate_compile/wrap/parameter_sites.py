@@ -1,4 +1,4 @@
-"""Where the parameters of a model hang, and others in their place."""
+"""The sites of a model's parameters, and their replacement there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hecate.wrap.carry_over import carry_over
 
 
 class ParameterSites:
-    """Where the parameters of a model hang: ``(module, key)``, several for a tied one."""
+    """The sites of a model's parameters: ``(module, key)``, several for a tied one."""
 
     def __init__(self, model: nn.Module) -> None:
         # By id, so that a parameter's memory is free as soon as it is replaced.
@@ -20,11 +20,11 @@ class ParameterSites:
                     self._of.setdefault(id(parameter), []).append((module, key))
 
     def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
-        """All sites of a parameter, the first one first."""
+        """Return all sites of a parameter, in the order of modules."""
         return self._of[id(parameter)]
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Hang ``new`` wherever ``old`` is, with what hangs on that."""
+        """Put ``new`` at all sites of ``old``, with the attributes and hooks of ``old``."""
         carry_over(old, new)
         self._of[id(new)] = self._of.pop(id(old))
         for module, key in self.of(new):

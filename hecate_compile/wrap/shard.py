@@ -1,7 +1,7 @@
-"""What every shard of a parameter answers, be it of experts or of dense rows.
+"""The record of every shard of a parameter, be it of experts or of dense rows.
 
-A shard is a plain ``nn.Parameter`` under the parameter's old name, with a record attached. Why a plain parameter: see
-docs/decisions.md.
+A shard is a plain ``nn.Parameter`` under the parameter's old name, with a record attached. docs/decisions.md says why
+it is a plain parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Shard(Protocol):
-    """What a shard parameter is a shard of.
+    """The record of a shard parameter: the whole that it is a part of.
 
     Attributes:
         name: qualified parameter name in the model; of a tied parameter, the first.
@@ -43,35 +43,35 @@ class Shard(Protocol):
     def length_varies(self) -> bool: ...
 
     def slice(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``full``, with storage of its own."""
+        """Return this rank's part of ``full``, with storage of its own."""
         ...
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole from every rank's part. A collective."""
+        """Return the whole parameter, from every rank's part. A collective."""
         ...
 
 
 def shard_of(parameter: torch.Tensor | None) -> Shard | None:
-    """The record of a shard parameter; None for every other tensor."""
+    """Return the record of a shard parameter; None for every other tensor."""
     return getattr(parameter, _SHARD, None)
 
 
 def shards_with_gradients() -> list[tuple[nn.Parameter, Shard]]:
-    """All shards of living models that have a gradient."""
+    """Return the shards of living models that have a gradient, with their records."""
     return [(parameter, shard) for parameter, shard in _alive.items() if parameter.grad is not None]
 
 
 def worlds_of_gradients() -> dict[int, World]:
-    """The ranks that share each shard with a gradient, by the gradient's identity."""
+    """Return the ranks that share each shard with a gradient, by the gradient's identity."""
     return {id(parameter.grad): shard.world for parameter, shard in shards_with_gradients()}
 
 
 def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
-    """``local`` as a parameter that knows what it is a shard of."""
+    """Make ``local`` a parameter with the record ``shard``."""
     parameter = nn.Parameter(local, requires_grad=requires_grad)
     setattr(parameter, _SHARD, shard)
     _alive[parameter] = shard
     if shard.length_varies and shard.world.size > 1:
-        # A size that the graph must not know.
+        # This size changes when experts move, so graphs must not know it.
         mark_unbacked(parameter, 0)
     return parameter

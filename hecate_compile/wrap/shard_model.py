@@ -1,4 +1,4 @@
-"""Every rank keeps its part of a model, with rank 0's values."""
+"""Shard a model: every rank keeps its part, with rank 0's values."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def shard_model(
 ) -> list[Layer]:
     """Shard the experts, and with ``shard_dense`` all else too; a meta-device model gets storage on the way.
 
-    A collective. Module by module, so that of what is sharded a rank holds one whole module at a time: rank 0
-    initializes it, the others only allocate what they keep.
+    A collective. It goes module by module, so that a rank holds one whole module of those that are sharded at a
+    time: rank 0 initializes it, the others only allocate what they keep.
 
     Returns:
         One record for each experts module, in order.
@@ -84,7 +84,7 @@ def _shard_modules(
 
 
 def _copy_from_rank0(model: nn.Module, world: World) -> None:
-    """Whole parameters and buffers take rank 0's values, so that differently seeded ranks train one model."""
+    """Give whole parameters and buffers rank 0's values, so that differently seeded ranks train one model."""
     if world.group is None:
         return
     with torch.no_grad():

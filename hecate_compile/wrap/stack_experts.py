@@ -1,7 +1,7 @@
-"""Experts that are modules of their own, in an ``nn.ModuleList`` or ``nn.ModuleDict``: each parameter becomes one.
+"""Stack the parameters of experts that are modules of their own, in an ``nn.ModuleList`` or ``nn.ModuleDict``.
 
 The list gets a parameter ``[E, ...]`` for every parameter ``[...]`` of its members, which from then on read their
-expert of it. The program stays as it is: ``self.experts[e](rows)`` runs the same code on ``stacked[e]``, which is
+expert of it. The program does not change: ``self.experts[e](rows)`` runs the same code on ``stacked[e]``, which is
 what a loop over fused experts reads. State dicts keep the old names.
 """
 
@@ -23,7 +23,7 @@ _MEMBER = "_hecate_member"
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Where the parameters of a module inside an expert are now.
+    """The place where the parameters of a module inside an expert are now.
 
     Attributes:
         holder: the list.
@@ -37,7 +37,7 @@ class Member:
 
 
 def member_of(module: nn.Module) -> Member | None:
-    """The record of a module inside an expert that was stacked; None for every other module."""
+    """Return the record of a module inside an expert that was stacked; None for every other module."""
     found: Member | None = module.__dict__.get(_MEMBER)
     return found
 
@@ -66,7 +66,7 @@ def stack_experts(found: Sequence[ExpertsModule]) -> None:
 
 
 def _refuse_freezing(experts: ExpertsModule, index: int, member: nn.Module) -> None:
-    """An expert has no parameters of its own any more, so freezing it, or thawing it, would do nothing."""
+    """Make freezing and thawing of one expert raise: it has no parameters of its own any more to freeze."""
 
     def requires_grad_(requires_grad: bool = True) -> nn.Module:
         raise RuntimeError(
@@ -81,14 +81,14 @@ def _refuse_freezing(experts: ExpertsModule, index: int, member: nn.Module) -> N
 
 
 def save_by_old_names(found: Sequence[ExpertsModule]) -> None:
-    """Show the members' parameters one by one in state dicts; after what makes them whole."""
+    """Show members' parameters one by one in state dicts. To be called after the hooks that make them whole."""
     for experts in found:
         if experts.members:
             _save_by_old_names(experts)
 
 
 def names_of_members(experts: ExpertsModule) -> dict[str, tuple[str, ...]]:
-    """For each stacked parameter, by its key, the names in the list of those that it is made of, expert by expert."""
+    """Return, by the key of each stacked parameter, the names in the list of its parts, expert by expert."""
     return {key: tuple(f"{label}.{name}" for label in _labels(experts)) for name, key in experts.names.items()}
 
 
@@ -131,7 +131,7 @@ def _load_by_old_names(experts: ExpertsModule) -> None:
             shapes = sorted({tuple(part.shape) for part in there})
             missing.extend(absent)
             if absent and there:
-                # Also where missing keys are allowed: one expert alone has no parameter to be loaded into.
+                # An error even where missing keys are allowed: one expert alone has no parameter to be loaded into.
                 errors.append(f"{absent[0]} is not in the checkpoint, which has others. All are loaded, or none.")
             elif len(shapes) > 1:
                 errors.append(f"{old[0]} and its kin have different shapes {shapes}.")

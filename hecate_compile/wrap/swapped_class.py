@@ -1,4 +1,4 @@
-"""A module's class becomes a subclass of itself, under the same name, in which something is done differently."""
+"""Replace the class of one module by a subclass, under the same name, that does something differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MARK = "_hecate_swapped"
 
 
 def swap_class(module: nn.Module, namespace: dict[str, Any]) -> type[nn.Module]:
-    """Give ``module`` a class of its own with the attributes of ``namespace``; returns it."""
+    """Give ``module`` a class of its own with the attributes of ``namespace``, and return the class."""
     cls = type(module)
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     swapped: Any = type(cls.__name__, (cls,), namespace | same | {_MARK: True})
@@ -19,5 +19,5 @@ def swap_class(module: nn.Module, namespace: dict[str, Any]) -> type[nn.Module]:
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` as its author wrote it."""
+    """Return the class of ``module`` as its author wrote it."""
     return next(cls for cls in type(module).__mro__ if _MARK not in vars(cls))

@@ -1,7 +1,7 @@
-"""Whether an expert that is called with no rows does nothing: what the modules of a list run, read as text.
+"""Check that experts of a list do nothing when they are called with no rows, by reading the source of their modules.
 
-A loop's own text does not show what ``self.experts[e](rows)`` does. With no rows an expert that counts its calls
-counts, a running mean becomes NaN, and the largest of no numbers is an error.
+A loop's own text does not show what ``self.experts[e](rows)`` does. With no rows, an expert that counts its calls
+still counts, a running mean becomes NaN, and the largest of no numbers is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.empty_turns import CHANGES, REDUCES, keeps_rows
 from hecate.wrap.loops.syntax import is_load, is_method, text_of
 
-# What these return is in the memory of what they are called on.
+# Methods whose result shares the memory of the tensor that they are called on.
 _VIEWS = {
     "detach",
     "expand",
@@ -34,7 +34,7 @@ _VIEWS = {
 
 
 def minds_no_rows(experts: ExpertsModule) -> str | None:
-    """What an expert of a list does although it has no rows, and where; None if nothing is seen."""
+    """Return what an expert of a list does although it has no rows, and where; None if nothing is seen."""
     done: set[type] = set()
     for member in experts.members:
         for module in member.modules():
@@ -51,7 +51,7 @@ def minds_no_rows(experts: ExpertsModule) -> str | None:
 
 
 def _found_in(cls: type) -> Iterator[str]:
-    """In ``forward``, and in the methods of the class that it calls."""
+    """Yield what ``forward``, and the methods of the class that it calls, do without rows."""
     todo, seen = ["forward"], set()
     while todo:
         name = todo.pop()
@@ -77,7 +77,7 @@ def _nothing() -> None: ...
 
 
 class _Reader:
-    """Looks for what outlives a call, and for what is not defined without rows."""
+    """Finds statements whose effect outlives a call, and expressions that are not defined without rows."""
 
     def __init__(self, definition: ast.FunctionDef) -> None:
         self.definition = definition
@@ -123,7 +123,7 @@ class _Reader:
         return self._loads_rows(node.func.value) or any(self._loads_rows(argument) for argument in node.args[:1])
 
     def _is_local(self, node: ast.expr) -> bool:
-        """Whether an expression hangs on a name that the function has made itself, or was given."""
+        """Return whether an expression hangs on a name that the function has made itself, or was given."""
         while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in _VIEWS):
             node = node.value if isinstance(node, (ast.Attribute, ast.Subscript)) else node.func.value
         if isinstance(node, ast.Name):
@@ -131,7 +131,7 @@ class _Reader:
         return True
 
     def _is_function(self, node: ast.Call) -> bool:
-        """``F.relu_(h)``, ``torch.exp_(h)``: of a module, and what it changes is local."""
+        """Return whether a call is of a function of torch that changes a local tensor: ``F.relu_(h)``."""
         assert isinstance(node.func, ast.Attribute)
         first = node.args[0] if node.args else None
         of_module = text_of(node.func.value).split(".")[0] in ("torch", "F", "nn")

@@ -1,6 +1,6 @@
-"""``torch.bincount(ids, minlength=E)`` gets E elements.
+"""Give ``torch.bincount(ids, minlength=E)`` a length of E elements.
 
-It has more if an id is larger, so no graph knows how many. ``index_add`` counts the same and raises for such an id.
+It has more if an id is larger, so no graph knows its length. ``index_add`` counts the same and raises for such an id.
 """
 
 from __future__ import annotations

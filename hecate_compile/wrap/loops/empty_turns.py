@@ -1,4 +1,4 @@
-"""Whether a turn without rows changes nothing."""
+"""Prove that a turn without rows changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 from hecate.wrap.loops.spellings import guard_of, searched_by
 from hecate.wrap.loops.syntax import LeftAlone, given_to, is_comment, is_load, is_method, names_assigned, text_of
 
-# Methods that change what they are called on, and those that no rows have no value of.
+# Methods that change what they are called on, and those that have no value for a tensor without rows.
 CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
 REDUCES = {
     "mean",
@@ -43,18 +43,19 @@ class Rows:
         self.turns = {turn} if turn is not None else set()
         self.numbers: set[str] = set()
         self.masks: set[str] = set()
-        # Of a loop with a guard: what is known before it, by what was found with what.
+        # For a loop with a guard, from the statements before it: names that one search gave, after the mask that it
+        # searched; masks; and by the name of rows the name of the index that picked them.
         self._found: list[tuple[str | None, list[str]]] = []
         self._masks: set[str] = set()
         self._rows: dict[str, str] = {}
 
     def has(self, index: ast.expr) -> bool:
-        """Whether nothing is written by this index."""
+        """Return whether this index selects nothing in a turn without rows."""
         first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
         return isinstance(first, ast.Name) and first.id in self.numbers | self.masks
 
     def learn(self, node: ast.stmt) -> None:
-        """What an assignment of one value tells."""
+        """Take note of what an assignment of one value tells about rows."""
         if isinstance(node, ast.With):
             for inner in node.body:
                 self.learn(inner)
@@ -81,7 +82,7 @@ class Rows:
                 self._rows[names[0]] = value.slice.id
 
     def _is_of_turn(self, node: ast.expr) -> bool:
-        """``mask[turn]``."""
+        """Return whether a node is ``mask[turn]``."""
         if is_method(node) and node.func.attr == "squeeze" and given_to(node) == ["0"]:
             node = node.func.value
         return (
@@ -89,7 +90,7 @@ class Rows:
         )
 
     def starts_from(self, guard: str, mask: bool) -> bool:
-        """Take what is empty when ``guard`` is; False if it is not known to be of rows."""
+        """Take the names that are empty when ``guard`` is; return False if that is not known to be of rows."""
         if mask:
             self.masks = {guard} & self._masks
             self.numbers = {name for source, names in self._found if source == guard and self.masks for name in names}
@@ -103,17 +104,17 @@ class Rows:
 
 
 class Effects:
-    """Checks that a turn leaves nothing behind but what it writes to its own rows, and does not mind to have none."""
+    """Checks that a turn has no effect but what it writes to its own rows, and is defined without any."""
 
     def __init__(self, outside: set[str], rows: Rows, body: list[ast.stmt], turn: set[str]) -> None:
         self.outside, self.rows, self.turn = outside, rows, turn
         self.later = {name for statement in body for n in ast.walk(statement) for name in names_assigned(n)}
         self.assigned: set[str] = set()
-        # What a turn has made itself, and is no view of anything else.
+        # Names of tensors that a turn has made itself, and that are no views of others.
         self.own: set[str] = set()
 
     def check(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements without guards."""
+        """Return the statements without guards; raise :class:`LeftAlone` if one may do something without rows."""
         kept: list[ast.stmt] = []
         for node in body:
             guard = guard_of(node)
@@ -161,7 +162,7 @@ class Effects:
         self.rows.learn(node)
 
     def _writes_rows(self, node: ast.stmt) -> bool:
-        """``out.index_add_(0, rows, y)``, ``out = out.index_add(0, rows, y)``, ``out[rows] += y``, ``= y``."""
+        """Recognize ``out.index_add_(0, rows, y)``, ``out = out.index_add(0, rows, y)``, ``out[rows] (+)= y``."""
         if isinstance(node, ast.Expr) and self._adds_rows(node.value, "index_add_"):
             return True
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -192,7 +193,7 @@ class Effects:
         return True
 
     def _value(self, value: ast.expr) -> None:
-        """Raise for what changes something, or minds if there are no rows."""
+        """Raise :class:`LeftAlone` for a value that changes something, or is not defined without rows."""
         for node in ast.walk(value):
             if isinstance(node, (ast.NamedExpr, ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom)):
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
@@ -212,7 +213,7 @@ class Effects:
 
 
 def keeps_rows(node: ast.Call) -> bool:
-    """Whether a call reduces other dimensions than the first, or is an element-wise maximum or minimum."""
+    """Return whether a call reduces other dimensions than the first, or is an element-wise maximum or minimum."""
     assert isinstance(node.func, ast.Attribute)
     options = {keyword.arg: keyword.value for keyword in node.keywords}
     given = [*node.args, *(options[name] for name in ("dim", "axis") if name in options)]

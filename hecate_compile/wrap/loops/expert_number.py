@@ -1,4 +1,4 @@
-"""A loop's variable, a tensor of one expert's number, becomes the number itself."""
+"""Replace a loop's variable, a tensor of one expert's number, by the number itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hecate.wrap.loops.syntax import LeftAlone, given_to, is_load, names_assigne
 
 
 class ExpertNumber(ast.NodeTransformer):
-    """Uses of the loop's variable, a tensor of one expert's number, as uses of the number itself."""
+    """Rewrites uses of the loop's variable, a tensor of one expert's number, as uses of the number itself."""
 
     def __init__(self, name: str, mask: str, is_number: bool, listed: bool) -> None:
         self.name, self.mask, self.is_number, self.listed = name, mask, is_number, listed
         self._known: set[int] = set()
 
     def statement(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statement, rewritten; none for ``expert = expert[0]``."""
+        """Return the statement, rewritten; nothing for ``expert = expert[0]``."""
         changed = self.visit(node)
         for inner in ast.walk(changed):
             if self._is_it(inner) and id(inner) not in self._known:
@@ -45,7 +45,7 @@ class ExpertNumber(ast.NodeTransformer):
                 raise LeftAlone(f"{text_of(node)} is no number")
             return self._number(node)
         self.generic_visit(node)
-        # A list takes either; what else is indexed with a row of one number has a dimension more.
+        # A list of modules takes either; anything else indexed with a row of one number has one dimension more.
         if self._is_it(node.slice) and (self.is_number or (self.listed and text_of(node.value) == "self.experts")):
             node.slice = self._number(node.slice)
         return node

@@ -1,4 +1,4 @@
-"""Functions from changed syntax trees, in the place of those that they were."""
+"""Make functions from changed syntax trees, with all else that the functions had before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wrapped_again(wrapper: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType | None:
-    """A decorated function around another one; None if it is not known how the decorator keeps it."""
+    """Return ``wrapper``, a decorated ``old``, around ``new``; None if it is unknown how the decorator keeps it."""
     cells = wrapper.__closure__ or ()
     if not any(cell.cell_contents is old for cell in cells):
         return None
@@ -19,22 +19,22 @@ def wrapped_again(wrapper: FunctionType, old: FunctionType, new: FunctionType) -
 
 
 def has_private_names(definition: ast.FunctionDef) -> bool:
-    """Names that mean something else outside of their class."""
+    """Return whether a definition has private names (``self.__x``), which mean something else outside of a class."""
     attributes = (node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute))
     return any(name.startswith("__") and not name.endswith("__") for name in attributes)
 
 
 def compiled(definition: ast.FunctionDef, function: FunctionType) -> FunctionType:
-    """The function of a changed definition, in the place of ``function``."""
+    """Return the function of a changed definition, with the closure and attributes of ``function``."""
     definition.decorator_list, definition.returns = [], None
     given = definition.args
     for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
         if argument is not None:
             argument.annotation = None
-    # Only that there are defaults matters here.
+    # Only the number of defaults matters here: their values come from ``function``.
     given.defaults = [ast.Constant(None) for _ in given.defaults]
     given.kw_defaults = [None if default is None else ast.Constant(None) for default in given.kw_defaults]
-    # What it closes over, __class__ of super() among it, are arguments of a function around it.
+    # Names that it closes over, __class__ of super() among them, are arguments of a function around it.
     free = function.__code__.co_freevars
     around = ast.parse(f"def around({', '.join(free)}):\n    return {definition.name}")
     outer = around.body[0]

@@ -49,13 +49,13 @@ class ChangedLoops:
 
 
 def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
-    """Change such code in the methods of experts modules and of those that they are in.
+    """Change loops over experts in the methods of experts modules and of the modules that they are in.
 
     Args:
-        ranks: where there are several, what is left as it is cannot be traced later.
+        ranks: how many there are; on several a loop that is left unchanged cannot be traced later.
 
     Raises:
-        ValueError: a loop of several ranks leaves out experts without rows, and has to.
+        ValueError: on several ranks, a loop leaves out experts without rows, and has to.
     """
     near: dict[str, list[ExpertsModule]] = {}
     for experts in found:
@@ -74,7 +74,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
                 try:
                     done[function, listed] = _rewritten(function, listed)
                 except Exception:
-                    # What is not changed is traced as it is, or named when that fails.
+                    # Unchanged code is traced like any other, or named when that fails.
                     log.warning("hecate: could not look at the loops of %s", function.__qualname__, exc_info=True)
                     done[function, listed] = None
             rewritten = done[function, listed]
@@ -91,7 +91,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
 
 
 def _mind(near: Sequence[ExpertsModule], loop: str, ranks: int) -> bool:
-    """Whether a loop stays as it is, because its experts would do something in a turn without rows."""
+    """Return whether a loop stays unchanged, because its experts would do something in a turn without rows."""
     for experts in near:
         does = minds_no_rows(experts)
         if does is None:
@@ -120,7 +120,7 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
-    """The function with its loops changed, and their lines; None if there are none.
+    """Return the function with its loops changed, and their lines; None if there are none.
 
     Args:
         listed: whether ``self.experts`` is a list of modules.

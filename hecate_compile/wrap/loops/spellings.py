@@ -1,4 +1,4 @@
-"""What model code writes: the experts that were hit, the rows of an expert, the question whether there are any."""
+"""Recognize how model code writes the experts that were hit, the rows of one, and the question if there are any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Hits:
     """The experts of ``mask``, in its first dimension, that have any token in its ``depth`` others.
 
     Attributes:
-        numbers: they are iterated over as numbers, not as rows of one.
+        numbers: a loop gets numbers, not rows of one number each.
     """
 
     mask: str
@@ -24,12 +24,12 @@ class Hits:
 _DIMS = {"(-1, -2)": 2, "(-2, -1)": 2, "(1, 2)": 2, "[-1, -2]": 2, "[1, 2]": 2, "-1": 1, "1": 1}
 
 
-# One dimension where there were rows of one.
+# Calls that make one dimension of rows with one number each.
 _FLAT = [["flatten"], ["squeeze", "-1"], ["squeeze", "1"], ["view", "-1"], ["reshape", "-1"]]
 
 
 def hits_of(node: ast.expr) -> Hits | None:
-    """``mask.sum(dims).greater(0).nonzero()`` and its kin; None for anything else."""
+    """Recognize ``mask.sum(dims).greater(0).nonzero()`` and its kin; None for anything else."""
     if is_method(node) and node.func.attr == "tolist" and not given_to(node):
         node = node.func.value
     numbers, wanted = False, [[], ["as_tuple=False"]]
@@ -48,7 +48,7 @@ def hits_of(node: ast.expr) -> Hits | None:
 
 
 def _any_token(node: ast.expr, numbers: bool) -> Hits | None:
-    """``mask.sum(dims) > 0``, ``mask.any(-1).any(-1)``."""
+    """Recognize ``mask.sum(dims) > 0`` and ``mask.any(-1).any(-1)``; None for anything else."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and text_of(node.comparators[0]) == "0":
         if not isinstance(node.ops[0], (ast.Gt, ast.NotEq)):
             return None
@@ -65,7 +65,7 @@ def _any_token(node: ast.expr, numbers: bool) -> Hits | None:
 
 
 def searched_by(value: ast.expr) -> ast.expr | None:
-    """The mask whose rows ``torch.where(mask)``, ``mask.nonzero(as_tuple=True)`` and the like give numbers of."""
+    """Return the mask that ``torch.where(mask)``, ``mask.nonzero(as_tuple=True)`` and the like search for rows."""
     if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
         value = value.value
         if "as_tuple=True" not in text_of(value) and not text_of(value).startswith("torch.where("):
@@ -86,7 +86,7 @@ def searched_by(value: ast.expr) -> ast.expr | None:
 
 @dataclass(frozen=True)
 class Guard:
-    """What a statement asks of rows: which name, whether it is a mask; and what is done if there are any."""
+    """A statement's question if there are rows: the name it asks, whether that is a mask, and what follows if so."""
 
     name: str
     mask: bool
@@ -94,7 +94,7 @@ class Guard:
 
 
 def guard_of(node: ast.stmt) -> Guard | None:
-    """``if rows.numel() == 0: continue`` or ``if mask.any(): ...``; None for anything else."""
+    """Recognize ``if rows.numel() == 0: continue`` or ``if mask.any(): ...``; None for anything else."""
     if not isinstance(node, ast.If) or node.orelse:
         return None
     text = text_of(node.test)

@@ -1,4 +1,4 @@
-"""Small questions about Python's syntax trees."""
+"""Questions about Python's syntax trees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 
 class LeftAlone(Exception):
-    """The loop stays as it is; the message says why."""
+    """A loop cannot be changed; the message says why."""
 
 
 def text_of(node: ast.AST) -> str:
@@ -23,7 +23,7 @@ def expression(text: str) -> ast.expr:
 
 
 def given_to(node: ast.Call) -> list[str]:
-    """The arguments of a call, as text."""
+    """Return the arguments of a call, as text."""
     return [text_of(one) for one in node.args] + [f"{one.arg}={text_of(one.value)}" for one in node.keywords]
 
 
@@ -40,7 +40,7 @@ def is_method(node: ast.AST) -> TypeGuard[Method]:
 
 
 def names_assigned(node: ast.AST) -> list[str]:
-    """The names that a statement gives values to; none if it writes anything else too."""
+    """Return the names that a statement gives values to; none if it writes anything else, too."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = node.targets

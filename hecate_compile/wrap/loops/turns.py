@@ -1,4 +1,4 @@
-"""Loops that leave out experts without tokens become loops over all of them."""
+"""Turn loops that leave out experts without tokens into loops over all experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loops(ast.NodeTransformer):
         return changed
 
     def _over_hits(self, node: ast.For) -> ast.For | None:
-        """A loop over the experts of a mask that has any token, as one over all of them."""
+        """Turn a loop over a mask's experts that have tokens into one over all experts; None for another loop."""
         if not isinstance(node.target, ast.Name) or node.orelse:
             return None
         hits = self._hits(node)
@@ -49,7 +49,7 @@ class Loops(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(changed, node))
 
     def _hits(self, node: ast.For) -> Hits | None:
-        """What is iterated over, if it is all experts of a mask that have tokens."""
+        """Return what is iterated over, if it is all experts of a mask that have tokens."""
         if not isinstance(node.iter, ast.Name):
             return hits_of(node.iter)
         # A name that has this value and no other, and is used for nothing else.
@@ -70,7 +70,7 @@ class Loops(ast.NodeTransformer):
         return hits
 
     def _with_guard(self, node: ast.For) -> ast.For | None:
-        """A loop that leaves out turns without rows, as one that does not."""
+        """Turn a loop that leaves out turns without rows into one that takes them; None for another loop."""
         turn = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
         rows = Rows(None, None, 0)
         for number, statement in enumerate(node.body):
@@ -89,7 +89,7 @@ class Loops(ast.NodeTransformer):
         return None
 
     def _checked(self, node: ast.For, body: list[ast.stmt], rows: Rows, turn: set[str]) -> list[ast.stmt]:
-        """``body`` without further guards, if a turn without rows changes nothing; or this raises."""
+        """Return ``body`` without guards; raise :class:`LeftAlone` if a turn without rows changes something."""
         inside = {id(n) for part in (*node.body, node.target) for n in ast.walk(part)}
         outside = {n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and id(n) not in inside}
         if rows.turn in outside:
@@ -98,7 +98,7 @@ class Loops(ast.NodeTransformer):
 
 
 def _changes(node: ast.AST, name: str) -> bool:
-    """Whether a node gives a name another value, or changes the one that it has."""
+    """Return whether a node gives a name another value, or changes the one that it has."""
     if isinstance(node, ast.Name):
         return node.id == name and not is_load(node)
     if isinstance(node, (ast.Subscript, ast.Attribute)):
