@@ -18,7 +18,8 @@ from hecate.commands.console import console
 from hecate.commands.launch import run_ranks
 from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, REQUIRED, summary_of
 
-# In the order in which they run. What only lets a model be traced, or run node by node, is no part of the search.
+# The passes that are searched, in the order in which they run. Passes that only let a model be traced, or run node by
+# node, are left out.
 _BY_NAME = {
     function.__name__: function
     for function in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)
@@ -76,7 +77,7 @@ def bisect(
 
 
 def _search(trials: _Trials, tolerance: float | None) -> int:
-    """Returns the exit code."""
+    """Search for the pass, and return the exit code."""
     say = trials.console.print
     # Step 1: the reference, and whether it is right itself.
     reference = trials.result(NAMES, "without any pass")
@@ -102,7 +103,7 @@ def _search(trials: _Trials, tolerance: float | None) -> int:
             return 1
         say(f"no pass changes loss or gradients by more than {limit:.2g}")
         return 0
-    # Step 3: which.
+    # Step 3: find the first wrong pass.
     names = [name for name in NAMES if name != "shard_context" or "attention" not in facts[0]["options"]]
     count = first_wrong(
         len(names),
@@ -126,7 +127,7 @@ def _search(trials: _Trials, tolerance: float | None) -> int:
 
 
 def first_wrong(count: int, wrong: Callable[[int], bool]) -> int:
-    """The least k for which the first k of ``count`` passes together are wrong, by halves.
+    """Return the least k for which the first k of ``count`` passes together are wrong, by halves.
 
     ``wrong(count)`` is known to be true, ``wrong(0)`` false; neither is asked. Where it is true for some k and false
     for a larger one, the answer is still a k that is wrong after one that is not.
@@ -139,7 +140,7 @@ def first_wrong(count: int, wrong: Callable[[int], bool]) -> int:
 
 
 def _notes(facts: Sequence[dict[str, Any]], limit: float) -> Iterator[str]:
-    """What the user has to know about the comparison."""
+    """Yield notes on the comparison that the user has to know."""
     first = facts[0]
     if len(facts) > 1 and len({one["batches"] for one in facts}) == 1:
         yield (
@@ -163,9 +164,9 @@ def _notes(facts: Sequence[dict[str, Any]], limit: float) -> Iterator[str]:
 
 
 def _off_from_plain(trials: _Trials, reference: Sequence[RankResult], options: Sequence[str]) -> Difference | None:
-    """How far the loss without any pass is from that of the model without Hecate; None if nobody knows."""
+    """Return how far the loss without any pass is from that of the model without Hecate; None if that is unknown."""
     bare: Sequence[RankResult] | str = reference
-    # The plain model computes something else than with these.
+    # With these options the compiled model computes something else than the plain one.
     left_out = " and ".join(f"{name}=" for name in ("attention", "mixed_precision") if name in options)
     if left_out:
         bare = trials.result(NAMES, f"without any pass, and without {left_out}", kind="bare")
@@ -195,7 +196,7 @@ class _Trials:
     _count: int = 0
 
     def differ(self, enabled: Collection[str], reference: Sequence[RankResult], what: str) -> Difference:
-        """How far a run with some passes is from the reference."""
+        """Return how far a run with some passes is from the reference."""
         disabled = [name for name in NAMES if name not in enabled]
         ran = self.result(disabled, what, tell=lambda ran: str(compare(ran, reference)))
         return Difference(error=ran) if isinstance(ran, str) else compare(ran, reference)
@@ -207,8 +208,8 @@ class _Trials:
         kind: Kind = "compiled",
         tell: Callable[[list[RankResult]], str] = lambda ran: f"loss {ran[0].loss[0]:.6g}",
     ) -> list[RankResult] | str:
-        """Results of all ranks, or why there are none; says what it does and what came of it."""
-        # Before it runs, so that one who waits knows for what.
+        """Return the results of all ranks, or why there are none; print what is run and the outcome."""
+        # Printed before the run, so that users know what they wait for.
         self.console.print(f"{what}: ", end="", soft_wrap=True)
         ran, log = self.run(disabled, kind)
         self.console.print(f"no result: {ran}" if isinstance(ran, str) else tell(ran), soft_wrap=True)
@@ -217,7 +218,7 @@ class _Trials:
         return ran
 
     def run(self, disabled: Sequence[str], kind: Kind) -> tuple[list[RankResult] | str, str]:
-        """The same, without a word, and what all ranks printed.
+        """Run a trial; return the results of all ranks, or why there are none, and what all ranks printed.
 
         Raises:
             typer.BadParameter: the script cannot be used.
@@ -238,7 +239,7 @@ class _Trials:
         if code is None:
             return f"no end after {self.timeout:g} s", log
         if code:
-            # What failed first is the cause, as other ranks then wait in vain.
+            # The first failure is the cause, since other ranks then wait in vain.
             failed = sorted(out.glob("failed*"), key=lambda path: path.stat().st_mtime_ns)
             return (failed[0].read_text()[:400] if failed else f"exit code {code}"), log
         try:

@@ -1,6 +1,6 @@
-"""One rank of one trial of ``hecate bisect``: compile, run some steps, write loss and gradients.
+"""Run one rank of one trial of ``hecate bisect``: compile, run some steps, write loss and gradients.
 
-A process of its own for each trial, so that one that crashes or hangs is a result like any other.
+Each trial has processes of its own, so that one that crashes or hangs is a result like any other.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Kind = Literal["compiled", "bare", "plain"]
 
 @dataclass(frozen=True)
 class Trial:
-    """What a worker is told.
+    """The orders of a worker.
 
     Attributes:
         script: ``file.py:function``.
         out: folder for the results.
         disabled: passes to leave out.
-        kind: "compiled". "bare": compiled, without options that make another model of it. "plain": as it is, without
-            Hecate; gradients are then of this rank alone.
+        kind: "compiled". "bare": compiled, without options that make another model of it. "plain": not compiled,
+            without Hecate; gradients are then of this rank alone.
         steps: forwards and backwards, with the same weights.
         own_batches: the script gives every rank a batch of its own.
     """
@@ -59,12 +59,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank computed.
+    """The results of one rank.
 
     Attributes:
-        loss: of each step.
-        gradients: by step and parameter, as ``STEP.NAME``; those that are not there are None.
-        facts: what decides how results can be compared.
+        loss: loss of each step.
+        gradients: by step and parameter, as ``STEP.NAME``; a parameter without a gradient has no entry.
+        facts: facts that decide how results can be compared.
     """
 
     loss: Array
@@ -91,12 +91,12 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two results are apart, relative to the second.
+    """The distance of two results, relative to the second.
 
     Attributes:
         loss: worst of all ranks and steps.
         gradient: the largest error of an element, relative to the largest of that gradient on any rank.
-        worst: the step and the parameter that it is of.
+        worst: the step and the parameter with that error.
         error: why there is no result.
     """
 
@@ -116,7 +116,7 @@ class Difference:
 # Infinite numbers may be in both.
 @np.errstate(invalid="ignore")
 def compare(ours: Sequence[RankResult], theirs: Sequence[RankResult], *, gradients: bool = True) -> Difference:
-    """How far results are from ``theirs``, over all ranks; their losses alone without ``gradients``."""
+    """Return how far ``ours`` are from ``theirs``, over all ranks; only by losses without ``gradients``."""
     pairs = list(zip(ours, theirs, strict=True))
     loss = max(_largest((mine.loss - other.loss) / np.maximum(np.abs(other.loss), 1e-12)) for mine, other in pairs)
     errors: dict[str, float] = {}
@@ -136,15 +136,15 @@ def compare(ours: Sequence[RankResult], theirs: Sequence[RankResult], *, gradien
 
 
 def _largest(values: Array) -> float:
-    """The largest absolute value; NaN, which compares as smaller than everything, is infinite."""
+    """Return the largest absolute value; NaN, which compares as smaller than everything, counts as infinite."""
     return float(np.nan_to_num(np.abs(values.astype(np.float64)), nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
 def run_trial(trial: Trial, rank: int, ranks: int) -> None:
-    """Write ``rank{rank}.npz``."""
+    """Run a trial on this rank, and write ``rank{rank}.npz``."""
     torch.manual_seed(SEED)
     made = build(trial.script, "script")
-    # Compiled in seconds. A fault that only Inductor's graphs have needs a Config with that backend.
+    # aot_eager compiles in seconds. A fault that only Inductor's graphs have needs a Config with that backend.
     model, config = made.model, made.config or Config(backend="aot_eager")
     batches = [one if trial.own_batches else batch_of_rank(one, rank, ranks) for one in made.batches]
     facts = facts_of(model, config, batches)
@@ -167,7 +167,7 @@ def run_trial(trial: Trial, rank: int, ranks: int) -> None:
 
 
 def facts_of(model: nn.Module, config: Config, batches: list[Batch]) -> dict[str, Any]:
-    """What decides how results can be compared: the coarsest type, options, and a fingerprint of the batches."""
+    """Return facts that decide how results compare: the coarsest type, options, a fingerprint of the batches."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if config.mixed_precision is not None and config.mixed_precision.param_dtype is not None:
         kinds.add(config.mixed_precision.param_dtype)
@@ -184,26 +184,26 @@ def facts_of(model: nn.Module, config: Config, batches: list[Batch]) -> dict[str
 
 
 def config_of(trial: Trial, config: Config) -> Config:
-    """What a trial compiles with."""
+    """Return the options that a trial compiles with."""
     bare = trial.kind == "bare"
     attention = None if bare else config.attention
-    # It is attention= itself: without it there would be another model.
+    # shard_context is attention= itself: without it there would be another model.
     disabled = [name for name in trial.disabled if attention is None or name != "shard_context"]
     return replace(
         config,
         disable_passes=tuple(dict.fromkeys((*config.disable_passes, *disabled))),
         attention=attention,
         mixed_precision=None if bare else config.mixed_precision,
-        # What travels is rounded, and without passes other things travel.
+        # It rounds rows and gradients that travel, and without passes others travel.
         wire_dtype=None,
     )
 
 
 def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
-    """This rank's part of the rows, repeated to as many as there were; of one row, its tokens in another order.
+    """Return this rank's part of the rows, repeated to their old number; of one row, its tokens in another order.
 
-    Where all ranks compute the same, nobody sees that communication is missing: a mean of equal numbers is each of
-    them. Shapes stay what they were. A tensor with another number of rows than most have is left as it is.
+    Where all ranks compute the same, missing communication is not seen: a mean of equal numbers is each of them.
+    Shapes do not change. A tensor with another number of rows than most have is not changed.
     """
     tensors = {key: value for key, value in batch.items() if torch.is_tensor(value) and value.ndim}
     if ranks == 1 or not tensors:
@@ -216,7 +216,7 @@ def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
         return dict(batch) | {
             key: value[chosen.to(value.device)] for key, value in tensors.items() if value.shape[0] == rows
         }
-    # Positions say where, not what; what is as long as the ids is about tokens, and sizes of images are not.
+    # Positions stay; tensors as long as the ids are about tokens, and sizes of images are not.
     tokens = {key: value for key, value in tensors.items() if value.ndim > 1 and "position" not in key}
     whole = {key: value for key, value in tokens.items() if not value.is_floating_point()}
     if not whole:
@@ -230,7 +230,7 @@ def _most_common(numbers: Iterable[int]) -> int:
 
 
 def _random_states() -> list[Any]:
-    """They change when a forward draws random numbers."""
+    """Return the states of generators, which change when a forward draws random numbers."""
     states = [torch.get_rng_state().tolist()]
     if local_device().type != "cpu":
         states.append(torch.get_device_module(local_device()).get_rng_state().tolist())
@@ -246,16 +246,16 @@ def _loss_of(out: Any, script: str) -> torch.Tensor:
 
 
 def main() -> None:
-    """Under torchrun, or alone."""
+    """Run the trial of the command line, under torchrun or alone."""
     trial = Trial(**json.loads(sys.argv[1]))
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if trial.kind == "plain" and "RANK" in os.environ and not dist.is_initialized():
-        # A model may ask for its rank, and where it will be is not known yet: host and GPU both have a backend.
+        # A model may ask for its rank, and its device is not known yet: host and GPU both get a backend.
         start_process_group(name_of(local_device()), backend_for)
     try:
         run_trial(trial, rank, ranks)
-    # The launcher's exit code would not tell one from the other.
+    # Files tell a refused script from a failure, which have the same exit code of the launcher.
     except typer.BadParameter as error:
         (Path(trial.out) / f"refused{rank}").write_text(error.message)
         sys.exit(f"Error: {error.message}")

@@ -1,4 +1,4 @@
-"""What a function of the user's returns for a command: a model, batches, and how to compile it."""
+"""The result of a user's function for a command: a model, batches, and how to compile it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model that is not compiled yet, and what to give it.
+    """A model that is not compiled yet, and batches for it.
 
     Attributes:
-        batches: of one rank; at least one.
-        config: how the user compiles it, or None.
+        batches: batches of one rank; at least one.
+        config: how the user compiles the model, or None.
     """
 
     model: nn.Module
@@ -30,7 +30,7 @@ class Built:
 
     @classmethod
     def of(cls, given: Any, name: str) -> Built:
-        """From what the function ``name`` returned.
+        """Check and take ``given``, which the function ``name`` returned.
 
         Raises:
             typer.BadParameter: it is no model and batch.
@@ -54,7 +54,7 @@ def build(name: str, what: str = "model") -> Built:
     """Call ``file.py:function``.
 
     Args:
-        what: what it is for, for messages.
+        what: purpose of the function, for messages.
 
     Raises:
         typer.BadParameter: there is no such function, it fails, or it returns something else.

@@ -1,4 +1,4 @@
-"""What ``hecate explain`` and ``hecate dump`` share: their options, and MODEL compiled as rank 0 would."""
+"""Code that ``hecate explain`` and ``hecate dump`` share: their options, and MODEL compiled as on rank 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CompiledGiven:
     """A model that was compiled and not run.
 
     Attributes:
-        notes: what the user should know beside it.
+        notes: what the user should know besides.
         dumped_all: nothing is missing in the dump, if one was wanted.
     """
 
@@ -90,7 +90,7 @@ def compile_given(
 def _with_options(config: Config, policy: str | None, disabled: list[str], dump: Path | None) -> Config:
     name: Any = policy
     try:
-        # What is captured is not run, so nothing is lost without Inductor. Speeds are the cluster's.
+        # Graphs are captured and not run, so nothing is lost without Inductor. Speeds are the cluster's.
         return replace(
             config,
             policy=name if name is not None else config.policy,
@@ -113,7 +113,7 @@ def _cluster(cluster: Path | None, ranks: int, nodes: int) -> ClusterSpec:
             raise typer.BadParameter(str(error)) from None
     if ranks % nodes:
         raise typer.BadParameter(f"--nodes {nodes} does not divide --ranks {ranks}")
-    # Of today's accelerators, about: without a machine there are no measured ones.
+    # About the speeds of today's accelerators: without a machine there are no measured ones.
     return ClusterSpec(
         name="made up",
         nodes=nodes,

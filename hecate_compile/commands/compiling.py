@@ -1,4 +1,4 @@
-"""Around the compiling of MODEL: what is said to its user, and what is a fault and keeps its traceback."""
+"""Tell errors that are about the user's MODEL, said in a sentence, from faults, which keep their traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hecate.simulator.fake_ranks import CaptureError
 from hecate.wrap.find_experts import NoExpertsError
 from hecate.wrap.parameter_reads import UntracedReadError
 
-# What Hecate says about a model, and what torch says about code that it cannot trace.
+# Errors by which Hecate says something about a model, and torch about code that it cannot trace.
 _ABOUT_THE_MODEL = (
     CaptureError,
     NoExpertsError,
@@ -37,10 +37,10 @@ _ABOUT_THE_MODEL = (
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Around what compiles MODEL and does not run it.
+    """Report errors of a block that compiles MODEL and does not run it.
 
     An error that tells users about their model or options is said without a traceback. Any other is a fault, of
-    Hecate, of torch or of the model's own code, and is raised as it is.
+    Hecate, of torch or of the model's own code, and is raised unchanged.
 
     Raises:
         typer.BadParameter: an option of ``hecate.Config`` cannot be used.
@@ -49,7 +49,7 @@ def compiling() -> Iterator[None]:
     with warnings.catch_warnings():
         # Nothing is run, so no value is ever read.
         warnings.filterwarnings("ignore", message="hecate.compile: nothing initialized")
-        # Of transformers' code, and nothing that a user could do about.
+        # This warning is about transformers' code, and a user can do nothing about it.
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
         try:
             yield

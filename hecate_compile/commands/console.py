@@ -1,4 +1,4 @@
-"""What commands print on."""
+"""The console that commands print on."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def console(width: int = 120, *, stderr: bool = False) -> Console:
-    """For text as it is: it holds paths and ranges of versions, in which brackets are brackets."""
+    """Return a console that prints text unchanged: brackets in paths and ranges of versions are no markup."""
     return Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)

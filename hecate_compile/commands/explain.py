@@ -43,7 +43,7 @@ def explain(
         disabled=disable_pass,
     )
     screen = console()
-    # Its tables have a width of their own.
+    # Tables of the explanation have a width of their own.
     screen.print(str(made.explanation), soft_wrap=True)
     made.print_notes(screen)
     if strict and any(not region.rewritten for region in made.explanation.regions):

@@ -1,4 +1,4 @@
-"""How much memory this machine has left."""
+"""The memory that this machine has left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def free_memory() -> int | None:
-    """Bytes that programs can still have, without any GPU's; None where nobody knows."""
+    """Return the bytes that programs can still have, without any GPU's; None where that is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -21,18 +21,18 @@ from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
 
 HELP = "file.py:function that returns a model and a batch, or a config of transformers: folder, hub name or type"
 ROWS, LENGTH = 1, 128
-# What can have experts, and trains on input_ids and labels; the first that takes a config is taken.
+# Kinds of models that can have experts and train on input_ids and labels; the first that takes a config is taken.
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenModel:
-    """What MODEL stands for.
+    """The model that MODEL stands for, and a batch.
 
     Attributes:
         inputs: a batch of one rank.
-        config: how the user compiles it, or None.
-        note: what was left out of it, in words.
+        config: how the user compiles the model, or None.
+        note: what was left out of the model or not used, in words.
     """
 
     model: nn.Module
@@ -47,9 +47,9 @@ def given_model(
     """Make the model; one of transformers on the meta device, without weights.
 
     Args:
-        layers: of a config of transformers, how many; None for few, experts among them.
+        layers: number of layers, for a config of transformers; None for few, experts among them.
         rows, length: sequences in a batch, and tokens of each, for such a config.
-        ranks: that will share its experts.
+        ranks: number of ranks that will share the experts.
 
     Raises:
         typer.BadParameter: there is no such thing, or it is no model and batch.
@@ -89,7 +89,7 @@ def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: i
 
 
 def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple[nn.Module, int]:
-    """The model with ``layers`` layers, or with as few as it takes to have experts, and how many these are."""
+    """Return the model with ``layers`` layers, or with as few as it takes to have experts, and their number."""
     if layers is not None:
         kept = min(total, layers)
         return _on_meta(name, _with_layers(config, kept, total)), kept
@@ -103,7 +103,7 @@ def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple
 
 
 def _experts_of(model: nn.Module) -> list[ExpertsModule]:
-    """Those that would be shared among ranks. On the meta device these are no lists of modules."""
+    """Return the experts that ranks would share. On the meta device lists of modules are none of them."""
     try:
         return find_experts(model)[0]
     except NoExpertsError:
@@ -121,7 +121,7 @@ def _on_meta(name: str, config: Any) -> nn.Module:
                 model: nn.Module = getattr(transformers, kind).from_config(config)
                 return model
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-            # Of a config that no other kind knows, the first says most.
+            # For a config that no kind knows, the first error says most.
             why = why or error
     raise typer.BadParameter(f"model {name!r}: transformers makes no language model of it: {why}") from None
 
@@ -146,12 +146,12 @@ def _config(name: str) -> Any:
 
 
 def _text_of(config: Any) -> Any:
-    """The part of a config that is about text, if it is about images too."""
+    """Return the part of a config that is about text, if it is about images too."""
     return getattr(config, "text_config", None) or config
 
 
 def _with_layers(config: Any, kept: int, total: int) -> Any:
-    """A copy with fewer layers."""
+    """Return a copy with fewer layers."""
     config = copy.deepcopy(config)
     if kept < total:
         text = _text_of(config)
@@ -168,11 +168,11 @@ def _leave_as_it_is(module: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module, ranks: int) -> None:
-    """Rank 0 holds its experts, all else, and one module at a time whole."""
+    """Refuse a model for which there is no memory: rank 0 holds its experts, all else, and one whole module."""
     largest = max(_bytes_of(module.parameters(recurse=False)) for module in model.modules())
     experts = _bytes_of(parameters_of(e.module)[key] for e in _experts_of(model) for key in e.parameters)
     needed = _bytes_of(model.parameters()) - experts + experts / ranks + 2 * largest
-    # It is made where it would train.
+    # The model is made on the device where it would train.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()
     if free is not None and needed > free:
         raise typer.BadParameter(
@@ -182,5 +182,5 @@ def _check_memory(model: nn.Module, ranks: int) -> None:
 
 
 def _bytes_of(parameters: Iterable[nn.Parameter | None]) -> int:
-    """What is shared counts once."""
+    """Return the bytes of parameters; one that is shared counts once."""
     return sum(p.numel() * p.element_size() for p in {id(p): p for p in parameters if p is not None}.values())

@@ -1,4 +1,4 @@
-"""Run a module on several ranks that torchrun starts, and leave none of them behind."""
+"""Run a module on several ranks that torchrun starts, and see to it that all of them end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_ranks(
     """Run ``python -m module`` on each rank; one rank needs no torchrun.
 
     Args:
-        environment: instead of this process's.
+        environment: the variables that ranks get; by default this process's.
 
     Returns:
         The exit code, None if there was no end in ``timeout`` seconds, and what all ranks printed.
@@ -43,7 +43,7 @@ def run_ranks(
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout)
         finally:
-            # Also if the user interrupts: in a session of its own nobody else tells it.
+            # Also if the user interrupts: in a session of its own the process does not get the signal.
             _end(process)
         log.seek(0)
         return code, log.read()
@@ -67,7 +67,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _below(pid: int) -> list[int]:
-    """All processes that a process started, and those that they started."""
+    """Return all processes that a process started, and those that they started."""
     found = [pid]
     for one in found:
         for task in Path(f"/proc/{one}/task").glob("*/children"):

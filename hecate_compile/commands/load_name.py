@@ -1,4 +1,4 @@
-"""What ``file.py:name`` on a command line stands for."""
+"""Import the object that ``file.py:name`` on a command line stands for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import typer
 
 
 def load_name(name: str, what: str, kind: str) -> Any:
-    """What ``file.py:name`` says; a module on the path, ``package.module:name``, works too.
+    """Import the object ``file.py:name``; a module on the path, ``package.module:name``, works too.
 
     Args:
-        what: what it is for, for messages: "model".
-        kind: what is expected behind the colon: "function".
+        what: purpose of the object, for messages: "model".
+        kind: kind of name that is expected after the colon: "function".
 
     Raises:
         typer.BadParameter: there is no such file, module or name in it, or the file cannot be imported.
@@ -32,7 +32,7 @@ def load_name(name: str, what: str, kind: str) -> Any:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise typer.BadParameter(f"{what} {name!r}: {path} is not a Python file")
-        # Dataclasses look their module up.
+        # Dataclasses look their module up in sys.modules.
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         with users_code(f"{what} {name!r}", file):
             spec.loader.exec_module(module)
@@ -50,10 +50,10 @@ def load_name(name: str, what: str, kind: str) -> Any:
 
 @contextmanager
 def users_code(subject: str, file: str | None, hint: str = "") -> Iterator[None]:
-    """Around code that the user wrote: an error in it is theirs to read, with its file and line, and no traceback.
+    """Report errors of the user's code in the block by file and line, without a traceback.
 
     Args:
-        file: the user's own; of all lines that the error went through, the last one in it is named.
+        file: the user's own file; of all lines that the error went through, the last one in it is named.
 
     Raises:
         typer.BadParameter: instead of the error.
@@ -69,11 +69,11 @@ def users_code(subject: str, file: str | None, hint: str = "") -> Iterator[None]
 
 
 def _place(error: BaseException, file: str | None) -> str:
-    """File and line, with a colon and a space behind; empty where the error has none."""
+    """Return file and line, with a colon and a space after them; "" where the error has none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-    # Python names files from the root on, the user perhaps from here on.
+    # Python names files by absolute paths, the user perhaps by relative ones.
     own = Path(file).resolve() if file is not None else None
     theirs = [frame for frame in frames if Path(frame.filename).resolve() == own]
     if not (theirs or frames):

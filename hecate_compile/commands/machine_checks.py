@@ -1,4 +1,4 @@
-"""What a machine needs to train with Hecate, checked one by one, with what to do where something is missing."""
+"""Checks of all that a machine needs to train with Hecate, with advice where something is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ State = Literal["good", "look", "bad"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of ``hecate doctor``.
+    """A line of ``hecate doctor``.
 
     Attributes:
         state: "bad": training does not work without it. "look": something works less well, or is not there.
@@ -42,7 +42,7 @@ class Check:
 
 
 def all_checks() -> Iterator[Check]:
-    """Everything but the self-test."""
+    """Run all checks but the self-test."""
     for check in (_versions, _optional, _backends, _gpus, _compiler, _cores, _memory, _control_groups, _network):
         yield from check()
 
@@ -63,7 +63,7 @@ def self_test(timeout: float) -> Check:
 
 
 def _judged(name: str, good: bool, found: str, advice: str, otherwise: State = "look") -> Check:
-    """A check whose advice is for those of whom it is not true."""
+    """Return a check with ``advice`` where ``good`` is False."""
     return Check(name, "good", found) if good else Check(name, otherwise, found, advice)
 
 
@@ -81,7 +81,7 @@ def _versions() -> Iterator[Check]:
 
 
 def _requirements() -> dict[str, SpecifierSet]:
-    """What Hecate's own package asks for, without extras."""
+    """Return the packages and versions that Hecate's own package asks for, without extras."""
     try:
         lines = importlib.metadata.requires("hecate-compile") or []
     except importlib.metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def _optional() -> Iterator[Check]:
 
 
 def _version_of(name: str) -> str | None:
-    """Of a module's package; None where that has another name, as tb-nightly brings tensorboard."""
+    """Return the version of a module's package; None if that has another name, as tensorboard's tb-nightly has."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -178,7 +178,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _control_groups() -> Iterator[Check]:
-    """Only the emulator of the benchmarks makes groups; a limit concerns everyone."""
+    """Check limits, which concern everyone, and rights to make control groups, which the emulator needs."""
     limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
     quota = (_read("/sys/fs/cgroup/cpu.max") or "max").split()[0]
     limited = [f"CPU quota {quota} us"] if quota.isdecimal() else []

@@ -17,7 +17,7 @@ MOST_REPLICAS = "most replicas on a rank; auto: as many as are predicted to pay"
 
 
 def replicas_of(text: str) -> Replicas:
-    """``auto`` or a number.
+    """Read a number of replicas, or ``auto``.
 
     Raises:
         typer.BadParameter: it is neither.
@@ -30,7 +30,7 @@ def replicas_of(text: str) -> Replicas:
 
 
 def policy_named(name: str, replicas: Replicas) -> Policy:
-    """A new policy.
+    """Make a policy.
 
     Raises:
         typer.BadParameter: there is none of this name.

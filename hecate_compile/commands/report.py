@@ -37,7 +37,7 @@ def report(
             + ("; hecate.monitor(model, folder) writes a run" if out is None else "")
         )
     try:
-        # It draws with what is not installed with Hecate.
+        # The page draws with matplotlib, which is not installed with Hecate.
         from hecate.reports.run_page import page_of
     except ModuleNotFoundError as error:
         screen.print(f"hecate report needs {error.name}: pip install 'hecate-compile[report]'", markup=False)

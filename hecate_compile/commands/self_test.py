@@ -1,4 +1,4 @@
-"""What ``hecate doctor`` starts on two ranks: a small model against one process, loss and gradients.
+"""The self-test that ``hecate doctor`` starts on two ranks: loss and gradients of a small model against one process.
 
 torchrun --nproc-per-node 2 -m hecate.commands.self_test
 """
@@ -41,13 +41,13 @@ class SmallMoE(nn.Module):
 
 
 def small_model() -> nn.Module:
-    """The same on every rank."""
+    """Make the model, equal on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(SmallMoE())
 
 
 def worst_error() -> float:
-    """The largest relative difference of loss and gradients from one process with the whole batch."""
+    """Return the largest relative difference of loss and gradients from one process with the whole batch."""
     model, reference = compile(small_model(), Config(backend="aot_eager")), small_model()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     batch = torch.randn(size * 8, _HIDDEN, generator=torch.Generator().manual_seed(1), device="cpu")
@@ -73,7 +73,7 @@ def worst_error() -> float:
 
 
 def main() -> int:
-    """Exit code: 0 if the numbers are right."""
+    """Run the test, and return the exit code: 0 if the numbers are right."""
     warnings.simplefilter("ignore")
     error = worst_error()
     if dist.is_initialized():

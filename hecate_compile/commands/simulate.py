@@ -92,7 +92,7 @@ def simulate(
 
 
 def _check_writable(out: Path) -> None:
-    """Before minutes of work, not behind them."""
+    """Refuse a file that cannot be written, before minutes of work rather than after them."""
     folder = out.resolve().parent
     if not folder.is_dir():
         raise typer.BadParameter(f"--json: there is no folder {folder}")
@@ -101,7 +101,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _builder(name: str, first: Built) -> Callable[[], tuple[nn.Module, Batch]]:
-    """A new model at each call, for compiling changes it."""
+    """Return a function that gives a new model at each call, for compiling changes a model."""
     ready = [first]
 
     def made() -> tuple[nn.Module, Batch]:
@@ -112,7 +112,7 @@ def _builder(name: str, first: Built) -> Callable[[], tuple[nn.Module, Batch]]:
 
 
 def _routing(trace: Path | None, workload: str, skew: float) -> Callable[[ClusterSpec, Capture], Counts]:
-    """Rows ``[step, layer, rank, expert]`` for a model on a cluster."""
+    """Return a function that gives rows ``[step, layer, rank, expert]`` for a model on a cluster."""
     recorded = load_trace(trace)[0] if trace is not None else None
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}")
