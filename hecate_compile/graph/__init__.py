@@ -1,1 +1,1 @@
-"""From the graph that Dynamo captured to a compiled one."""
+"""Compile the graph that Dynamo captured, and keep count of graphs."""

@@ -1,4 +1,4 @@
-"""Where graphs are dumped: ``Config(dump=...)`` and the environment, read once in ``hecate.compile``."""
+"""Options of graph dumps: ``Config(dump=...)`` and the environment, read once in ``hecate.compile``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hecate.passes.dumps.folder import MOST_BYTES
 
 @dataclass(frozen=True)
 class DumpOptions:
-    """Of a model whose graphs are dumped by rank 0, or by every rank.
+    """Options of a model whose graphs are dumped.
 
     Attributes:
-        most_bytes: longest file.
+        folder: the folder of the dump.
+        every_rank: every rank dumps, not rank 0 alone.
+        most_bytes: bytes of the longest file.
     """
 
     folder: Path
@@ -25,10 +27,10 @@ class DumpOptions:
 
 
 def dump_options(config: Config) -> DumpOptions | None:
-    """None if nothing is dumped.
+    """Return the options of dumps; None if nothing is dumped.
 
     Raises:
-        ValueError: a variable says something else than it can.
+        ValueError: an environment variable has a value that it cannot have.
     """
     ranks = os.environ.get("HECATE_DUMP_RANKS") or "first"
     if ranks not in ("first", "all"):

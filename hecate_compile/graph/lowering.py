@@ -1,4 +1,4 @@
-"""From the rewritten graph to a compiled one: autograd, the passes on its forward and backward, Inductor."""
+"""Compile the rewritten graph: autograd, the passes on its forward and backward, Inductor."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _capture: ContextVar[list[Captured] | None] = ContextVar("_capture", default=Non
 
 @contextmanager
 def capturing() -> Iterator[list[Captured]]:
-    """Inside the block graphs are compiled and kept, forward before backward; calling one raises :class:`NotRun`."""
+    """Compile graphs in the block and keep them, forward before backward; calling one raises :class:`NotRun`."""
     kept: list[Captured] = []
     token = _capture.set(kept)
     try:
-        # A backward is otherwise compiled when it is first called.
+        # Without this a backward is compiled when it is first called.
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield kept
     finally:
@@ -99,8 +99,8 @@ def lower(
     Args:
         backend: "inductor", or "aot_eager".
         disabled: names of passes to leave out.
-        dumps: where this rank dumps, or None.
-        dumping: some rank does. No rank then takes a graph from a cache: all must know the order of their starts, or
+        dumps: the folder in which this rank dumps, or None.
+        dumping: some rank dumps. No rank then takes a graph from a cache: all must know the order of their starts, or
             none.
         starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
             a cache, or is compiled later, is not in it.
@@ -166,7 +166,7 @@ def _aot_eager(
     final: Sequence[Pass],
     finish: Callable[[GraphModule, str], Compiled] | None = None,
 ) -> Compiled:
-    """Run the passes, and then the graphs node by node, or what ``finish`` makes of them before passes for that."""
+    """Run the passes, and return graphs that run node by node; or end before ``EAGER_PASSES`` with ``finish``."""
 
     def compiler(part: str, first: Sequence[Pass] = ()) -> Compiled:
         def compile(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -197,9 +197,9 @@ def _aot_eager(
 
 
 def _keep_saved_tensors() -> None:
-    """Give none of the tensors that a forward saved to its backward, to which they are of no use node by node.
+    """Donate none of the tensors that a forward saved to its backward, which node by node has no use for that.
 
-    Torch notes them for any backward that it compiles with the forward, and refuses to run that twice then.
+    Torch notes donations for any backward that it compiles with the forward, and then refuses to run that twice.
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -220,13 +220,13 @@ def _inductor(
         with _aligned_on_host():
             return inductor().compile_fx_inner(*args, **options)
 
-    # Rates and tokens are left out: they are another in every run, and no rank's order depends on them here.
+    # Rates and tokens are left out: they differ in every run, and no rank's order depends on them here.
     identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
     patches: dict[str, Any] = {
         "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
     }
     if context.world_size > 1:
-        # It moves operators by estimated memory, late starts and early waits included (docs/decisions.md).
+        # This moves operators by estimated memory, with late starts and early waits (docs/decisions.md).
         patches["reorder_for_peak_memory"] = False
     if final:
         patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
@@ -242,10 +242,11 @@ def _inductor(
 
 @contextmanager
 def _aligned_on_host() -> Iterator[None]:
-    """Inside the block Inductor takes graph inputs in the host's memory for aligned.
+    """Make Inductor take graph inputs in the host's memory for aligned inside the block.
 
-    It takes none of them so, and what an operator returns that gets one for not aligned either: rows that travelled,
-    since their splits are on the host. Kernels of a GPU then load them number by number. Those of CPUs do not ask.
+    By default it takes none of them for aligned, nor the results of operators that get one: rows that travelled,
+    since their splits are on the host. Kernels of a GPU then load such rows number by number. Those of CPUs do not
+    ask.
     """
     graph = inductor_graph()
     asked = graph.should_assume_input_aligned
@@ -277,6 +278,6 @@ class _Hook(CustomGraphPass):
 
 @cache
 def _sources() -> tuple[str, ...]:
-    """What a compiled graph was made by: the passes, and the operators, whose fakes and formulas are compiled in."""
+    """Return the files that make a graph: the passes, and the operators, whose fakes and formulas are compiled in."""
     folders = (Path(package.__path__[0]) for package in (hecate.passes, hecate.runtime))
     return tuple(str(path) for folder in folders for path in sorted(folder.rglob("*.py")))

@@ -1,6 +1,6 @@
-"""Numbers that data decide: graphs of experts go on behind them, and what cannot be traced with them stays Python.
+"""Numbers that data decide: they are taken into graphs of experts, and break the graph in code that cannot be traced.
 
-How many rows an expert gets is such a number, so Dynamo takes them into graphs here. That is in the way of other
+The number of rows that an expert gets is one, so Dynamo takes them into graphs here. That is in the way of other
 code, such as ``tolist()`` of a tensor whose length data decide, in a vision tower. Plain torch.compile breaks the
 graph there.
 """
@@ -20,7 +20,7 @@ from hecate.private import dynamo_config, parameters_of
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
-# Dynamo's options with which it does.
+# Options with which Dynamo takes such numbers into graphs.
 CAPTURED = dict(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 _LEFT = dict.fromkeys(CAPTURED, False)
 
@@ -29,8 +29,8 @@ class WithoutNumbersIfNeeded:
     """Dynamo's way to compile one frame, and if a number is in its way, once more with graph breaks at numbers.
 
     Args:
-        convert: what Dynamo calls.
-        model: with experts, whose own code is not taken apart: it would be compiled for all numbers of rows.
+        convert: the function that Dynamo calls for a frame.
+        model: a model with experts. Code of experts is not taken apart: it would be compiled for all numbers of rows.
     """
 
     def __init__(self, convert: Callable[..., Any], model: nn.Module) -> None:
@@ -59,7 +59,7 @@ class WithoutNumbersIfNeeded:
 
 
 def _number_in_the_way(error: BaseException) -> GuardOnDataDependentSymNode | None:
-    """What a compiler was stopped by, from wherever it or Dynamo put it."""
+    """Return the error that stopped a compiler, from wherever it or Dynamo put it; None for another error."""
     here: BaseException | None = error
     while here is not None and not isinstance(here, GuardOnDataDependentSymNode):
         here = getattr(here, "inner_exception", None) or here.__cause__
@@ -67,7 +67,7 @@ def _number_in_the_way(error: BaseException) -> GuardOnDataDependentSymNode | No
 
 
 def _code_of_experts(model: nn.Module) -> Iterator[tuple[str, range]]:
-    """Files and lines of the classes of modules that have experts, as parameters or as a list."""
+    """Yield files and lines of the classes of modules that have experts, as parameters or as a list."""
     holders = {m for m in model.modules() if any(is_expert_shard(shard_of(p)) for p in parameters_of(m).values())}
     owners = holders | {module for module in model.modules() if not holders.isdisjoint(module.children())}
     for cls in {cls for module in owners for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:

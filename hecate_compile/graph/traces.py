@@ -1,7 +1,7 @@
-"""What Dynamo keeps of one compiled model: how many graphs there may be, when there are new ones, and their end.
+"""Traces of one compiled model: how many graphs Dynamo may keep, when there are new ones, and their end.
 
-Dynamo keeps graphs with the code that they were traced from. All models of a class would share one count, with those
-that are long gone, and would be told apart by guards alone.
+Dynamo keeps graphs with the code that they were traced from. All models of a class, those that are long gone
+included, would share one count, and would be told apart by guards alone.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Traces:
 
     Attributes:
         refused: why torch wanted to make another graph when there were as many as there may be; None if it never did.
-            What it does not trace then runs as plain Python from now on.
+            Code that it does not trace runs as plain Python from then on.
     """
 
-    # How many counts there are that torch adds up.
+    # The number of counts that torch adds up.
     _made = 0
 
     def __init__(self, model: nn.Module, backend: Backend, changes: Changes, *, fullgraph: bool) -> None:
@@ -89,28 +89,28 @@ class Traces:
         self._traces: dict[Hooks, _Trace] = {self._here: self._trace()}
 
     def before_forward(self) -> None:
-        """Turn to graphs with the hooks that there are now. A collective if they are others, which ranks check."""
+        """Turn to graphs with the hooks that there are now. A collective if these changed: ranks compare them."""
         model = self._model()
         assert model is not None, "it is the model that is called"
         hooks = self._hooks.now(model)
-        # Another function may be where one was that is gone.
+        # An equal identity may be that of another function, where the one that had it is gone.
         if hooks is self._here or (hooks == self._here and _alive(self._here)):
             return
         if self._communicates:
             group = self._backend.world.group
             assert group is not None
-            # By their names, which are the same on all ranks.
+            # Hooks are compared by their names, which are the same on all ranks.
             names, before = list(map(str, hooks)), {*map(str, self._here)}
             changed = next((name for name in names if name not in before), "other hooks, or fewer")
             meet(f"the model is to be traced anew ({changed})", group, advice=_HOOKS_TOGETHER)
             agree(names, "the hooks on modules", _HOOKS_TOGETHER, self._backend.world)
-        # What nobody has any more does not come back.
+        # Hooks that nobody has any more do not come back.
         for known in [known for known in self._traces if not _alive(known)]:
             self._drop(known)
         if not self._all_have(hooks in self._traces):
             self._drop(hooks)
             self._traces[hooks] = self._trace()
-        # As the one that was used last, and under hooks that are alive.
+        # Put last, as the one used last, and under hooks that are alive.
         self._traces[hooks] = self._traces.pop(hooks)
         self._here = hooks
         for known in list(self._traces)[:-_KEPT]:
@@ -124,7 +124,7 @@ class Traces:
             self._backend.graphs[:] = [graph for graph in self._backend.graphs if id(graph) not in gone]
 
     def _all_have(self, have: bool) -> bool:
-        """Whether no rank must trace. Which objects are gone may be another question on each rank."""
+        """Return whether no rank must trace: objects may be gone on some ranks and not on others."""
         world = self._backend.world
         if not self._communicates:
             return have
@@ -147,11 +147,11 @@ class Traces:
             self._compared = self._backend.compared - before
 
     def is_first(self, *, training: bool) -> bool:
-        """Whether this grad mode is new, so that all ranks compile, and compare what they have."""
+        """Return whether this grad mode is new, so that all ranks compile, and compare their graphs."""
         return training not in self._traces[self._here].modes
 
     def after_forward(self, *, training: bool) -> None:
-        """Trace once more what broke in the first forward with gradients, and may not have to break again.
+        """Trace the model once more if its graph broke in the first forward with gradients, and might not again.
 
         A lock or a warning that happens once splits the first graph, and no later one. A rank that comes back to the
         first graphs would then average gradients in other portions than one whose batch has a new shape.
@@ -179,7 +179,7 @@ class Traces:
         Traces._made += 1
         entry = self._backend.entry()
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
-        # As torch.compile does, which does not tell what it has Dynamo call for each frame.
+        # torch.compile does the same, but does not show the callback that Dynamo calls for each frame.
         dynamo: Any = optimize(backend=entry, nopython=self._fullgraph, **own)
         if not self._fullgraph:
             dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model)
@@ -205,10 +205,10 @@ def _forget(entry: Callable[..., Any]) -> None:
 
 
 class _Limit(logging.Filter):
-    """Hears in torch's log that it makes no more graphs of some code. It says so nowhere else.
+    """Notices in torch's log, the only place, that it makes no more graphs of some code.
 
     Attributes:
-        met: of which code, and why it would have made one more; None if nothing was heard since it was set to that.
+        met: the code, and why torch would have made one more graph; None if that did not happen since the last reset.
     """
 
     met: str | None = None

@@ -1,1 +1,1 @@
-"""What particular libraries need. Nothing here imports them unless the user has."""
+"""Changes that particular libraries need. Nothing here imports them unless the user has."""

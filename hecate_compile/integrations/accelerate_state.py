@@ -1,7 +1,8 @@
-"""accelerate's save_state keeps the optimizer state of rank 0 alone, which is that of rank 0's experts.
+"""Make accelerate's save_state and load_state work with compiled models.
 
-What it saves of compiled models and their optimizers, to go on from, is a folder ``hecate0`` (``hecate1`` for the
-next model) beside its own files, for any number of ranks. Nothing here imports accelerate unless the user has.
+Its own save_state keeps the optimizer state of rank 0 alone, which is that of rank 0's experts. Here compiled models
+and their optimizers are saved, to go on from, in a folder ``hecate0`` (``hecate1`` for the next model) beside its own
+files, for any number of ranks. Nothing here imports accelerate unless the user has.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _adopted: set[type] = set()
 
 
 def adopt() -> None:
-    """From now on accelerators save and load compiled models right. Does nothing before there is one."""
+    """Make accelerators save and load compiled models right, if accelerate was imported; else do nothing."""
     if "accelerate.accelerator" not in sys.modules:
         return
     accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
@@ -36,7 +37,7 @@ def adopt() -> None:
     @functools.wraps(save)
     def save_state(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         ours = _compiled(self)
-        # The weights stay where accelerate puts them too, for whoever reads that file.
+        # Accelerate writes the weights, too, for readers of that file.
         with _without(self, ours, models=False):
             folder = save(self, output_dir, *args, **kwargs)
         for number, (model, optimizers) in enumerate(ours):
@@ -61,7 +62,7 @@ def adopt() -> None:
 
 
 def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
-    """The accelerator's compiled models, each with its optimizers."""
+    """Return the accelerator's compiled models, each with its optimizers."""
     found = []
     models, prepared_optimizers = prepared(accelerator)
     for model in models:
@@ -78,7 +79,7 @@ def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
 
 @contextmanager
 def _without(accelerator: Any, ours: list[tuple[nn.Module, list[Any]]], *, models: bool) -> Iterator[None]:
-    """Hide optimizers of compiled models, and perhaps these."""
+    """Hide the optimizers of compiled models from accelerate in the block, and with ``models`` these, too."""
     before = prepared(accelerator)
     hidden = {id(one) for model, optimizers in ours for one in (*([model] if models else []), *optimizers)}
     set_prepared(accelerator, *([one for one in ones if id(one) not in hidden] for ones in before))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a compiled model: trainers put it there without asking.
+"""Keep DistributedDataParallel, which trainers put around any model, off compiled models.
 
 It would copy rank 0's experts over everybody else's and average gradients of different experts, and there is nothing
 left for it to do. So wrapping a compiled model gives the model itself, with the ``no_sync`` that wrapped ones have.
@@ -21,7 +21,7 @@ from hecate.wrap.swapped_class import swap_class
 
 
 def leave_unwrapped() -> None:
-    """From now on ``DistributedDataParallel(model)`` is ``model``, if that is compiled. The first call does it."""
+    """Make ``DistributedDataParallel(model)`` return ``model`` if that is compiled. Further calls change nothing."""
     wrapper: Any = DistributedDataParallel
     wrapper.__new__ = _new
 
@@ -46,9 +46,9 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 def _say_where_module_is(model: nn.Module) -> None:
-    """A model that has no ``module`` says why, to whoever unwraps it.
+    """Let ``model.module`` raise an error that says why there is none, for code that unwraps the model.
 
-    It cannot be its own: loops that unwrap as long as there is one would never end.
+    A model cannot be its own ``module``: loops that unwrap as long as there is one would never end.
     """
     if hasattr(model, "module"):
         return
@@ -66,7 +66,10 @@ def _say_where_module_is(model: nn.Module) -> None:
 
 
 def no_sync(sync: GradientSync) -> Callable[[], AbstractContextManager[None]]:
-    """What a wrapped model has for the micro-batches of an accumulation; see ``set_requires_gradient_sync``."""
+    """Return the ``no_sync`` of wrapped models, for the micro-batches of an accumulation.
+
+    See ``set_requires_gradient_sync``.
+    """
 
     @contextmanager
     def no_sync() -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Torch's averages of parameters over ranks (``PostLocalSGDOptimizer`` and its kin), which would mix experts.
+"""Refuse torch's averages of shards over ranks (``PostLocalSGDOptimizer`` and its kin), which would mix experts.
 
-Ranks that keep parts of a parameter keep different ones, and what is whole on all ranks is equal already.
+Ranks keep different parts of a sharded parameter, and parameters that are whole on all ranks are equal already.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _average_parameters = utils.average_parameters
 
 
 def refuse_shards() -> None:
-    """From now on averaging shards raises. The first call does it."""
+    """Make the averaging of shards raise. Further calls change nothing."""
     utils.average_parameters = _average_whole
 
 
 @functools.wraps(_average_parameters)
 def _average_whole(params: Iterator[nn.Parameter], process_group: Any) -> None:
-    """Torch's function; of parameters that every rank has whole."""
+    """Average parameters that every rank has whole, by torch's function."""
     given = list(params)
     for parameter in given:
         shard = shard_of(parameter)

@@ -1,4 +1,4 @@
-"""A cache for transformers' ``generate`` that keeps what S2-Attention looks at again."""
+"""A cache for transformers' ``generate`` that keeps the tokens which S2-Attention looks at again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hecate.wrap.config_value import config_value
 
 
 def S2Cache(model: nn.Module) -> Any:
-    """A new cache for ``model.generate(past_key_values=hecate.S2Cache(model))``.
+    """Make a cache for ``model.generate(past_key_values=hecate.S2Cache(model))``.
 
-    Of every sparse layer it keeps, for each head of keys, the local blocks and every ``stride``-th block before:
-    at most ``(local + n / stride + 1) * block`` tokens of n blocks. Dense layers keep all. Tokens are those that come
-    without it; it takes one prompt, then one token at a time, of batches and beams too.
+    For every sparse layer and each head of keys it keeps the local blocks and every ``stride``-th block before: at
+    most ``(local + n / stride + 1) * block`` tokens of n blocks. Dense layers keep all. Generated tokens are those
+    that come without the cache; it takes one prompt, then one token at a time, of batches and beams too.
 
     Args:
         model: a transformers model, compiled with ``hecate.Config(attention=...)``.
@@ -29,9 +29,10 @@ def S2Cache(model: nn.Module) -> Any:
         ValueError: the model was not compiled, or attention is dense, or heads with different patterns share keys
             (``per="q"``, or the compressed keys of DeepSeek), so that all are needed.
 
-    While it is used: :class:`UnsupportedAttentionError` for batches with padding, which would shift the blocks, for
-    several tokens at once behind the prompt, and for whatever takes tokens back, such as assisted decoding. Behind
-    the prompt only the first column of a mask is looked at: one that hides some other token is not noticed.
+    While it is used, :class:`UnsupportedAttentionError` is raised for batches with padding, which would shift the
+    blocks, for several tokens at once after the prompt, and for whatever takes tokens back, such as assisted
+    decoding. After the prompt only the first column of a mask is looked at: one that hides some other token is not
+    noticed.
     """
     options = compiled_model_of(model, "S2Cache").config.attention
     if options is None:

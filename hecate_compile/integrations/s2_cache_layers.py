@@ -1,4 +1,4 @@
-"""The parts of ``hecate.S2Cache`` that derive from transformers' classes. Imported when the first one is made."""
+"""The parts of ``hecate.S2Cache`` that derive from transformers' classes. Imported when the first cache is made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hecate.runtime.attention.pattern import Pattern
 
 
 class S2Layer(CacheLayerMixin):
-    """What one sparse layer keeps, as ``hecate::s2_store`` lays it out.
+    """The keys and values that one sparse layer keeps, as ``hecate::s2_store`` lays them out.
 
-    ``update`` is traced: the pass ``shard_context`` finds the operator behind the keys of an attention call, and so
-    knows that these are not all keys.
+    ``update`` is traced: the pass ``shard_context`` finds the operator that the keys of an attention call come from,
+    and so knows that these are not all keys.
 
     Attributes:
         keys, values: ``[batch, key heads, tokens kept, size]``.
@@ -37,7 +37,7 @@ class S2Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values, and return those that attention needs: of a prompt all of it."""
+        """Keep new keys and values, and return those that attention needs: all, for a prompt."""
         store = torch.ops.hecate.s2_store
         if key_states.shape[1] != self.heads or value_states.shape[1] != self.heads:
             raise UnsupportedAttentionError(
@@ -87,13 +87,13 @@ class S2Layer(CacheLayerMixin):
 
 
 class SparseCache(Cache):
-    """Sparse layers, and dense ones as they are."""
+    """A cache of sparse layers, and of dense ones without change."""
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """One column for a single new token, in layers that show it all that they keep.
+        """Return one column for a single new token, in layers that show it all that they keep.
 
-        These all get the same mask, and sparse ones have fewer keys. One column says as much as many; padding on
-        the left shows in the first one. Layers with a window have a mask of their own.
+        These layers all get the same mask, and sparse ones have fewer keys. One column says as much as many; padding
+        on the left shows in the first one. Layers with a window have a mask of their own.
         """
         layer = self.layers[layer_idx]
         if query_length == 1 and type(layer) in (S2Layer, DynamicLayer) and layer.is_initialized:
@@ -111,10 +111,10 @@ def _refuse_eager() -> None:
 
 
 def make_cache(config: Any, options: S2Attention, pattern: Pattern, heads: int) -> SparseCache:
-    """A cache of the layers that transformers has for a model, the sparse ones replaced.
+    """Make a cache of the layers that transformers has for a model, the sparse ones replaced.
 
     Args:
-        heads: of keys.
+        heads: number of heads of keys.
     """
     layers = [
         S2Layer(pattern, heads) if type(layer) is DynamicLayer and not options.is_dense(number) else layer

@@ -20,7 +20,7 @@ _adopted: set[type] = set()
 
 
 def adopt() -> None:
-    """From now on ``generate`` keeps ranks in step. Does nothing before there is one."""
+    """Make ``generate`` keep ranks in step, if transformers' generation was imported; else do nothing."""
     if "transformers.generation.utils" not in sys.modules:
         return
     mixin: Any = sys.modules["transformers.generation.utils"].GenerationMixin
@@ -33,7 +33,7 @@ def adopt() -> None:
     @functools.wraps(generate)
     def generate_in_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(self, *args, **kwargs).arguments
-        # What the user says holds.
+        # The user's own argument wins.
         if given.get("synced_gpus") is None and _shares(self):
             kwargs["synced_gpus"] = True
         return generate(self, *args, **kwargs)
@@ -42,7 +42,7 @@ def adopt() -> None:
 
 
 def _shares(model: nn.Module) -> bool:
-    """Whether all ranks of the program have shards of it. transformers asks all of them whether they are done."""
+    """Return whether all ranks of the program share the model: transformers asks all of them if they are done."""
     shards = (shard_of(parameter) for parameter in model.parameters())
     shard = next((shard for shard in shards if shard is not None), None)
     return shard is not None and shard.world.group is not None and shard.world.size == dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What models from the transformers library need before Dynamo sees them. Nothing here imports transformers."""
+"""Prepare models of transformers for Dynamo. Nothing here imports transformers unless the user has."""
 
 from __future__ import annotations
 

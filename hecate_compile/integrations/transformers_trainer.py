@@ -1,12 +1,12 @@
-"""transformers.Trainer saves on rank 0 alone. A compiled model is saved by all ranks together.
+"""Make transformers.Trainer, which saves on rank 0 alone, save a compiled model on all ranks together.
 
 The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
-The trainer of transformers 5.23 loads them by the names in memory, and leaves out what it does not find; here they
-are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights and
-optimizer state for any number of ranks. Where several ranks share the optimizer's state, ``optimizer.pt`` has a note
-in its place: a trainer that knows nothing of Hecate would take one rank's part for the whole, and fused optimizers
-read beyond its end. What such a trainer wrote is whole, and every rank takes its part. Nothing here imports
-transformers unless the user has.
+The trainer of transformers 5.23 loads them by the names in memory, and leaves out names that it does not find; here
+they are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights
+and optimizer state for any number of ranks. Where several ranks share the optimizer's state, ``optimizer.pt`` has a
+note in its place: a trainer that knows nothing of Hecate would take one rank's part for the whole, and fused
+optimizers read beyond its end. State that such a trainer wrote is whole, and every rank takes its part. Nothing here
+imports transformers unless the user has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hecate.private import (
 from hecate.wrap.swapped_class import class_before
 
 _adopted: set[type] = set()
-# What optimizer.pt says where several ranks share an optimizer's state.
+# The content of optimizer.pt where several ranks share an optimizer's state.
 NOTE = (
     "The optimizer's state is in the folder hecate beside this file, in parts for any number of ranks. Go on from it "
     "with a model that hecate.compile was given, also in one process; or leave the optimizer's state out."
@@ -44,7 +44,7 @@ NOTE = (
 
 
 def adopt() -> None:
-    """From now on trainers save and load compiled models right. Does nothing before there is a Trainer."""
+    """Make trainers save and load compiled models right, if transformers' Trainer was imported; else do nothing."""
     if "transformers.trainer" not in sys.modules:
         return
     trainer: Any = sys.modules["transformers.trainer"].Trainer
@@ -92,14 +92,14 @@ def adopt() -> None:
         if checkpoint is None or not is_compiled(self.model):
             load_optimizer(self, checkpoint)
             return
-        # The scheduler comes from beside optimizer.pt.
+        # The trainer loads the scheduler's file, which is beside optimizer.pt.
         read = _Note()
         with _in_place_of_its_optimizer(self, read):
             load_optimizer(self, checkpoint)
         if _own_folder(checkpoint).is_dir():
             load_checkpoint(_own_folder(checkpoint), self.model, self.optimizer)
         elif read.state is not None:
-            # Else it was saved without optimizer state, which the trainer allows.
+            # Without it the model was saved without optimizer state, which the trainer allows.
             take_whole_state(self.model, self.optimizer, read.state, os.path.join(checkpoint, "optimizer.pt"))
 
     trainer.save_model = save_model
@@ -110,17 +110,17 @@ def adopt() -> None:
 
 
 class _Note:
-    """What stands for an optimizer while a trainer writes or reads ``optimizer.pt``.
+    """A stand-in for an optimizer while a trainer writes or reads ``optimizer.pt``.
 
     Attributes:
-        state: what the file has; None where there is none.
+        state: the state in the file; None where there is no file.
     """
 
     def __init__(self) -> None:
         self.state: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """A state that no optimizer takes for its own: it has no groups of parameters."""
+        """Return a state that no optimizer takes for its own: it has no groups of parameters."""
         return {"state": {}, "param_groups": [], "hecate": NOTE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def _in_place_of_its_optimizer(trainer: Any, optimizer: Any) -> Iterator[None]:
 
 
 def _load_pretrained(model: nn.Module, folder: str) -> bool:
-    """Load what ``save_pretrained`` wrote, if ``model`` is one that has it and is compiled, and has no adapters."""
+    """Load a folder of ``save_pretrained``; return False if ``model`` has none, is not compiled or has adapters."""
     kind: Any = class_before(model)
     if not is_compiled(model) or not hasattr(kind, "from_pretrained") or not hasattr(model, "config"):
         return False
@@ -149,5 +149,5 @@ def _load_pretrained(model: nn.Module, folder: str) -> bool:
 
 
 def _own_folder(checkpoint: str) -> Path:
-    """Where weights and optimizer state are as ``hecate.save`` writes them, for any number of ranks."""
+    """Return the folder of ``hecate.save`` in a checkpoint: weights and optimizer state for any number of ranks."""
     return Path(checkpoint) / "hecate"
