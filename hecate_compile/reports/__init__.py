@@ -1,1 +1,1 @@
-"""What Hecate found, did and saw, for people."""
+"""Reports for people on what Hecate found, did and saw."""

@@ -1,4 +1,4 @@
-"""What Hecate found and did: :func:`hecate.explain`."""
+"""An explanation of what Hecate found and did: :func:`hecate.explain`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.find_experts import ExpertsModule, PassedOver
 
-# What to do about a layer that was left alone for a reason that has no advice of its own.
+# Advice for a layer that was left alone for a reason that has no advice of its own.
 _OTHERWISE = "docs/models.md has the spellings that are rewritten; the program is right, but slower"
 _SUMMARIES = {name_of(entry): summary_of(entry) for stage in STAGES for entry in stage.entries}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """What became of one MoE layer in one graph.
+    """The outcome of the passes for one MoE layer in one graph.
 
     Attributes:
         rewritten: its rows are exchanged; otherwise its experts are gathered.
-        reason, line, fix: why not, the line of model code that causes it, and what to do; "" where it was rewritten.
+        reason, line, fix: why it was not rewritten, the line of model code that causes it, and what to do; else "".
     """
 
     graph: int
@@ -41,11 +41,11 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What :func:`hecate.explain` returns; ``print`` it, or let a notebook show it.
+    """The result of :func:`hecate.explain`; ``print`` it, or let a notebook show it.
 
     Attributes:
         world: rank and number of ranks.
-        policy: what decides who holds what, on which nodes, and what it takes for the speed of the machine.
+        policy: the policy that decides who holds what, on which nodes, and the speeds of the machine that it uses.
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
         layers: the runtime records, with the owners.
@@ -53,7 +53,7 @@ class Explanation:
         spans: the collectives of the last forward and its backward, in the order of their starts.
         disabled: passes that are switched off.
         loops: ``file:line`` of loops and counts that were changed so that they can be traced.
-        parameters: what this rank keeps, beside what the model had.
+        parameters: bytes that this rank keeps, and that the model had.
     """
 
     world: World
@@ -69,12 +69,12 @@ class Explanation:
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
-        """Everything some pass saw and left alone."""
+        """All places that some pass saw and left alone."""
         return tuple(skip for graph in self.graphs for record in graph.passes for skip in record.skipped)
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """What passes say about a module, once for each: of the first graph that it is in."""
+        """The remarks of passes on modules, one for each module, from the first graph that it is in."""
         found: dict[str, Remark] = {}
         for graph in self.graphs:
             for remark in (remark for record in graph.passes for remark in record.remarks):
@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What became of each MoE layer in each graph."""
+        """The outcome for each MoE layer in each graph."""
         return tuple(
             _region(number, graph, layer) for number, graph in enumerate(self.graphs) for layer in graph.layers
         )
@@ -96,11 +96,11 @@ class Explanation:
 
     @property
     def layer_bytes(self) -> tuple[LayerBytes, ...]:
-        """What this rank sent for each layer, and what was predicted."""
+        """The bytes that this rank sent for each layer, and their prediction."""
         return layer_bytes(self.layers, self.travels, self.graphs[-1].slots if self.graphs else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, with seconds and bytes as numbers."""
+        """Return all of it as plain data, with seconds and bytes as numbers."""
         return {
             "rank": self.world.rank,
             "ranks": self.world.size,
@@ -142,7 +142,7 @@ class Explanation:
         return sections_as_html(self._parts())
 
     def _parts(self) -> list[Section | str]:
-        """Tables and sentences, in the order in which things happen."""
+        """Return tables and sentences, in the order in which things happen."""
         parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}"]
         parts.append(self._found() if self.experts else "no experts are sharded")
         vectors = [f"{e.name}.{key}" for e in self.experts for key in e.vectors]
@@ -185,7 +185,7 @@ class Explanation:
         return parts
 
     def _left_alone(self) -> dict[tuple[str, str, str], list[str]]:
-        """Reason, line of code and advice -> names. Of an MoE layer the first reason, from which others follow."""
+        """Return names by reason, line of code and advice; an MoE layer has its first reason, which causes others."""
         left = [region for region in self.regions if not region.rewritten]
         found: dict[tuple[str, str, str], list[str]] = {}
         for region in left:
@@ -291,7 +291,7 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
         why = "exchange_rows is switched off"
         how = 'leave out Config(policy="gather") or the name in disable_passes'
         return Region(graph=number, layer=layer, rewritten=False, reason=why, fix=how)
-    # What an earlier pass did not understand is why the exchange does not.
+    # The exchange fails for the reason that the earliest pass gave.
     last = [skip for skip in exchanged.skipped if skip.where == layer and skip.fallback]
     if last:
         first = skips[0]

@@ -1,4 +1,4 @@
-"""What a rank keeps of a model's parameters."""
+"""The part of a model's parameters that a rank keeps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class KeptParameters:
     Attributes:
         kind: "experts", "dense, sharded" or "dense, whole".
         count: how many parameters.
-        whole_bytes: of all of them, as they were before ``hecate.compile``.
-        kept_bytes: what this rank keeps of them.
+        whole_bytes: bytes of all of them before ``hecate.compile``.
+        kept_bytes: bytes of them that this rank keeps.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class KeptParameters:
 
 
 def kept_parameters(model: nn.Module) -> tuple[KeptParameters, ...]:
-    """Of each kind that the model has."""
+    """Return the counts and bytes of each kind of parameters that the model has."""
     found: dict[str, list[nn.Parameter]] = {"experts": [], "dense, sharded": [], "dense, whole": []}
     for parameter in model.parameters():
         shard = shard_of(parameter)

@@ -1,4 +1,4 @@
-"""Watch a run while it trains: :func:`hecate.monitor`. ``hecate report`` draws what it wrote (``run_files``)."""
+"""Watch a run while it trains: :func:`hecate.monitor`. ``hecate report`` draws its files (``run_files``)."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def monitor(
                 optimizer.step()
                 monitor.log(loss=loss)
 
-    Or without ``with``, and :meth:`Monitor.close` at the end. A step is a forward with gradients and all until the
-    next forward: its backward, the optimizer, waiting for data. Every rank writes what only it knows, rank 0 also
-    what all know; only the call itself communicates. A run that is killed loses its last seconds. A second call for
-    the same folder, after a restart for instance, adds a new start; the report puts them together. What goes wrong
+    It can be used without ``with``, and :meth:`Monitor.close` at the end. A step is a forward with gradients and all
+    until the next forward: its backward, the optimizer, waiting for data. Every rank writes what only it knows, rank
+    0 also what all know; only the call itself communicates. A run that is killed loses its last seconds. A second
+    call for the same folder, after a restart for instance, adds a new start; the report puts them together. An error
     while it logs, such as a full disk, ends the monitor with a warning, and never the training.
 
     Args:
         path: made if it is not there. On several machines without a shared disk each keeps the files of its ranks.
-        first_step: number of the first step; by default it goes on behind the last one in the folder. Give it where
-            a run starts again from an earlier checkpoint: the report then has the steps that ran again once.
+        first_step: number of the first step; by default the one after the last in the folder. Give it where a run
+            starts again from an earlier checkpoint: the report then has the steps that ran again once.
         timeline_every: steps between two whose collectives are kept one by one. With NCCL times are read in these
             steps only, because the host has to wait for the GPU.
         tensorboard: rank 0 writes scalars for TensorBoard too, into ``path/start.../tensorboard``.
@@ -96,12 +96,12 @@ def monitor(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a start of a run is written.
+    """The place to which a start of a run is written.
 
     Attributes:
-        folder, file: of this start, and of this rank in it.
+        folder, file: the folder of this start, and the file of this rank in it.
         first_step: number of its first step.
-        tensorboard: rank 0 may have it.
+        tensorboard: scalars for TensorBoard, which rank 0 may write.
         opened: closes all of it, and lets others have the run's folder.
     """
 
@@ -113,10 +113,10 @@ class _Place:
 
 
 class Monitor:
-    """What :func:`hecate.monitor` returns.
+    """A monitor of a run, as :func:`hecate.monitor` returns it.
 
     Attributes:
-        folder: where this start of the run is written.
+        folder: the folder to which this start of the run is written.
     """
 
     def __init__(self, state: CompiledModel, place: _Place, timeline_every: int) -> None:
@@ -137,8 +137,8 @@ class Monitor:
         """Add numbers to the step that runs, under their names: ``log(loss=loss)``.
 
         Call it between a step's forward and the next one that trains. Tensors with one element are read later, so
-        that nothing waits for the GPU here. Ranks may log different values; the report shows their mean. Once the
-        monitor has given up it does nothing.
+        that nothing waits for the GPU here. Ranks may log different values; the report shows their mean. After an
+        error has ended the monitor it does nothing.
 
         Raises:
             RuntimeError: no training forward has run yet, or the monitor is closed.
@@ -158,7 +158,7 @@ class Monitor:
             logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def close(self) -> None:
-        """Write what is left. What runs afterwards is not logged. A second call does nothing."""
+        """Write the remaining steps, and log no more. A second call does nothing."""
         if self._place.file.closed:
             return
         with self._harmless():
@@ -185,7 +185,7 @@ class Monitor:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Who watches must not stop what is watched, nor hide its error: whatever fails ends the monitor alone."""
+        """End the monitor alone if the block fails: it must not stop the training, nor hide an error of that."""
         try:
             yield
         except Exception as error:
@@ -201,16 +201,16 @@ class Monitor:
             )
 
     def _let_go(self) -> None:
-        """Leave the model, the files and the folder."""
+        """Take the monitor off the model, and close its files and folder."""
         self._state.forward.before = None
-        # What is left in their buffers may not fit either.
+        # On a full disk the rest of the buffers does not fit either.
         with suppress(Exception):
             self._place.opened.close()
 
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, DTensor):
-        # To read it later would communicate, and ranks do not write at the same time.
+        # Reading it later would communicate, and ranks do not write at the same time.
         raise TypeError(f"hecate.monitor: {name} is a DTensor; log {name}.full_tensor()")
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -223,7 +223,7 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _open(root: Path, head: RunHead, first_step: int | None, world: World, *, tensorboard: bool) -> _Place:
-    """The folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise."""
+    """Open the folder of this start and this rank's file in it. A collective; if a rank cannot write, all raise."""
     with ExitStack() as opened:
         number, first, problem = 0, 0, None
         if world.rank == 0:
@@ -241,7 +241,7 @@ def _open(root: Path, head: RunHead, first_step: int | None, world: World, *, te
         folder = start_folder(root, number)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # The first rank of each machine, of which every one may have a disk of its own.
+            # The first rank of each machine writes it: every machine may have a disk of its own.
             if int(os.environ.get("LOCAL_RANK", world.rank)) == 0:
                 head.write(folder, world.rank)
             file = opened.enter_context(rank_path(folder, world.rank).open("ab"))
@@ -263,7 +263,7 @@ def _locked(root: Path) -> FileLock:
 
 
 def _agreed(numbers: list[int], problem: Exception | None, folder: Path, world: World) -> list[int]:
-    """The numbers of rank 0. A rank that had a problem comes here too, as the others wait; then all raise."""
+    """Return rank 0's numbers. A rank with a problem calls this too, since the others wait; then all raise."""
     text = "" if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"numbers": numbers, "problem": text, "package": isinstance(problem, ImportError)}
     with doing("hecate.monitor"):

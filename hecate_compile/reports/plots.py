@@ -20,9 +20,9 @@ from hecate.reports.run_files import Array
 # Colours that differ for colour-blind readers too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _NOTHING = "#e1e1e1"
-# Most points of a line and columns of a heat map, which has one for each step if there are fewer steps.
+# Most points of a line, and most columns of a heat map; with fewer steps there is one for each.
 _COLUMNS = 400
-# Letters are text, so that a page stays small and a telephone can read it.
+# Letters are drawn as text, so that a page stays small and can be read on a telephone.
 _STYLE = {"svg.fonttype": "none", "font.size": 8, "axes.prop_cycle": cycler(color=COLOURS)}
 
 # Begin and end in milliseconds, and a key of the colours.
@@ -32,11 +32,11 @@ Bar = tuple[float, float, str]
 def heat_map(
     values: Array, steps: Array, *, title: str, rows: str, low: float | None = None, high: float | None = None
 ) -> str:
-    """``values`` ``[n, r]`` over time: one line for each of r experts or ranks, bright for much.
+    """Draw ``values`` ``[n, r]`` over time: one line for each of r experts or ranks, bright for much.
 
     Args:
         steps: number of each of the n steps.
-        rows: what the lines are, for the axis.
+        rows: name of the lines, for the axis.
         low, high: values of the darkest and the brightest colour; by default the least and the most.
     """
     small, _ = fewer(values.astype(np.float64), steps)
@@ -58,11 +58,11 @@ def heat_map(
 def line_plot(
     series: Mapping[str, Array], steps: Array, *, title: str, unit: str = "", floor: float | None = None
 ) -> str:
-    """Lines over the steps, with their names below.
+    """Draw lines over the steps, with their names below.
 
     Args:
-        series: ``[n]`` each; what is not finite is left out.
-        unit: of all.
+        series: ``[n]`` each; values that are not finite are left out.
+        unit: unit of all values.
         floor: lowest value of the axis; by default the least of all values.
     """
 
@@ -70,9 +70,9 @@ def line_plot(
         for number, (name, values) in enumerate(series.items()):
             small, firsts = fewer(values.astype(np.float64), steps)
             known = np.pad(np.isfinite(small), 1)
-            # Without neighbours there is no line, only a point.
+            # A value without neighbours makes no line, only a point.
             alone = known[1:-1] & ~known[:-2] & ~known[2:]
-            # The first are thicker: where two lie on each other, both can be seen.
+            # The first lines are thicker: where two lie on each other, both can be seen.
             width = 1.2 + 1.5 * (len(series) - 1 - number) / len(series)
             axes.plot(firsts, small, label=name, linewidth=width, marker=".", markevery=alone)
         axes.set_ylim(bottom=floor)
@@ -86,7 +86,7 @@ def line_plot(
 
 
 def timeline(lines: Sequence[tuple[str, Sequence[Bar]]], colours: Mapping[str, str], *, title: str) -> str:
-    """Bars on lines, from the top, over milliseconds since the step began; each line with its label."""
+    """Draw bars on lines, from the top, over milliseconds since the step began; each line with its label."""
 
     def draw(axes: Axes) -> None:
         for number, (_, bars) in enumerate(lines):
@@ -104,10 +104,10 @@ def timeline(lines: Sequence[tuple[str, Sequence[Bar]]], colours: Mapping[str, s
 
 
 def fewer(values: Array, steps: Array) -> tuple[Array, Array]:
-    """Means over neighbouring steps, so that at most as many are left as a plot can show; and their first steps.
+    """Return means over neighbouring steps, no more than a plot can show, and the first step of each.
 
     Args:
-        values: ``[n, ...]``; what is not finite is left out, and NaN where there is nothing else.
+        values: ``[n, ...]``; values that are not finite are left out, and a mean of nothing else is NaN.
     """
     edges = np.linspace(0, len(values), min(len(values), _COLUMNS) + 1).round().astype(np.int64)[:-1]
     good = np.isfinite(values)
@@ -117,7 +117,7 @@ def fewer(values: Array, steps: Array) -> tuple[Array, Array]:
 
 
 def _drawn(title: str, draw: Callable[[Axes], None], height: float = 2.2) -> str:
-    """A picture with its title; 4 inches wide, so that it can be read on a telephone."""
+    """Return a picture with its title; 4 inches wide, so that it can be read on a telephone."""
     styles: dict[Any, Any] = dict(_STYLE)
     with matplotlib.rc_context(styles):
         figure = Figure(figsize=(4, height), layout="constrained")

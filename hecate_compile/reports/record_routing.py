@@ -27,8 +27,8 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
             train(model)
 
     All ranks enter and leave together; every rank knows all counts, so recording communicates nothing. The trace
-    stays in rank 0's memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, what was
-    recorded so far is written. Forwards without gradients are left out.
+    stays in rank 0's memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, the steps
+    that were recorded so far are written. Forwards without gradients are left out.
 
     The file is a compressed numpy archive (``numpy.load``):
 
@@ -89,7 +89,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _try_to_write(target: Path, world: World) -> None:
-    """Raise on all ranks if rank 0 cannot open the file: now, not when the trace is whole."""
+    """Raise on all ranks if rank 0 cannot open the file: before the trace is recorded, not after that."""
     problem = ""
     if world.rank == 0:
         try:

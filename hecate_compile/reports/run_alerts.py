@@ -1,4 +1,4 @@
-"""What in a run needs a look: experts without rows, a router that sends everything to few, overlap that was lost."""
+"""Alerts on a run: experts without rows, a router that sends everything to few, overlap that was lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from hecate.reports.ratios import Floats
 from hecate.reports.run_data import RunData
 
-# The newest part of a run is what alerts are about, and no fewer steps than this.
+# Alerts are about the newest 1 / _PART of a run, and about no fewer than _FEWEST steps.
 _PART, _FEWEST = 4, 10
 # An expert may have no rows in fewer steps than this.
 _FEWEST_OF_DEAD = 3
@@ -29,11 +29,11 @@ GROWN = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One thing to look at.
+    """A finding that needs a look.
 
     Attributes:
         kind: for tests and programs: "dead", "collapse", "imbalance", "overlap", "slow", "memory", "nan".
-        text: what was seen, with numbers.
+        text: the finding, with numbers.
         advice: what to do about it.
     """
 
@@ -43,7 +43,7 @@ class Alert:
 
 
 def find_alerts(run: RunData) -> list[Alert]:
-    """All alerts, the gravest first."""
+    """Return all alerts, the gravest first."""
     found: list[Alert] = []
     for check in (_not_numbers, _collapse, _dead, _overlap, _imbalance, _memory, _slow):
         found += check(run)
@@ -51,7 +51,7 @@ def find_alerts(run: RunData) -> list[Alert]:
 
 
 def effective_experts(load: Any) -> Floats:
-    """How many experts would, with equal load, be as uneven: exp of the entropy; ``[..., E] -> [...]``."""
+    """Return how many experts with equal load would be as uneven: exp of the entropy, ``[..., E] -> [...]``."""
     total = load.sum(-1, keepdims=True)
     part = load / np.where(total == 0, 1, total)
     found: Floats = np.exp(-(part * np.log(np.where(part > 0, part, 1))).sum(-1))
@@ -59,7 +59,7 @@ def effective_experts(load: Any) -> Floats:
 
 
 def gone_since(values: Floats) -> int | None:
-    """From which index on values are no finite numbers; None if they still are, or it is too early to tell.
+    """Return the index from which on values are not finite; None if they still are, or it is too early to tell.
 
     NaN stands for "not logged" too, so it counts only where most values before were logged, and for as long as the
     newest part of the run.
@@ -67,7 +67,7 @@ def gone_since(values: Floats) -> int | None:
     finite = np.flatnonzero(np.isfinite(values))
     first = int(finite[-1]) + 1 if finite.size else 0
     gone = len(values) - first
-    # What was logged and never finite was NaN from the start.
+    # A series that was never finite was NaN from the start.
     logged = finite.size / first if first else 1.0
     return first if gone and gone >= _newest_length(len(values)) and logged > 0.5 else None
 

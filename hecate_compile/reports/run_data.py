@@ -1,4 +1,4 @@
-"""A run that :func:`hecate.monitor` wrote, all ranks and starts put together, and what it says about load."""
+"""The data of a run that :func:`hecate.monitor` wrote, all ranks and starts put together."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ class RankTimeline:
 class RunData:
     """Series over the steps of a run: n steps, L layers, W ranks, E the most experts of a layer.
 
-    What a rank did not write is NaN.
+    Values that a rank did not write are NaN.
 
     Attributes:
-        head: of the last start that has steps.
+        head: the head of the last start that has steps.
         notes: what is missing, in words.
-        step: numbers, ``[n]``.
-        seconds: of a step, of the slowest rank, ``[n]``.
+        step: numbers of the steps, ``[n]``.
+        seconds: seconds of a step on the slowest rank, ``[n]``.
         load: rows of each expert, ``[n, L, E]``.
         holders: ranks that held each expert, ``[n, L, E]``.
-        owners: who owned it, ``[n, L, E]``; -1 for experts that a layer does not have.
-        rows: that each rank computed, ``[n, L, W]``.
-        owner_rows: that it would have computed if owners computed all rows of their experts, ``[n, L, W]``.
-        row_bytes, expert_bytes: that each rank sent, ``[n, W]``.
+        owners: owner of each expert, ``[n, L, E]``; -1 for experts that a layer does not have.
+        rows: rows that each rank computed, ``[n, L, W]``.
+        owner_rows: rows that it would have computed if owners computed all rows of their experts, ``[n, L, W]``.
+        row_bytes, expert_bytes: bytes that each rank sent, ``[n, W]``.
         travel, exposed: seconds of collectives, and in which the compute stood still for them, ``[n, W]``.
         layer_travel, layer_exposed: the same for each layer, means over ranks, ``[n, L]``.
-        memory: ``[n, W]``.
-        logged: what the user logged, means over ranks, ``[n]`` each.
-        timelines: of the last step of which there are any, one for each rank that has it.
+        memory: bytes of each rank, ``[n, W]``.
+        logged: the user's numbers, means over ranks, ``[n]`` each.
+        timelines: those of the last step that has any, one for each rank that has it.
     """
 
     head: RunHead
@@ -92,17 +92,17 @@ class RunData:
 
     @property
     def after(self) -> Floats:
-        """The same, of what ranks did compute."""
+        """Rows of the busiest rank over the mean, as ranks computed them: ``[n, L]``."""
         return max_over_mean(self.rows)
 
     @property
     def hidden(self) -> Floats:
-        """The part of the collectives' time in which the compute went on, of all ranks: ``[n]``."""
+        """The part of the collectives' time in which compute went on, over all ranks: ``[n]``."""
         return hidden_part(np.nansum(self.travel, 1), np.nansum(self.exposed, 1))
 
     @property
     def layer_hidden(self) -> Floats:
-        """The same for each layer, ``[n, L]``."""
+        """The part of the collectives' time in which compute went on, for each layer: ``[n, L]``."""
         return hidden_part(self.layer_travel, self.layer_exposed)
 
     @property
@@ -113,7 +113,7 @@ class RunData:
 
 
 def load_run(root: Path) -> RunData:
-    """Read a run's folder. What is damaged is left out, and a note says so.
+    """Read a run's folder. Damaged files are left out, and a note says so.
 
     Raises:
         RunError: no run, nothing that can be read, or nothing logged yet.
@@ -150,7 +150,7 @@ def load_run(root: Path) -> RunData:
 
 @dataclass(frozen=True)
 class _Start:
-    """One start: the steps of rank 0, with what other ranks wrote about them."""
+    """A start of a run: the steps of rank 0, and the values of other ranks for them."""
 
     name: str
     ranks: dict[int, RankFile]
@@ -160,7 +160,7 @@ class _Start:
         return self.ranks[0].arrays
 
     def lines(self, read: RankFile, name: str) -> Array:
-        """A series of a rank, as long as that of rank 0: NaN in steps that the rank did not write."""
+        """Return a series of a rank, as long as that of rank 0: NaN in steps that the rank did not write."""
         values = read.arrays[name][: self.ranks[0].steps]
         missing = self.ranks[0].steps - len(values)
         return np.concatenate([values, np.full((missing, *values.shape[1:]), np.nan)]) if missing else values
@@ -200,7 +200,7 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
     kept = []
     for index, start in enumerate(starts):
         steps = start.first["step"]
-        # What ran again after a restart counts as it ran the last time.
+        # Steps that ran again after a restart count as they ran the last time.
         later = min((other.first["step"][0] for other in starts[index + 1 :]), default=np.inf)
         kept.append(np.flatnonzero(steps < later))
         again = len(steps) - len(kept[-1])
@@ -212,7 +212,7 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
     size = head.world_size
 
     def of_ranks(name: str, shape: tuple[int, ...]) -> Floats:
-        """``[n, ..., W]``."""
+        """Return a column of all ranks, ``[n, ..., W]``."""
         parts = []
         for start, keep in zip(starts, kept, strict=True):
             part = np.full((len(keep), *shape, size), np.nan)
@@ -251,14 +251,14 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
 
 
 def _nan(function: Any, values: Floats, axis: int) -> Floats:
-    """A function that leaves NaN out, without numpy's warning where there is nothing else."""
+    """Call a function that leaves NaN out, without numpy's warning where there is nothing else."""
     empty = np.isnan(values).all(axis)
     found: Floats = np.where(empty, np.nan, function(np.where(np.expand_dims(empty, axis), 0, values), axis=axis))
     return found
 
 
 def _owners(start: _Start, keep: Array) -> Array:
-    """Owners in each step, from the changes: ``[n, L, E]``."""
+    """Return the owners in each step, from the changes: ``[n, L, E]``."""
     steps, since = start.first["step"][keep], start.first["owners_step"]
     where = np.clip(np.searchsorted(since, steps, side="right") - 1, 0, None)
     found: Array = start.first["owners"][where]

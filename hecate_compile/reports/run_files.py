@@ -1,4 +1,4 @@
-"""What :func:`hecate.monitor` writes: a folder that a killed run leaves readable.
+"""The files of :func:`hecate.monitor`: a folder that a killed run leaves readable.
 
 One folder for each start of a run (``start000``), in it ``run.json`` and one file for each rank, ``rank0.steps``. It
 is a row of numpy arrays of bytes, which are only ever appended; each is an ``.npz`` archive of some steps, a chunk:
@@ -24,13 +24,14 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Chunk = Mapping[str, Array]
 
-# A change that older readers would get wrong raises it. A new field or column does not: readers give it a default.
+# Raise the format for a change that older readers would get wrong. A new field or column needs no other format:
+# readers give it a default.
 FORMAT = 2
-# A chunk is written after so many steps or seconds, whichever comes first: what a killed run loses.
+# A chunk is written after so many steps or seconds, whichever comes first; a killed run loses no more.
 CHUNK_STEPS, CHUNK_SECONDS = 20, 10.0
 
-# Each array of a chunk: its type, its shape, and what is in it. n steps, L layers, T layers and what is of no layer,
-# E the most experts of a layer, k changes of owners, m collectives of a few steps.
+# Each array of a chunk: its type, its shape, and its content. n steps, L layers, T layers and one entry for
+# collectives of no layer, E the most experts of a layer, k changes of owners, m collectives of a few steps.
 COLUMNS: dict[str, tuple[Any, str, str]] = {
     "step": (np.int64, "n", "number of the training forward"),
     "began": (np.float64, "n", "Unix time"),
@@ -49,23 +50,23 @@ COLUMNS: dict[str, tuple[Any, str, str]] = {
     "span_names": (np.str_, "m3", "part, operator, subject"),
     "span_times": (np.float64, "m5", "started, begun, ended, waited, ready; from the step's begin"),
 }
-# What the user logged, "log.loss" for instance; NaN where nothing was.
+# Numbers that the user logged, "log.loss" for instance; NaN where nothing was logged.
 LOGGED = (np.float64, "n", "")
 
 
 class RunError(ValueError):
-    """A folder is no run, or what is in it was damaged."""
+    """A folder is no run, or files in it were damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHead:
-    """What stands in ``run.json``.
+    """The content of ``run.json``.
 
     Attributes:
         model: class of the model.
-        policy: what decided about placements.
+        policy: the policy that decided about placements.
         device: kind of the ranks' device.
-        layers, experts: name of each layer that has experts, and how many.
+        layers, experts: name of each layer that has experts, and how many it has.
         nodes: node of each rank, length W.
         started: Unix time.
     """
@@ -84,14 +85,15 @@ class RunHead:
         return len(self.nodes)
 
     def write(self, folder: Path, rank: int = 0) -> None:
-        """Several ranks may write the same at the same time; who reads sees all of it or nothing."""
+        """Write the file. Several ranks may write the same at the same time; readers see all of it or nothing."""
         part = folder / f"run.json.part{rank}"
         part.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(part, folder / "run.json")
 
     @classmethod
     def read(cls, folder: Path) -> RunHead:
-        """
+        """Read the file.
+
         Raises:
             RunError: there is none, or it is of something else.
         """
@@ -117,7 +119,7 @@ _KINDS: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
 
 
 def _as(annotation: Any, value: Any) -> Any:
-    """A value of ``run.json`` as an attribute of :class:`RunHead`, whose annotations are text."""
+    """Return a value of ``run.json`` as an attribute of :class:`RunHead`, whose annotations are text."""
     many = annotation.startswith("tuple[")
     kind = _KINDS[annotation.removeprefix("tuple[").removesuffix(", ...]")]
     values = value if many else [value]
@@ -128,7 +130,7 @@ def _as(annotation: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """What one rank wrote.
+    """The file of one rank, as it was read.
 
     Attributes:
         arrays: all chunks, one after the other.
@@ -144,7 +146,7 @@ class RankFile:
 
 
 def start_folder(root: Path, number: int) -> Path:
-    """Where a start of the run writes."""
+    """Return the folder that a start of the run writes to."""
     return root / f"start{number:03}"
 
 
@@ -153,13 +155,13 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def start_numbers(root: Path) -> list[int]:
-    """The numbers of all starts that are there, in order."""
+    """Return the numbers of all starts in the folder, in order."""
     names = [path.name for path in root.glob("start*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"start([0-9]{3}|[1-9][0-9]{3,})", name))
 
 
 def starts_in(root: Path) -> list[Path]:
-    """The folders of all starts, in order.
+    """Return the folders of all starts, in order.
 
     Raises:
         RunError: there is none.
@@ -174,7 +176,7 @@ def starts_in(root: Path) -> list[Path]:
 
 
 def next_step(root: Path, head: RunHead) -> int:
-    """The number after the last step of earlier starts of the same model; 0 if there are none that can be read."""
+    """Return the number after the last step of earlier starts of the same model; 0 if none can be read."""
     for number in reversed(start_numbers(root)):
         folder = start_folder(root, number)
         with suppress(RunError):
@@ -197,7 +199,7 @@ def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
 
 
 def read_rank(path: Path, head: RunHead) -> RankFile:
-    """Everything that a rank wrote, up to what is damaged or cut off, as the last chunk of a killed run may be.
+    """Read a rank's file up to a chunk that is damaged or cut off, as the last one of a killed run may be.
 
     Raises:
         RunError: there is no such file, or nothing in it can be read.
@@ -209,7 +211,7 @@ def read_rank(path: Path, head: RunHead) -> RankFile:
                 place = file.tell()
                 try:
                     chunks.append(_read_chunk(file, head))
-                # What is in a damaged archive raises nearly anything.
+                # A damaged archive may raise nearly anything.
                 except Exception as error:
                     why = f"damaged or cut off at byte {place} ({type(error).__name__}: {error})"
                     if not chunks:
@@ -221,7 +223,7 @@ def read_rank(path: Path, head: RunHead) -> RankFile:
 
 
 def _read_chunk(file: IO[bytes], head: RunHead) -> Chunk:
-    """The next chunk, of the types and shapes of ``COLUMNS``; columns of later releases are left out."""
+    """Read the next chunk, of the types and shapes of ``COLUMNS``; columns of later releases are left out."""
     packed = np.lib.format.read_array(file, allow_pickle=False)
     with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as archive:
         kinds = {name: LOGGED if name.startswith("log.") else COLUMNS.get(name) for name in archive.files}
@@ -230,7 +232,7 @@ def _read_chunk(file: IO[bytes], head: RunHead) -> Chunk:
     sizes = {"n": len(chunk["step"]), "L": layers, "T": layers + 1, "E": max(head.experts, default=0), "3": 3, "5": 5}
     for name, array in chunk.items():
         dtype, letters, _ = kinds[name] or LOGGED
-        # Of "k" and "m" the first array of them says how many there are.
+        # The first array with "k" or "m" in its shape decides how many there are.
         wanted = tuple(sizes.setdefault(letter, len(array)) for letter in letters)
         if array.shape != wanted or array.dtype.kind != np.dtype(dtype).kind:
             raise ValueError(
@@ -244,7 +246,7 @@ def _read_chunk(file: IO[bytes], head: RunHead) -> Chunk:
 
 
 def _joined(chunks: list[Chunk]) -> dict[str, Array]:
-    """Chunks one after the other. What was logged in some chunks only is NaN in the others."""
+    """Join chunks, one after the other. Numbers that were logged in some chunks only are NaN in the others."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk)
     return {
         name: np.concatenate(

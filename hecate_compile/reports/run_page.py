@@ -19,9 +19,9 @@ from hecate.reports.tables import Section
 from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
 
-# Lines of a plot that has one for each rank, ranks of a timeline, and collectives of its table.
+# Most lines of a plot with one for each rank, ranks of a timeline, and collectives of its table.
 _MOST_LINES, _MOST_TIMELINES, _MOST_WAITS = 6, 8, 10
-# What a collective carries, and its name in the legend of the timeline.
+# The name in the timeline's legend of what a collective carries.
 _KINDS = dict(rows="rows", counts="counts", tickets="counts", replicas="experts", experts="experts")
 _KINDS |= dict(dense="dense", bucket="dense")
 _COLOURS = {kind: KINDS[kind] for kind in ("rows", "experts", "dense", "counts")}
@@ -47,11 +47,11 @@ summary { font-weight: 600; padding: 6px 0; }
 
 
 def page_of(run: RunData, *, name: str, alerts: Sequence[Alert] | None = None) -> str:
-    """The page.
+    """Draw the page.
 
     Args:
-        name: of the run, for the title.
-        alerts: what ``find_alerts`` found, where somebody has looked already.
+        name: name of the run, for the title.
+        alerts: the result of ``find_alerts``, if it is known already.
     """
     alerts = find_alerts(run) if alerts is None else alerts
     parts = [
@@ -117,7 +117,7 @@ def _numbers(run: RunData) -> str:
 
 
 def _newest(values: Floats) -> str:
-    """The last value that was logged; NaN is one where values were logged before, and for long."""
+    """Return the last value that was logged; "nan" if values were logged before, and have been NaN for long."""
     logged = values[~np.isnan(values)]
     return f"{logged[-1]:.4g}" if gone_since(values) is None and logged.size else "nan"
 
@@ -156,7 +156,7 @@ def _ranks(run: RunData) -> list[str]:
 
 
 def _times(run: RunData) -> list[str]:
-    # The first steps compile, and would press all others to the ground.
+    # The first steps compile; on their scale all others would be flat.
     seconds = np.where(np.arange(run.steps) < min(3, run.steps - 1), np.nan, run.seconds)
     plots = [line_plot({"slowest rank": seconds * 1e3}, run.step, title="Step time", unit="ms", floor=0.0)]
     if np.isfinite(run.hidden).any():
@@ -183,7 +183,7 @@ def _timelines(run: RunData) -> str:
 
 
 def _waits(run: RunData) -> str:
-    """The collectives of the timeline for which the compute stood still the longest."""
+    """Return a table of the timeline's collectives for which the compute stood still the longest."""
     found = [
         (ready - waited, (f"rank {one.rank}", *names, as_time(ended - begun), as_time(ready - waited)))
         for one in run.timelines
@@ -200,7 +200,7 @@ def _kind(operator: str) -> str:
     try:
         return _KINDS.get(collective_named(operator).carries, "other")
     except LookupError:
-        # Of another version, or of a user's own file that is not imported here.
+        # A collective of another version, or of a user's own file that is not imported here.
         return "other"
 
 
@@ -213,7 +213,7 @@ def _memory(run: RunData) -> list[str]:
 
 
 def _per_rank(values: Floats) -> dict[str, Array]:
-    """A line for each rank, or the least, the mean and the most if there are too many."""
+    """Return a line for each rank, or the least, the mean and the most if there are too many."""
     if values.shape[1] <= _MOST_LINES:
         return {f"rank {rank}": values[:, rank] for rank in range(values.shape[1])}
     empty: Array = np.asarray(np.isnan(values).all(1))
@@ -259,14 +259,14 @@ def _section(title: str, text: str, plots: Sequence[str], *, wide: bool = False)
 
 
 def _relative(rows: Floats) -> Floats:
-    """Rows over the mean of all lines, mean over layers: ``[n, L, r] -> [n, r]``."""
+    """Return rows over the mean of all lines, mean over layers: ``[n, L, r] -> [n, r]``."""
     mean = rows.mean(-1, keepdims=True)
     found: Floats = (rows / np.where(mean == 0, 1, mean)).mean(1)
     return found
 
 
 def _mean(values: Array) -> Floats:
-    """Over the last dimension; NaN where there is none."""
+    """Return the mean over the last dimension without NaN; NaN where there is nothing else."""
     empty: Array = np.asarray(np.isnan(values).all(1))
     found: Floats = np.where(empty, np.nan, np.nanmean(np.where(empty[:, None], 0, values), 1))
     return found

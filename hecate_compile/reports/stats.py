@@ -1,4 +1,4 @@
-"""What the last step carried: :func:`hecate.stats`."""
+"""The rows and bytes of the last step: :func:`hecate.stats`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hecate.runtime.state.layer import Layer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStats:
-    """One MoE layer in the last forward and its backward.
+    """An MoE layer in the last forward and its backward.
 
-    Of a layer that is called several times in a forward, rows are those of its last call, and bytes those of this
+    For a layer that is called several times in a forward, rows are those of its last call, and bytes those of this
     call and of all backwards.
 
     Attributes:
@@ -26,7 +26,7 @@ class LayerStats:
         rows: rows that each rank computed (routed tokens, each counted once per choice), length W.
         expert_rows: rows of each expert over all ranks, length E.
         bytes_sent: bytes of rows that each rank sent to others, forward and backward, length W.
-        node_bytes_sent: those of them that went to other nodes, length W.
+        node_bytes_sent: the part of them that went to other nodes, length W.
         replicas: copies of experts on ranks that do not own them, over all ranks.
         expert_bytes_sent: bytes of experts and their gradients that each rank sent to others, length W.
     """
@@ -48,7 +48,7 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What :func:`hecate.stats` returns; ``print`` it.
+    """The result of :func:`hecate.stats`; ``print`` it.
 
     Attributes:
         layers: one entry for each MoE layer that exchanges rows, in model order.

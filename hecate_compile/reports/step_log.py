@@ -1,4 +1,4 @@
-"""The steps of a run, taken down one by one: what :func:`hecate.monitor` writes, as columns of ``run_files``."""
+"""The log of a run's steps for :func:`hecate.monitor`, as columns of ``run_files``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Number = float | int | torch.Tensor
 
 @dataclass
 class _Step:
-    """A step of which the end is not known yet.
+    """A step that has not ended yet.
 
     Attributes:
-        began, clock: its begin, as Unix time and on the clock of spans.
+        began, clock: when it began, as Unix time and on the clock of spans.
         drawn: whether its collectives are kept one by one.
     """
 
@@ -34,7 +34,7 @@ class _Step:
 
 
 class StepLog:
-    """Steps since the last :meth:`take`.
+    """The log of steps since the last :meth:`take`.
 
     Args:
         first_step: number of the first step.
@@ -53,18 +53,18 @@ class StepLog:
 
     @property
     def count(self) -> int:
-        """Steps that have ended."""
+        """The number of steps that have ended."""
         return len(self._logged)
 
     @property
     def logged(self) -> dict[str, Number] | None:
-        """What the user logs now belongs here: to the step that runs, or to the last one; None if there is none."""
+        """The user's numbers for the step that runs, or for the last one; None if there is none."""
         if self._step is not None:
             return self._step.logged
         return self._logged[-1] if self._logged else None
 
     def begin(self) -> None:
-        """The next step begins: a forward with gradients."""
+        """Begin the next step, with a forward with gradients."""
         drawn = self._next % self._timeline_every == 0
         self._step = _Step(self._next, time.time(), time.perf_counter(), drawn)
         if drawn:
@@ -72,7 +72,7 @@ class StepLog:
         self._next += 1
 
     def end(self) -> None:
-        """Take down the step that ran until now. The layers and the queue still have it."""
+        """Log the step that ran until now, from its numbers in the layers and the queue."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -95,7 +95,7 @@ class StepLog:
             self._add_owners(step)
 
     def take(self) -> dict[str, Array]:
-        """The arrays of a chunk, which this object then forgets."""
+        """Return the arrays of a chunk, and forget them."""
         columns, logged, self._columns, self._logged = self._columns, self._logged, {}, []
         if "load" in columns:
             columns["load"] = [self._as_lines(line, 0) for line in columns["load"]]
@@ -116,7 +116,7 @@ class StepLog:
         measured = step.drawn or not queue.on_stream
         travel = np.full(len(self._layers) + 1, 0.0 if measured else np.nan)
         exposed = travel.copy()
-        # What nobody waited for has no times.
+        # Collectives that nobody waited for have no times.
         for span in (span for span in queue.spans if measured and span.ready):
             where = self._place.get(span.subject, -1)
             travel[where] += span.seconds
@@ -135,7 +135,7 @@ class StepLog:
         holders: list[Any] = []
         for layer in self._layers:
             counts = layer.counts
-            # On a GPU they are read when the chunk is taken: the host must not wait for it here.
+            # On a GPU counts are read when the chunk is taken: the host must not wait for the GPU here.
             loads.append(counts.numpy().sum(0) if counts is not None and counts.device.type == "cpu" else counts)
             placement = layer.placer.plan.current
             holders.append(None)
@@ -151,7 +151,7 @@ class StepLog:
             self._add(owners_step=step.number, owners=self._as_lines([one.array for one in owners], -1))
 
     def _as_lines(self, layers: Sequence[Any], otherwise: int) -> Array:
-        """Values of each layer's experts as one array ``[L, E]``, filled up where there are none."""
+        """Return values of each layer's experts as one array ``[L, E]``, filled up where there are none."""
         lines = np.full((len(self._layers), self._most), otherwise, np.int64)
         for line, values in zip(lines, layers, strict=True):
             if values is not None:
@@ -161,7 +161,7 @@ class StepLog:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that tensors took so far, else what this process has in memory; 0 if unknown."""
+    """Return bytes: on a GPU the most that tensors took so far, else those of this process; 0 if unknown."""
     peak = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak is not None:
         return int(peak(device))

@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-# Where there is no terminal; the schedule has nine columns, one of them with names of modules.
+# Width where there is no terminal; the schedule has nine columns, one of them with names of modules.
 _WIDTH = 150
 # In fewer columns words would be broken.
 _NARROWEST = 100
@@ -32,10 +32,10 @@ class Section:
     numbers: tuple[int, ...] = ()
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Return the table for a terminal."""
         made = Table(title=self.title)
         for index, column in enumerate(self.columns):
-            # The words of a head stay whole; names of modules go on in the next line.
+            # Words of a head stay whole; names of modules are broken into lines.
             longest = max(map(len, column.split()), default=0)
             justify: Literal["left", "right"] = "right" if index in self.numbers else "left"
             made.add_column(column, justify=justify, min_width=longest, overflow="fold")
@@ -44,7 +44,7 @@ class Section:
         return made
 
     def html(self) -> str:
-        """For a notebook."""
+        """Return the table for a notebook."""
 
         def cell(index: int, text: str) -> str:
             align = "right" if index in self.numbers else "left"
@@ -61,14 +61,14 @@ class Section:
 
 
 def sections_as_text(parts: Sequence[Section | str]) -> str:
-    """One below the other, as a terminal shows them."""
+    """Return the parts, one below the other, as a terminal shows them."""
     return as_text(*(part.table() if isinstance(part, Section) else part for part in parts))
 
 
 def as_text(*tables: Table | str) -> str:
-    """What the terminal would show."""
+    """Return tables as a terminal shows them."""
     width = max(_NARROWEST, shutil.get_terminal_size((_WIDTH, 24)).columns)
-    # What is printed is the user's code and names, in which brackets are brackets.
+    # No markup: brackets in the user's code and names are brackets.
     console = Console(width=width, file=io.StringIO(), record=True, markup=False, emoji=False)
     for table in tables:
         console.print(table)
@@ -76,5 +76,5 @@ def as_text(*tables: Table | str) -> str:
 
 
 def sections_as_html(parts: Sequence[Section | str]) -> str:
-    """One below the other, as a notebook shows them."""
+    """Return the parts, one below the other, as a notebook shows them."""
     return "\n".join(part.html() if isinstance(part, Section) else f"<p>{escape(part)}</p>" for part in parts)

@@ -14,7 +14,7 @@ from hecate.reports.run_files import Array
 
 
 class TensorBoardLog:
-    """Written by rank 0, a chunk of steps at a time.
+    """Scalars for TensorBoard, written by rank 0, a chunk of steps at a time.
 
     Args:
         folder: for TensorBoard's own files.
@@ -25,17 +25,17 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
-        # It imports what is not installed with Hecate.
+        # This imports TensorBoard, which is not installed with Hecate.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder))
         self._world_size = world_size
-        # From which step on who owned what, of the chunks so far.
+        # Owners of the chunks so far, and the step from which on each holds.
         self._since: list[int] = []
         self._owners: list[Array] = []
 
     def write(self, arrays: Mapping[str, Array]) -> None:
-        """A chunk, as ``run_files`` describes it."""
+        """Write a chunk, as ``run_files`` describes it."""
         if "owners" in arrays:
             self._since = [*self._since[-1:], *arrays["owners_step"].tolist()]
             self._owners = [*self._owners[-1:], *arrays["owners"]]
@@ -60,7 +60,7 @@ class TensorBoardLog:
             before = []
             now = max(0, bisect_right(self._since, int(arrays["step"][index])) - 1)
             for load, owner in zip(loads, self._owners[now], strict=True):
-                # A layer with fewer experts than another has -1 behind them.
+                # A layer with fewer experts than another is filled up with -1.
                 here = owner >= 0
                 before.append(np.bincount(owner[here], load[here], minlength=self._world_size))
             if before:

@@ -1,4 +1,4 @@
-"""A step as a Chrome trace: what travelled when, and when the compute stood still for it."""
+"""A step as a Chrome trace: when each collective ran, and when compute stood still for it."""
 
 from __future__ import annotations
 

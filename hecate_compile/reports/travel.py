@@ -1,4 +1,4 @@
-"""What travelled in the last step, beside what was predicted."""
+"""The collectives of the last step, compared with their predictions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hecate.runtime.state.layer import Layer
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
-    """All collectives of one kind for one layer, in one part of the graph.
+    """The collectives of one kind for one layer, in one part of the graph.
 
     Attributes:
         part: "forward" or "backward".
         subject: the layer, or the parameters.
         count: how many.
         predicted, behind, took, exposed: seconds: predicted, of compute meanwhile, measured, and in which the compute
-            stood still; the last two are None before they have run.
-        predicted_bytes: that leave this rank, by the same prediction.
+            stood still; the last two are None before the collectives have run.
+        predicted_bytes: bytes that leave this rank, by the same prediction.
     """
 
     part: str
@@ -35,7 +35,7 @@ class Travel:
 
 
 def travels(spans: Iterable[Span]) -> tuple[Travel, ...]:
-    """The collectives of a step, in the order of their first starts."""
+    """Group the collectives of a step, in the order of their first starts."""
     groups: dict[tuple[str, str, str], list[Span]] = {}
     for span in spans:
         groups.setdefault((span.part, span.subject, span.operator), []).append(span)
@@ -61,12 +61,12 @@ def _total(spans: Sequence[Span], name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes that this rank sent for one layer in the last step, and what was predicted; and memory of replicas.
+    """Bytes that this rank sent for one layer in the last step, their prediction, and memory of replicas.
 
     Attributes:
         rows, experts: forward and backward; experts are replicas and their gradients.
-        replica_bytes: of a rank's replicas in the last step, the mean over ranks.
-        most_replica_bytes: the most that a rank may hold.
+        replica_bytes: bytes of a rank's replicas in the last step, the mean over ranks.
+        most_replica_bytes: most bytes of replicas that a rank may hold.
     """
 
     layer: str
@@ -79,7 +79,7 @@ class LayerBytes:
 
 
 def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) -> tuple[LayerBytes, ...]:
-    """Of every layer.
+    """Return the bytes of every layer.
 
     Args:
         slots: replicas that a rank may hold of a layer.

@@ -9,21 +9,21 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def with_unit(number: float, unit: str) -> str:
-    """``129.7 GFLOP/s``: a prefix for what is at least a thousand."""
+    """Write ``129.7 GFLOP/s``: numbers of at least a thousand get a prefix."""
     for size, prefix in _PREFIXES:
-        # What would be rounded up to 1000 of a unit is one of the next.
+        # A number that would be rounded up to 1000 of a unit is written as one of the next.
         if abs(number) >= 0.9995 * size:
             return f"{_three_digits(number / size)} {prefix}{unit}"
     return f"{_three_digits(number)} {unit}"
 
 
 def as_bytes(number: float) -> str:
-    """Bytes with a decimal prefix, as rates have them: ``9.1 MB``."""
+    """Write bytes with a decimal prefix, as rates have them: ``9.1 MB``."""
     return with_unit(number, "B")
 
 
 def as_time(seconds: float) -> str:
-    """Seconds, milliseconds or microseconds: ``12.3 ms``."""
+    """Write seconds, milliseconds or microseconds: ``12.3 ms``."""
     if not seconds:
         return "0 ms"
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -33,7 +33,7 @@ def as_time(seconds: float) -> str:
 
 
 def rates_text(rates: Rates) -> str:
-    """How fast a machine is, in words."""
+    """Describe the speeds of a machine in words."""
     links = [
         f"{as_bytes(rate)}/s of a {what}"
         for what, rate in (("rank", rates.rank_bytes), ("node", rates.node_bytes))
