@@ -8,15 +8,15 @@ trace.
 
 | file | concern |
 |---|---|
-| ``cluster`` | what a cluster is: a TOML file |
+| ``cluster`` | a cluster, as a TOML file describes it |
 | ``fake_ranks`` | be one of W ranks in one process |
 | ``capture`` | compile for W ranks without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
-| ``routing`` | what a policy makes of a trace: rows and experts between ranks, step by step |
+| ``routing`` | a trace through a policy: rows and experts between ranks, step by step |
 | ``replay`` | a recorded trace through policies, without a graph |
 | ``memory`` | bytes of states and slots |
 | ``live_bytes`` | bytes of all that every rank holds during a step, activations included |
-| ``study`` | policies beside each other |
+| ``study`` | policies compared with each other |
 | ``workloads`` | routing that is made up, or fitted to another number of ranks |
 | ``step`` | one step on all ranks: seconds, bytes, and who waited |
 """

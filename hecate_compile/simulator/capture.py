@@ -28,10 +28,10 @@ class Capture:
     Attributes:
         graphs: forward and backward, in the order in which they run.
         layers: the runtime records of its MoE layers, in the order of the graph.
-        rows: that a rank routes in each layer: tokens, each counted once for every expert that it goes to; 0 for one
-            rank, which routes nothing.
-        row_bytes: of one row on the wire.
-        tokens: of a rank's batch.
+        rows: rows that a rank routes in each layer: tokens, each counted once for every expert that it goes to; 0 for
+            one rank, which routes nothing.
+        row_bytes: bytes of one row on the wire.
+        tokens: tokens of a rank's batch.
         dense_parameters: elements of the matrices outside the experts, in all layers.
         dense: (elements, bytes of each) of every parameter outside the experts.
     """
@@ -46,12 +46,12 @@ class Capture:
 
     @property
     def sizes(self) -> list[LayerSizes]:
-        """What each layer computes and moves, for the planner."""
+        """The sizes of each layer, for the planner."""
         return [replace(layer.sizes, row_bytes=self.row_bytes) for layer in self.layers]
 
     @property
     def dense_bytes(self) -> int:
-        """Parameters outside the experts."""
+        """Bytes of parameters outside the experts."""
         return sum(count * size for count, size in self.dense)
 
 
@@ -102,10 +102,10 @@ def _learn_choices(forward: Captured, layers: Sequence[Layer]) -> None:
 
 
 def _rows(forward: Captured) -> torch.Tensor:
-    """What a rank sends to experts, as a fake tensor ``[rows, ...]``."""
+    """Return the rows that a rank sends to experts, as a fake tensor ``[rows, ...]``."""
     hecate = torch.ops.hecate
     nodes = [n for n in forward.graph.graph.nodes if n.op == "call_function"]
-    # Where rows cross to nodes, what else is exchanged is a routing weight for each.
+    # Where rows cross to nodes, the other exchange is of a routing weight for each row.
     by_node = any(n.target is hecate.exchange_nodes_start.default for n in nodes)
     start = hecate.exchange_nodes_start.default if by_node else hecate.exchange_start.default
     for node in nodes:

@@ -1,4 +1,4 @@
-"""A cluster as a TOML file."""
+"""A cluster, as a TOML file describes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ClusterSpec:
         rank_bytes: bytes per second of a rank's link inside its node, in each direction.
         node_bytes: bytes per second of a node's link, in each direction.
         latency: seconds that a collective takes with next to nothing to carry.
-        ring: further seconds of one that passes around all ranks (all-gather, all-reduce), with nothing to carry.
+        ring: further seconds of a collective around all ranks (all-gather, all-reduce), with nothing to carry.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
         start: seconds of compute that starting a collective takes, on ranks that send or receive in it.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
@@ -90,8 +90,8 @@ class ClusterSpec:
 
     @property
     def rates(self) -> Rates:
-        """What the planner is told; nothing about what is hidden, which depends on the model."""
-        # Measured with exchanges, as in training, they would come out so.
+        """The rates for the planner, without hidden time, which depends on the model."""
+        # A measurement with exchanges, as in training, would come out like this.
         node_bytes = self.node_bytes * self.crowded
         return Rates(
             flops=self.flops, rank_bytes=self.rank_bytes, node_bytes=node_bytes, memory_bytes=self.memory_bytes

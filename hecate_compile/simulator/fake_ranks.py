@@ -23,7 +23,7 @@ class CaptureError(RuntimeError):
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Inside the block this process is rank 0 of ``count``, and Dynamo has compiled nothing yet.
+    """Make this process rank 0 of ``count`` inside the block, with a Dynamo that has compiled nothing yet.
 
     Raises:
         CaptureError: torch.distributed is in use already.

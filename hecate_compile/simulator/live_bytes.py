@@ -1,15 +1,15 @@
-"""Bytes that every rank holds during a step: states, and what the graphs' operators return while somebody needs it.
+"""Bytes that every rank holds during a step: states, and results of the graphs' operators while somebody needs them.
 
-What counts, and what is assumed:
+It counts and assumes:
 
-- A result is alive from its operator to its last user. What the forward saves is alive until its last user in the
-  backward. Other results of the forward but the loss are dropped when it returns.
+- A result is alive from its operator to its last user. A tensor that the forward saves is alive until its last user
+  in the backward. Other results of the forward but the loss are dropped when it returns.
 - Views own nothing. No operator writes into memory of another, and none are fused: Inductor does both, so its peak is
   lower. A backend that runs the graph as it stands (``aot_eager``) comes out as here.
 - A collective holds its results and its buffers (what it sends, and what has arrived before it is put in its place)
   from its start to its wait, as if it ran all that time.
 - Memory inside other operators, of the batch, of the process and of the allocator's gaps is not counted.
-- Gradients are cleared to None between steps. The optimizer needs no memory beside its states.
+- Gradients are cleared to None between steps. The optimizer needs no memory besides its states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hecate.simulator.program import Floats, RankSizes, Symbols, function_of, le
 from hecate.simulator.routing import LayerStep
 
 Kind = Literal["activations", "gathered", "gradients"]
-# Numbers of what a tensor lies in: one, or none if it is a state or empty.
+# Numbers of the storages that a tensor lies in: one, or none if it is a state or empty.
 Storages = tuple[int, ...]
 KINDS: tuple[Kind, ...] = ("activations", "gathered", "gradients")
 
@@ -46,8 +46,8 @@ class StepMemory:
     Attributes:
         states: parameters and optimizer states, which stay.
         peak: the most of everything at one time.
-        gradients, gathered, activations: of that, gradients of parameters; replicas and gathered parameters; and all
-            else but states.
+        gradients, gathered, activations: parts of the peak: gradients of parameters; replicas and gathered
+            parameters; and all else but states.
         most_activations: the most of activations, whenever that is.
     """
 
@@ -71,12 +71,12 @@ class _Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    """What a collective holds from its start on.
+    """Storages that a collective holds from its start on.
 
     Attributes:
-        results: of its wait.
-        buffers: until it is waited for.
-        passing: until just before.
+        results: results of its wait.
+        buffers: held until it is waited for.
+        passing: held until just before that.
     """
 
     results: list[Storages]
@@ -85,7 +85,7 @@ class _InFlight:
 
 
 class LiveBytes:
-    """Walks through a captured step and adds up what is alive.
+    """Walks through a captured step and adds up live storages.
 
     Args:
         capture: the graphs.
@@ -102,7 +102,7 @@ class LiveBytes:
         walk.forward(forward, saves=sum(not _is_tangent(node) for node in backward.find_nodes(op="placeholder")))
         walk.backward(backward)
         self._length = walk.position + 1
-        # Lifetimes of the same size are walked through together.
+        # Lifetimes of equal size are added up together.
         changes: dict[tuple[sympy.Expr, Kind], Counter[int]] = {}
         for storage in walk.storages:
             if storage.size != 0:
@@ -114,12 +114,12 @@ class LiveBytes:
         ]
 
     def step(self, layers: Sequence[LayerStep], *, optimizer_bytes: float) -> StepMemory:
-        """Bytes of the step with this routing.
+        """Return the bytes of the step with this routing.
 
         Args:
-            layers: in the order of the captured model's.
-            optimizer_bytes: of one parameter, beside itself and its gradient: 8 for AdamW in fp32 (two moments), 12
-                with a master copy.
+            layers: routing of each layer, in the order of the captured model's.
+            optimizer_bytes: bytes of one parameter besides itself and its gradient: 8 for AdamW in fp32 (two
+                moments), 12 with a master copy.
         """
         capture = self._capture
         sizes = rank_sizes([layer.id for layer in capture.layers], layers)
@@ -150,22 +150,24 @@ class LiveBytes:
 
 
 class _Walk:
-    """Storages of graphs that run one after the other, and when they live.
+    """The storages of graphs that run one after the other, and when they live.
 
     Args:
-        symbols: what unbacked sizes stand for; what is alive adds its own.
+        symbols: meanings of unbacked sizes; the walk adds symbols of its own.
     """
 
     def __init__(self, symbols: Symbols) -> None:
         self._symbols = symbols
         self.storages: list[_Storage] = []
         self.position = 0
-        # What the forward saves: storages of every tensor, in order.
+        # Storages of every tensor that the forward saves, in order.
         self._saved: list[Storages] = []
 
     def forward(self, graph: Graph, *, saves: int) -> None:
-        """Args:
-        saves: how many of the last results are for the backward.
+        """Walk through the forward.
+
+        Args:
+            saves: how many of the last results are for the backward.
         """
         # The inputs are parameters, which are states, and the batch.
         held = self._run(graph, {})
@@ -188,7 +190,7 @@ class _Walk:
                 self.storages[number].kind = "gradients"
 
     def _run(self, graph: Graph, held: dict[Node, list[Storages]]) -> dict[Node, list[Storages]]:
-        """Storages of every result of each node; a tensor has one result, with one storage or none."""
+        """Return the storages of every result of each node; a tensor has one result, with one storage or none."""
         in_flight: dict[Node, _InFlight] = {}
         for node in graph.nodes:
             self.position += 1
@@ -218,7 +220,7 @@ class _Walk:
         assert collective is not None
         sent = wire_bytes(start, tensors_of(start))
         if collective.carries == "bucket":
-            # Its one buffer is what it returns, if that need not be cast.
+            # Its one buffer is its result, if that need not be cast.
             results = self._results(wait, "activations")
             cast = sent != bytes_of(wait.meta["val"])
             return _InFlight(results=results, buffers=self._new(sent)) if cast else _InFlight(results=results)
@@ -231,11 +233,12 @@ class _Walk:
         if collective.role != "reduce":
             arriving = bytes_of(wait.meta["val"])
             leaving = self._leaving(arriving)
-            # Copies of experts that leave; those chosen for a stage, packed, and replicas as they came.
+            # Buffers are copies of experts that leave; passing are those chosen for a stage, packed, and replicas as
+            # they came.
             buffers, passing = self._new(leaving), self._new(2 * leaving + arriving)
             return _InFlight(results=self._results(wait, "gathered"), buffers=buffers, passing=passing)
         replicas = [node.meta["val"] for node in arguments_of(start)["replicas"]]
-        # Gradients of replicas, packed, and sums of those for which parts come; and the parts.
+        # Buffers are gradients of replicas, packed, and sums of those for which parts come; passing are the parts.
         buffers = self._new(bytes_of(replicas) + self._leaving(bytes_of_sums(replicas)))
         passing = self._new(self._leaving(bytes_of(replicas)))
         return _InFlight(results=self._results(wait, "activations"), buffers=buffers, passing=passing)
@@ -249,7 +252,7 @@ class _Walk:
         return found.results
 
     def _leaving(self, replicas: sympy.Expr) -> sympy.Expr:
-        """Bytes of own experts that others have, each once, from those of a rank's replicas."""
+        """Turn bytes of a rank's replicas into bytes of own experts that others have, each counted once."""
         for symbol in replicas.free_symbols:
             meaning = self._symbols.get(symbol)
             if meaning is not None and meaning.what == "replicas":
@@ -276,7 +279,7 @@ class _Walk:
 
 
 def _is_alias(node: Node) -> bool:
-    """Whether an operator returns memory of its first argument."""
+    """Return whether an operator returns memory of its first argument."""
     return is_view(node) or calls(node, torch.ops.aten._unsafe_view)
 
 

@@ -13,13 +13,13 @@ from hecate.simulator.routing import LayerStep
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Of the rank that has most.
+    """Bytes of the rank that has most.
 
     Attributes:
         states: parameters, gradients and optimizer states.
         slots: replicas, from a layer's forward to its backward, and the gradients of one layer's replicas and own
             experts on their way. With re-materialization replicas of two layers, of which one is gathered while the
-            other computes. None for a policy that never replicates.
+            other computes. 0 for a policy that never replicates.
     """
 
     states: float
@@ -33,7 +33,8 @@ def count_memory(
 
     Args:
         step: routing and placement of each layer.
-        optimizer_bytes: of one parameter, beside itself and its gradient: 8 for AdamW in fp32, 12 with a master copy.
+        optimizer_bytes: bytes of one parameter besides itself and its gradient: 8 for AdamW in fp32, 12 with a master
+            copy.
     """
     dense = sum(count * (2 * size + optimizer_bytes) for count, size in made.dense)
     owned = np.zeros(len(step[0].rows))

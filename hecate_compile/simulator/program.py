@@ -1,4 +1,4 @@
-"""A compiled graph as a list of what takes time: compute, and collectives that start and are waited for.
+"""A program: a compiled graph as a list of what takes time, compute and collectives that start and are waited for.
 
 Operations and bytes come from ``hecate.passes.final.node_cost``; sizes that depend on routing stay symbols, which
 stand for a layer's rows, replicas and shards.
@@ -26,17 +26,17 @@ from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.simulator.routing import LayerStep
 
 Floats = NDArray[np.float64]
-# Leaving: own experts that other ranks have replicas of.
+# "leaving" counts own experts of which other ranks have replicas.
 What = Literal["rows", "replicas", "owned", "leaving"]
-# What a layer has on every rank: (layer id, what) -> [W].
+# Counts of a layer on every rank: (layer id, what) -> [W].
 RankSizes = Mapping[tuple[int, What], Floats]
 
 
 class Meaning(NamedTuple):
-    """What an unbacked size stands for.
+    """The meaning of an unbacked size.
 
     Attributes:
-        share: of a layer's rows, the part that one chunk has.
+        share: the part of a layer's rows that one chunk has.
     """
 
     layer: int
@@ -64,7 +64,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A collective begins.
+    """The start of a collective.
 
     Attributes:
         token: its number in this program.
@@ -85,7 +85,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute needs the result of the collective with this number."""
+    """The wait of compute for the result of the collective with this number."""
 
     token: int
 
@@ -97,7 +97,7 @@ def program_of(captured: Captured, symbols: Symbols) -> list[Item]:
     """Translate one graph.
 
     Args:
-        symbols: what unbacked sizes stand for. Filled by the forward, used by the backward.
+        symbols: meanings of unbacked sizes. Filled by the forward, used by the backward.
     """
     graph = captured.graph.graph
     clock = Clock(captured.graph, captured.context)
@@ -172,7 +172,7 @@ def _pair(function: Callable[[RankSizes], list[Floats]]) -> Callable[[RankSizes]
 def function_of(
     expressions: Sequence[sympy.Expr], clock: Clock, symbols: Symbols
 ) -> Callable[[RankSizes], list[Floats]]:
-    """Expressions in a graph's sizes as a function of what each rank has: ``[W]`` for each, or one for all ranks."""
+    """Make a function of :func:`rank_sizes` from expressions in a graph's sizes; it gives ``[W]``, or one for all."""
     unknown = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     call = sympy.lambdify(list(unknown), list(expressions), modules="numpy")
     layers = [symbols[symbol].layer for symbol in unknown if symbol in symbols]
@@ -195,10 +195,10 @@ def function_of(
 
 
 def rank_sizes(ids: Sequence[int], layers: Sequence[LayerStep]) -> RankSizes:
-    """What each rank has in a step.
+    """Return the rows, replicas and experts that each rank has in a step.
 
     Args:
-        ids: of the layers.
+        ids: ids of the layers.
     """
     sizes: dict[tuple[int, What], Floats] = {}
     for id, layer in zip(ids, layers, strict=True):
@@ -217,13 +217,13 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
     assert collective is not None
     tensors = [part.meta["val"] for part in payload_of(node)]
     if collective.carries == "tickets":
-        # A number for each row.
+        # Four bytes: a number for each row.
         unit: float = 4
     elif depends_on_routing(collective):
-        # One line of each tensor.
+        # The bytes of one line of each tensor.
         unit = float(sum(clock.number(prod(t.shape[1:])) * wire_itemsize(node, t) for t in tensors))
         if collective.carries == "rows":
-            # Of a chunk, its share of every row that travels.
+            # A chunk has its share of every row that travels.
             arriving = arguments["receive_index"].meta["val"].shape[0]
             unit *= symbols[arriving.node.expr].share
     else:
@@ -232,5 +232,5 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
 
 
 def depends_on_routing(collective: Collective) -> bool:
-    """Whether its bytes depend on rows or on who holds which experts."""
+    """Return whether a collective's bytes depend on rows or on who holds which experts."""
     return collective.carries in ("rows", "tickets", "replicas", "experts")

@@ -1,4 +1,4 @@
-"""Recorded routing through placement policies, offline: what each would have made of it."""
+"""Replay recorded routing through placement policies, offline, to see what each would have made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Recorded:
     """The model and the machine that a trace is of.
 
     Attributes:
-        sizes: of each layer.
+        sizes: sizes of each layer.
     """
 
     sizes: tuple[LayerSizes, ...]
@@ -32,7 +32,7 @@ class Recorded:
 
 
 def load_recorded(path: Path) -> Recorded:
-    """What ``hecate.record`` noted beside the routing.
+    """Read the notes of ``hecate.record`` on the model and the machine.
 
     Raises:
         ValueError: the file has no such notes.
@@ -56,7 +56,7 @@ def load_recorded(path: Path) -> Recorded:
 def _sizes(
     row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2, together: float = 1
 ) -> LayerSizes:
-    """A line of a file; older ones do not say how often replicas cross the link, nor whether rows cross together."""
+    """Read a line of a file; older ones do not say how often replicas cross the link, nor if rows cross together."""
     return LayerSizes(
         row_flops=row_flops,
         row_bytes=row_bytes,
@@ -68,16 +68,16 @@ def _sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What one policy made of a trace.
+    """The result of one policy for a trace.
 
     Attributes:
         rows: rows of each rank, ``[step, layer, rank]``.
-        replicas: ``[step, layer]``.
+        replicas: number of replicas, ``[step, layer]``.
         crossing: rows that left their node, ``[step, layer]``.
         moved: experts that changed owners, over all steps.
-        seconds: predicted, ``[step, layer]``.
+        seconds: predicted seconds, ``[step, layer]``.
         transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
-        moves: beside them, predicted, in which experts move with optimizer states before the step, hidden behind
+        moves: further predicted seconds, in which experts move with optimizer states before the step, hidden behind
             nothing: ``[step, layer]``.
     """
 
@@ -90,7 +90,7 @@ class Replay:
     moves: np.ndarray[Any, Any]
 
     def mean_seconds(self, first: int = 0) -> float:
-        """Of a layer and step from step ``first`` on, with its share of all moves, also of those before."""
+        """Return the mean of a layer and step from step ``first`` on, with its share of all moves, earlier or not."""
         return float(self.seconds[first:].mean() + self.moves.mean())
 
     @property
@@ -115,7 +115,7 @@ def replay(
     Args:
         counts: rows, int64 ``[step, layer, rank, expert]``.
         owners: ``[layer, expert]``, to begin with.
-        sizes: of each layer.
+        sizes: sizes of each layer.
         keeps_states: replicas stay from step to step, with optimizer states, which travel when one is made.
     """
     steps, layers, ranks, _ = counts.shape
@@ -132,7 +132,7 @@ def replay(
             moved += made.moved
             moves[step, layer] = _move_seconds(last[layer], made.planned, costs[layer], keeps_states)
             last[layer] = made.planned
-            # What is added after the gate hides behind nothing.
+            # Replicas that are added after the gate hide behind nothing.
             planned, late = made.planned, 0.0
             if made.placement is not planned:
                 travel = [costs[layer].replica_seconds(p) for p in (planned, made.placement)]
@@ -150,7 +150,7 @@ def replay(
 
 
 def _move_seconds(before: Placement, after: Placement, costs: CostModel, keeps_states: bool) -> float:
-    """What travels between two steps: experts to new owners; with ``keeps_states`` to all who had no copy."""
+    """Predict the seconds in which experts move to new owners; with ``keeps_states`` to all ranks without a copy."""
     if not keeps_states:
         return costs.reshard_seconds(before.owners, after.owners)
     nodes, sources, destinations = costs.topology.node_of, [], []

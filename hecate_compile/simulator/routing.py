@@ -1,4 +1,4 @@
-"""What a policy makes of a trace: who holds what, and which rows go where, step by step."""
+"""Run a trace through a policy: who holds what, and which rows go where, step by step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
-    """One layer in one step.
+    """The routing of one layer in one step.
 
     Attributes:
         planned: the placement before the gate.
-        placement: and after it; the same unless the policy calibrates.
+        placement: the placement after it; the same unless the policy calibrates.
         rows: rows from each rank to each, int64 ``[W, W]``.
         computed: rows of each expert on each rank, int64 ``[E, W]``.
         moved: experts that changed owners before this step.
@@ -52,8 +52,8 @@ def walk(
 
     Args:
         counts: rows, int64 ``[step, layer, rank, expert]``.
-        owners: of each layer, to begin with.
-        sizes: of each layer.
+        owners: owners of each layer, to begin with.
+        sizes: sizes of each layer.
         steps: yield only these; in the others rows are not split, which is most of the work.
 
     Yields:

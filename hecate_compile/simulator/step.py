@@ -1,4 +1,4 @@
-"""One training step on all ranks of a cluster."""
+"""Predict a training step on all ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UPDATE_PASSES = 7
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSpan:
-    """One collective: when the last rank began it, and when the last one had its result."""
+    """A collective: when the last rank began it, and when the last one had its result."""
 
     part: str
     operator: str
@@ -46,12 +46,12 @@ class PredictedSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step.
+    """The prediction of a step.
 
     Attributes:
-        seconds: until the last rank has updated its parameters.
-        compute: of each rank, ``[W]``.
-        waited: of each rank for collectives, ``[W]``.
+        seconds: seconds until the last rank has updated its parameters.
+        compute: seconds of compute of each rank, ``[W]``.
+        waited: seconds that each rank waits for collectives, ``[W]``.
         sent: bytes that leave each node, ``[N]``.
         spans: the collectives in their order.
     """
@@ -82,7 +82,7 @@ class Simulator:
         """Predict the step with this routing.
 
         Args:
-            layers: in the order of the captured model's.
+            layers: routing of each layer, in the order of the captured model's.
             update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
         """
         of = dict(zip(self.layers, layers, strict=True))
@@ -114,10 +114,10 @@ class Simulator:
         )
 
     def _seconds(self, item: Item, sizes: RankSizes, links: _Links) -> Floats:
-        """Compute time of every rank."""
+        """Return the compute time of every rank."""
         cluster = self.cluster
         if isinstance(item, Start):
-            # A start copies what travels.
+            # A start copies the bytes that it sends.
             return cluster.start * links.takes_part(item) + 2 * links.packed(item) / cluster.memory_bytes
         assert isinstance(item, Compute)
         total = np.full(cluster.ranks, item.operators * cluster.operator)
@@ -131,15 +131,15 @@ class Simulator:
 
 
 class _Links:
-    """What the collectives of one step carry, between ranks and between nodes."""
+    """The links between ranks and between nodes, with the load of one step's collectives."""
 
     def __init__(self, cluster: ClusterSpec, layers: Mapping[int, _Carried]) -> None:
         self.cluster, self.topology, self.layers = cluster, cluster.topology, layers
-        # Until when links out of and into nodes, and out of and into ranks, have something to carry.
+        # When links out of and into nodes, and out of and into ranks, will have carried everything so far.
         self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
     def run(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
-        """When each rank has its result, ``[W]``, and bytes that leave each node.
+        """Return when each rank has its result, ``[W]``, and the bytes that leave each node.
 
         Args:
             begun: when each rank begins, ``[W]``.
@@ -157,12 +157,12 @@ class _Links:
         return ended, leaving
 
     def takes_part(self, start: Start) -> Any:
-        """Which ranks send to others or receive from them, ``[W]``. For any other the collective is nothing."""
+        """Return which ranks send to others or receive from them, ``[W]``. Others spend nothing on the collective."""
         between = sum(self._sent(start), np.zeros((self.cluster.ranks,) * 2))
         return (between.sum(0) > between.diagonal()) | (between.sum(1) > between.diagonal())
 
     def packed(self, start: Start) -> Floats:
-        """Bytes that every rank copies before it sends."""
+        """Return the bytes that every rank copies before it sends."""
         collective = start.collective
         if not depends_on_routing(collective):
             return np.full(self.cluster.ranks, start.unit)
@@ -180,11 +180,11 @@ class _Links:
         return np.asarray(carried.owned) * start.unit
 
     def _sent(self, start: Start) -> list[Floats]:
-        """Units from each rank to each, ``[W, W]``, one matrix for each stage."""
+        """Return the units from each rank to each, ``[W, W]``, one matrix for each stage."""
         return self._straight(start) or self._matrices(start)
 
     def _matrices(self, start: Start) -> list[Floats]:
-        """As :meth:`_sent`, of all that is not sent straight."""
+        """Return the matrices of :meth:`_sent` for a collective that :meth:`_straight` has none for."""
         size, collective = self.cluster.ranks, start.collective
         carried = self.layers[start.layer] if start.layer is not None else None
         if collective.ring_rounds:
@@ -213,7 +213,7 @@ class _Links:
         raise LookupError(f"hecate: the simulator does not know how {collective.name} travels")
 
     def _straight(self, start: Start) -> list[Floats]:
-        """What does not go around a ring on CPUs, as :meth:`_sent` has it; nothing of others."""
+        """Return the matrices of :meth:`_sent` for a collective that takes no ring on CPUs; none for others."""
         nodes, gpus, carries = self.cluster.nodes, self.cluster.gpus, start.collective.carries
         if self.cluster.cpus and carries == "counts":
             return [np.ones((nodes * gpus, nodes * gpus))]
@@ -225,9 +225,9 @@ class _Links:
         return []
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
-        """When each rank has sent and received everything, and bytes that leave each node.
+        """Return when each rank has sent and received everything, and the bytes that leave each node.
 
-        Two ranks exchange as soon as both have begun. A link serves what is ready in the order in which it became so.
+        Two ranks exchange as soon as both have begun. A link serves transfers in the order in which they get ready.
 
         Args:
             sent: bytes from each rank to each, ``[W, W]``.
@@ -247,7 +247,7 @@ class _Links:
             (destinations, inside & away, self.cluster.rank_bytes, self.busy[3]),
         ):
             line = places[chosen]
-            # What an earlier collective has not carried yet goes first.
+            # The rest of an earlier collective goes first.
             served = _serve(line, np.maximum(ready[chosen], busy[line]), size[chosen] / rate)
             np.maximum.at(busy, line, served)
             done[chosen] = np.maximum(done[chosen], served)
@@ -259,7 +259,7 @@ class _Links:
 
 
 def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
-    """When each job is done, if every place serves its jobs one after the other, the first that is ready first."""
+    """Return when each job is done, if every place serves its jobs one by one, the first that is ready first."""
     done = np.empty_like(ready)
     order = np.lexsort((ready, places))
     ends = np.flatnonzero(np.diff(places[order], append=-1))
@@ -274,7 +274,7 @@ def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
 
 
 class _Carried:
-    """Rows and experts of one layer between ranks, ``[W, W]``.
+    """The rows and experts of one layer that go between ranks, ``[W, W]``.
 
     Args:
         together: rows of a token, where its row crosses to each node once; 1 if that is not known.
@@ -292,14 +292,14 @@ class _Carried:
 
     @cached_property
     def to_relays(self) -> Floats:
-        """Rows that cross once for their token. Counts do not say which these are, so as the planner takes it."""
+        """Rows that cross once for their token: the planner's estimate, since counts do not say which these are."""
         total = np.maximum(self.rows.sum(1, keepdims=True), 1.0)
         alone = (1 - self._to_nodes / total) ** self.together
         return self._at_relays(total / self.together * (1 - alone))
 
     @cached_property
     def from_relays(self) -> Floats:
-        """All rows, from relays to holders in their node."""
+        """Rows from relays to holders in their node, all of them."""
         found = np.zeros_like(self.rows)
         destinations = np.arange(self.topology.world_size)
         for source, relays in enumerate(relays_of(self.topology)):
@@ -329,7 +329,7 @@ class _Carried:
         return self._stages(self.layer.placement, without=self.layer.planned)
 
     def _stages(self, placement: Placement, without: Placement | None = None) -> list[Floats]:
-        """Experts from each rank to each; only those that their destination does not have by ``without``."""
+        """Return the experts from each rank to each, without those that the destination has by ``without``."""
         size = self.topology.world_size
         found = []
         for stage in stages_of(placement, self.topology):

@@ -1,4 +1,4 @@
-"""Policies beside each other on one cluster."""
+"""Compare policies on one cluster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hecate.simulator.routing import walk
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
 
-# Steps that a policy has seen before the first that is simulated, and steps of a workload that is made up: more than
-# lie between two re-shardings.
+# Steps that a policy has seen before the first that is simulated, and steps of a made-up workload: more than lie
+# between two re-shardings.
 HISTORY, STEPS = 20, 150
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
@@ -29,12 +29,12 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is the same for all policies.
+    """Options that are the same for all policies.
 
     Attributes:
         config: how the model is compiled; each policy takes the place of its own.
         steps: how many steps to simulate, spread over the trace.
-        optimizer_bytes: of one parameter, beside itself and its gradient.
+        optimizer_bytes: bytes of one parameter besides itself and its gradient.
     """
 
     config: Config = field(default_factory=Config)
@@ -44,17 +44,17 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A policy on a cluster: means over the simulated steps.
+    """The result of a policy on a cluster: means over the simulated steps.
 
     Attributes:
-        seconds: of a step.
+        seconds: seconds of a step.
         imbalance: rows of the busiest rank over the mean.
         waited: seconds that the rank which computes least stands still, for collectives and for others.
-        replicas: of all ranks, per layer.
-        node_bytes: bytes that leave a node in a step, the one that sends most.
-        states, slot_bytes: memory of the rank with most; of states, gradients count too.
+        replicas: replicas on all ranks, per layer.
+        node_bytes: bytes that leave the node that sends most in a step.
+        states, slot_bytes: memory of the rank with most; gradients count as states.
         peak, mean_peak: the most bytes that a rank holds at one time, of the rank with most and of all on average:
-            states, and what is alive of what operators return (:mod:`hecate.simulator.live_bytes`).
+            states, and live results of operators (:mod:`hecate.simulator.live_bytes`).
         activations, mean_activations: the same without states, gradients and replicas.
     """
 

@@ -1,4 +1,4 @@
-"""Routing that is made up: counts of the same form as a recorded trace, ``[step, layer, rank, expert]``.
+"""Made-up routing: counts of the same form as a recorded trace, ``[step, layer, rank, expert]``.
 
 | name | what happens |
 |---|---|
@@ -29,10 +29,10 @@ STEPS_BETWEEN_MOVES, BURST_STEPS, BURST_EVERY = 10, 5, 40
 def make(
     name: str, *, steps: int, layers: int, ranks: int, experts: int, rows: int, skew: float = 1.5, seed: int = 0
 ) -> Counts:
-    """Counts of one workload.
+    """Make the counts of one workload.
 
     Args:
-        rows: of each rank in each step and layer; tokens times choices.
+        rows: rows of each rank in each step and layer: tokens times choices.
         skew: exponent of zipf and drift.
 
     Raises:
@@ -53,7 +53,7 @@ def make(
 
 
 def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
-    """Counts ``[step, layer, rank, expert]`` and owners ``[layer, expert]`` of a file that ``hecate.record`` wrote.
+    """Read counts ``[step, layer, rank, expert]`` and owners ``[layer, expert]`` from a file of ``hecate.record``.
 
     Raises:
         ValueError: it is not such a file.
@@ -75,7 +75,7 @@ def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
 
 
 def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
-    """A trace for another number of layers and ranks, and for ``rows`` rows of every rank, layer and step.
+    """Fit a trace to another number of layers and ranks, and to ``rows`` rows of every rank, layer and step.
 
     Layers and ranks that the trace does not have repeat those that it has, some steps later. Proportions stay.
 
@@ -90,7 +90,7 @@ def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
 
 
 def scale(counts: Counts, rows: int) -> Counts:
-    """Counts in the same proportions that add up to ``rows``: int64 ``[..., E] -> [..., E]``.
+    """Scale counts so that they add up to ``rows``, in the same proportions: int64 ``[..., E] -> [..., E]``.
 
     Raises:
         ValueError: a line without rows.
@@ -101,7 +101,7 @@ def scale(counts: Counts, rows: int) -> Counts:
     exact = counts * rows / total
     whole = np.floor(exact).astype(np.int64)
     missing = rows - whole.sum(-1, keepdims=True)
-    # The largest remainders get what is missing.
+    # The largest remainders get the rows that are missing.
     turn = np.argsort(np.argsort(-(exact - whole), axis=-1, kind="stable"), axis=-1, kind="stable")
     return whole + (turn < missing)
 
