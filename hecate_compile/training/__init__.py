@@ -1,1 +1,1 @@
-"""What happens around a step and between steps."""
+"""Hecate's part of a training step: around it, and between steps."""

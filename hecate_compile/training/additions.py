@@ -1,4 +1,4 @@
-"""Parameters that were added to a compiled model, such as adapters: taken in before the next forward."""
+"""Take in parameters that were added to a compiled model, such as adapters, before its next forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hecate.wrap.shard import shard_of
 
 
 class Additions:
-    """Makes what was added after ``hecate.compile`` part of the training: whole on every rank, averaged.
+    """Makes parameters that were added after ``hecate.compile`` part of the training: whole on all ranks, averaged.
 
     Args:
         replicated: the records that the model has.
@@ -52,11 +52,11 @@ class Additions:
 
     @property
     def records(self) -> tuple[ReplicatedParameter, ...]:
-        """Of all parameters that every rank has whole."""
+        """The records of all parameters that every rank has whole."""
         return tuple(self._records)
 
     def before_forward(self) -> None:
-        """Take in what is new; a collective then, which ranks that added nothing do not come to."""
+        """Take in new parameters; a collective then, which ranks that added nothing do not come to."""
         model = self._model()
         if self._changes.number == self._seen or model is None:
             return
@@ -69,7 +69,7 @@ class Additions:
             self._changed()
             self._remember(model)
             return
-        # Still to be seen if ranks disagree: this forward raises, and so does the next.
+        # Remembered only after ranks agree: otherwise this forward raises, and so does the next.
         world = self._sync.world
         agree(
             [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],

@@ -1,7 +1,7 @@
-"""Buffers as ``DistributedDataParallel`` has them: in front of a forward every rank takes rank 0's.
+"""Buffers as ``DistributedDataParallel`` has them: before a forward every rank takes rank 0's.
 
-What a rank adds to them in its forward, or the user on one rank alone, is a rank's own until then: running
-statistics, biases of routers that balance load.
+Changes that a rank makes to them in its forward, or the user on one rank alone, are that rank's own until then:
+running statistics, biases of routers that balance load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hecate.runtime.state.step_mode import StepMode
 
 
 class Buffers:
-    """Those of one model, sent in one broadcast.
+    """The buffers of one model, sent in one broadcast.
 
     A buffer that is not in state dicts is followed as long as it is the same tensor. Ranks replace such ones by
     others, even of other shapes, where they depend on the batch: tables of rotary embeddings that grow.
@@ -37,11 +37,12 @@ class Buffers:
     def __init__(self, model: nn.Module, sync: GradientSync, *, enabled: bool) -> None:
         # Weak: the model holds this.
         self._model, self._sync, self.enabled = weakref.ref(model), sync, enabled
-        # As DistributedDataParallel has it, a broadcast is due in the first forward behind one whose backward
-        # averages gradients, whatever that first one is for. So between two steps a rank sends or receives once,
-        # and ranks may evaluate other numbers of batches.
+        # As DistributedDataParallel has it, a broadcast is due in the first forward, of any kind, after one whose
+        # backward averages gradients. So between two steps a rank sends or receives once, and ranks may evaluate
+        # other numbers of batches.
         self._due = True
-        # The module's buffers, which do not hold the module; the key; and the tensor, of what is in no state dict.
+        # The module's dictionary of buffers, which does not hold the module; the key; and the tensor, for a buffer
+        # that is in no state dict.
         self._kept: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._came = False
         self.find()
@@ -65,10 +66,10 @@ class Buffers:
                 self._came = True
 
     def before_forward(self, mode: StepMode) -> None:
-        """Take rank 0's, if that is due. A collective then, and the first of a forward.
+        """Take rank 0's buffers, if that is due. A collective then, and the first of a forward.
 
-        Where ranks may evaluate on their own, some have it behind them when the others come to their next step. Of
-        an evaluation of which the others have no part any more, because they have ended, each rank's own are right.
+        Where ranks may evaluate on their own, some have made it before the others come to their next step. In an
+        evaluation in which the others take no part any more, because they have ended, each rank's own are right.
         """
         due, self._due = self._due, mode.training and self._sync.enabled
         if not due:
@@ -81,7 +82,7 @@ class Buffers:
             warn_alone(f"{error}. This rank evaluates with its own buffers.", stacklevel=6)
 
     def after_additions(self) -> None:
-        """Take rank 0's, if buffers came that no rank has sent yet. A collective then."""
+        """Take rank 0's buffers, if some came that no rank has sent yet. A collective then."""
         if self._came:
             self._send()
 
@@ -94,7 +95,7 @@ class Buffers:
         if not buffers:
             return
         with torch.no_grad():
-            # As bytes: one broadcast for all dtypes.
+            # Sent as bytes, in one broadcast for all dtypes.
             flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
 
             def send() -> Tensor:
@@ -105,8 +106,9 @@ class Buffers:
             if world.rank == 0:
                 return
             parts = received.split([buffer.numel() * buffer.element_size() for buffer in buffers])
-            # What an earlier forward has saved for its backward is the same buffer, and may be another's value, but
-            # DistributedDataParallel lets that pass, and several forwards in front of one backward are common.
+            # A buffer that an earlier forward has saved for its backward gets another value here. Autograd would
+            # refuse that, but DistributedDataParallel lets it pass, and several forwards before one backward are
+            # common.
             with keep_versions(tuple(buffers)):
                 foreach_copy_(
                     buffers,

@@ -1,7 +1,7 @@
 """A training step's forward and backward as CUDA graphs, replayed with another placement in each step.
 
-The host launches two graphs in place of some hundred kernels. What changes from step to step lies at addresses that
-stay: inputs, gradients, and the tables that say who holds which replicas
+The host launches two graphs in place of some hundred kernels. Data that change from step to step lie at addresses
+that stay: inputs, gradients, and the tables that say who holds which replicas
 (:class:`~hecate.runtime.one_sided.replays.FollowedTables`). While the backward runs the host reads the counts of the
 forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
 
@@ -33,16 +33,16 @@ _TRAINING = StepMode(training=True, first=False)
 
 
 class Recorder(Protocol):
-    """Takes notes of what is launched, and launches it again.
+    """A recorder of launches, which launches them again.
 
     Attributes:
-        host_runs: in a replay the host's part happens again, too.
+        host_runs: in a replay the host's part runs again, too.
     """
 
     host_runs: bool
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Let ``run`` happen, where it would be recorded."""
+        """Call ``run`` in the place where it would be recorded."""
 
     def record(self, *runs: Callable[[], None]) -> tuple[Callable[[], None], ...]:
         """Record each of ``runs``, which need not have happened when this returns, and return what replays them."""
@@ -65,14 +65,14 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, *runs: Callable[[], None]) -> tuple[Callable[[], None], ...]:
-        # Memory of its own each time: what is left of earlier graphs may still be in use.
+        # Memory of its own each time: results of earlier graphs may still be in use.
         pool, replays = torch.cuda.graph_pool_handle(), []
         previous = torch.cuda.current_stream(self._stream.device)
         for run in runs:
             graph = torch.cuda.CUDAGraph()
             broken: list[BaseException] = []
             try:
-                # Relaxed: what the host is to read is copied to pinned memory, which may be allocated meanwhile.
+                # Relaxed: numbers for the host are copied to pinned memory, which may be allocated meanwhile.
                 with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
                     try:
                         run()
@@ -91,7 +91,7 @@ class CudaGraphs:
 
 @dataclass(eq=False)
 class _Figures:
-    """What a recorded forward and backward left in a layer's record, for each time that they are replayed."""
+    """The fields that a recorded forward and backward left in a layer's record, to be restored in each replay."""
 
     counted: Tensor | None
     unread: list[tuple[int, Tensor]]
@@ -107,10 +107,10 @@ class _Figures:
 
 
 def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> None:
-    """What the host notes of replicas in a step, with ``placement`` on one node.
+    """Note replicas and bytes of experts of a step in a layer's record, with ``placement`` on one node.
 
     Args:
-        gathers: how often they are gathered.
+        gathers: how often replicas are gathered.
     """
     rank = layer.world.rank
     own = placement.owner_array == rank
@@ -120,23 +120,23 @@ def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> N
 
 
 class CapturedStep:
-    """See :func:`hecate.capture`, which makes it. A collective, as each call is.
+    """A captured step, as :func:`hecate.capture` makes it. Making it is a collective, and so is each call.
 
     Args:
-        model: whose step it is.
-        compiled: what ``model(...)`` calls.
-        layers: its MoE layers.
+        model: the model whose step it is.
+        compiled: the callable that ``model(...)`` runs.
+        layers: the model's MoE layers.
         gathers: how often replicas are gathered in a step.
         forward: calls the model and returns a scalar loss.
-        inputs: of ``forward``, in the shapes of all steps.
-        warm_up: forwards and backwards in front.
-        recorder: of CUDA graphs.
+        inputs: inputs of ``forward``, in the shapes of all steps.
+        warm_up: forwards and backwards before the first capture.
+        recorder: recorder of CUDA graphs.
 
     Raises:
         ValueError, TypeError, RuntimeError: as ``hecate.capture``.
 
     Attributes:
-        captures: how often it was captured: anew where a plan has no room, owners changed, or parameters are others.
+        captures: how often it was captured: again if a plan has no room, owners changed, or parameters are others.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class CapturedStep:
         self._layers = tuple(layer for layer in self._all_layers if layer.placer.plan.current is not None)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """One forward and backward; the loss, detached."""
+        """Run a forward and backward, and return the loss, detached."""
         with telling("in a captured step"):
             return self._step(inputs)
 
@@ -189,7 +189,7 @@ class CapturedStep:
                 "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
                 "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
             )
-        # Step 1: what comes between two steps, and who holds what in this one.
+        # Step 1: the work between two steps, and the placements of this one.
         compiled.begin(_TRAINING)
         placements = {layer: layer.placer.take() for layer in self._layers}
         for place, value in zip(self._inputs, inputs, strict=True):
@@ -233,7 +233,7 @@ class CapturedStep:
         recorded = False
         try:
             with self._recording():
-                # Once as it is: kernels meet the sizes of this room.
+                # Run once without recording: kernels are compiled and tuned for the sizes of this room.
                 self._recorder.warm_up(self._run_both)
                 self._check_averages()
                 self._compiled.carrier.forget()
@@ -243,7 +243,7 @@ class CapturedStep:
             recorded = True
         finally:
             self._follows.recorded()
-            # Replays run no jobs, and what ran here is not of a step.
+            # Replays run no jobs, and the jobs that ran here are of no step.
             self._world.queue.begin_step()
             self._world.queue.forget_spans()
             if not recorded:
@@ -265,7 +265,7 @@ class CapturedStep:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Host code that runs in here reads and writes what graphs do."""
+        """Let host code in the block read and write the memory that graphs use."""
         self._compiled.recording = True
         try:
             with self._follows.recording():
@@ -278,7 +278,7 @@ class CapturedStep:
         yield from self._model.buffers()
 
     def _same_tensors(self) -> bool:
-        """Whether graphs find all parameters and buffers, and train the same; all ranks replace and freeze alike."""
+        """Return whether graphs find all parameters and buffers, and train the same ones. All ranks answer alike."""
         now, trained = list(self._state()), [parameter.requires_grad for parameter in self._model.parameters()]
         return (
             len(now) == len(self._tensors)
@@ -307,7 +307,7 @@ class CapturedStep:
             parameter.grad = None
 
     def _mark(self) -> Any:
-        """An event behind what has been launched; None where nothing is launched ahead."""
+        """Return an event after all that has been launched; None where nothing is launched ahead."""
         if self._world.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -324,7 +324,7 @@ class CapturedStep:
                 raise ValueError(f"hecate.capture: input {place} is {what}, expected a tensor on {device}")
 
     def _check(self, inputs: Sequence[object]) -> None:
-        """Graphs read inputs of one shape."""
+        """Refuse inputs of other dtypes or shapes than those that were captured."""
         self._check_devices(inputs)
         given = [_form(value) for value in inputs if isinstance(value, Tensor)]
         if given != (wanted := [_form(value) for value in self._inputs]):

@@ -1,7 +1,7 @@
 """Gradient clipping for a model whose experts are sharded.
 
 A norm over one rank's gradients differs from rank to rank, and clipping by it would let ranks drift apart. So
-trainers that call torch's own functions get the norm of the whole model too.
+trainers that call torch's own functions also get the norm of the whole model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _local_norm = getattr(clip_grad, TOTAL_NORM)
 
 
 def watch_clipping() -> None:
-    """From now on ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know shards. The first call does it."""
-    # What clip_grad_norm_ calls, wherever it was imported to.
+    """Make ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know shards. Further calls change nothing."""
+    # clip_grad_norm_ calls this, wherever it was imported to.
     setattr(clip_grad, TOTAL_NORM, _total_norm)
     torch.nn.utils.get_total_norm = _total_norm
 
@@ -37,7 +37,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Torch's function; of gradients of shards, with those of all ranks. Then all ranks call it together."""
+    """Return the norm by torch's function; with gradients of shards over all ranks, in a collective."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     worlds = worlds_of_gradients()
     owned = [tensor for tensor in tensors if id(tensor) in worlds]
@@ -58,10 +58,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` with the norm of the whole model on every rank.
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` does, with the norm of the whole model on every rank.
 
-    Torch's own does the same once a model was compiled, for gradients of shards that are there; this one works
-    for ranks without any too. A collective: all ranks call it after a backward with gradient synchronization on.
+    Torch's own function does the same once a model was compiled, on ranks that have gradients of shards; this one
+    works on ranks without any, too. A collective: all ranks call it after a backward with gradient synchronization
+    on.
 
     Args:
         parameters: the compiled model, or its parameters.
@@ -107,7 +108,7 @@ def _check_finite(norm: torch.Tensor, order: float) -> None:
 
 
 def _world_of_shard(parameter: torch.Tensor) -> World | None:
-    """The ranks over which a parameter is sharded; None for one that every rank has whole."""
+    """Return the ranks over which a parameter is sharded; None for one that every rank has whole."""
     shard = shard_of(parameter)
     return shard.world if shard is not None else None
 
@@ -115,7 +116,7 @@ def _world_of_shard(parameter: torch.Tensor) -> World | None:
 def _with_owned(
     whole: torch.Tensor, owned: list[torch.Tensor], order: float, world: World, foreach: bool | None
 ) -> torch.Tensor:
-    """The norm of replicated gradients, equal on all ranks, joined with those of all ranks' shards."""
+    """Return the norm of ``whole``, which is equal on all ranks, joined with the gradients of all ranks' shards."""
     own = _local_norm([g for g in owned if g.numel()], order, foreach=foreach)
     own = own.to(device=world.device, dtype=torch.float32)
     whole = whole.to(device=world.device, dtype=torch.float32)

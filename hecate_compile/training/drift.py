@@ -1,7 +1,7 @@
-"""Parameters that every rank has whole must stay equal; ranks compare them now and then.
+"""Compare now and then the parameters that every rank has whole, which must stay equal.
 
 Their gradients are averaged and optimizers treat all ranks alike, so they stay equal to the last bit, unless the
-user's code computes with what only its rank knows: a norm over the gradients of its own experts, for instance.
+user's code computes with numbers that only its rank knows, such as a norm over the gradients of its own experts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode
 
-# Training forwards after which ranks compare for the first times: what is wrong by design shows soon.
+# Training forwards after which ranks compare for the first times: errors by design show soon.
 _EARLY = (1, 10, 50)
-# Of how many parameters it is said how far they are off.
+# Most parameters that a message names with their difference.
 _SHOWN = 3
-# By so many units of the largest element's last place ranks of different hardware may differ.
+# Ranks of different hardware may differ by so many units of the largest element's last place.
 _ROUNDINGS = 32
 
 
@@ -38,11 +38,11 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class Drift:
-    """What differs between ranks.
+    """A difference between ranks.
 
     Attributes:
-        text: what differs and by how much.
-        rounding: by no more than other hardware on some ranks would make it.
+        text: the parameters that differ and by how much.
+        rounding: they differ by no more than other hardware on some ranks would explain.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Drift:
 
 
 class DriftCheck:
-    """Compares what all ranks of one model have whole.
+    """Compares the parameters that all ranks of one model have whole.
 
     Args:
         records: gives the records of these parameters.
@@ -84,7 +84,7 @@ class DriftCheck:
         if not done or (done not in _EARLY and done % self._every):
             return
         if not self._sync.enabled or self._sync.owed:
-            # Steps on a rank's own gradients are the program's business, and so is what it averages afterwards.
+            # Steps on a rank's own gradients, and averages after them, are the program's business.
             return
         drift = self._compare()
         if drift is None:
@@ -99,7 +99,7 @@ class DriftCheck:
         )
 
     def before_save(self) -> None:
-        """Say what differs: a checkpoint has one rank's values. A collective."""
+        """Warn of differences, since a checkpoint has one rank's values. A collective."""
         if self._world.group is not None and self._every and (drift := self._compare()) is not None:
             self._warn(f"hecate.save: {drift.text}\nOne rank's values are saved. {_CAUSES}", again=not drift.rounding)
 
@@ -109,7 +109,7 @@ class DriftCheck:
             warn_together(text, self._world.rank, stacklevel=2)
 
     def _compare(self) -> Drift | None:
-        """What differs, the same on all ranks; None if nothing does. A collective."""
+        """Return the difference, the same on all ranks; None if there is none. A collective."""
         world = self._world
         found = {record.name: record.parameter.detach() for record in self._records() if record.exists}
         parameters = {name: p for name, p in found.items() if not is_traceable_wrapper_subclass(p)}
@@ -117,7 +117,7 @@ class DriftCheck:
         digests = torch.stack(bits) if bits else torch.zeros(0, dtype=torch.int64, device=world.device)
         # Odd factors, so that no bit is lost, and equal differences do not cancel out.
         factors = 2 * torch.arange(len(bits), device=digests.device) + 1
-        # What is said here must not meet what graphs have on its way.
+        # This collective must not run beside those that graphs have started.
         world.queue.drain()
         with doing("the comparison of parameters"):
             mixed = (digests * factors).sum().view(1).to(world.control_device)
@@ -133,7 +133,7 @@ class DriftCheck:
             return self._measured({name: parameters[name] for name in differing}, len(parameters))
 
     def _measured(self, differing: dict[str, torch.Tensor], total: int) -> Drift:
-        """How far parameters are off rank 0's, the worst first."""
+        """Measure how far parameters are off rank 0's, the worst first."""
         offs = []
         for name, parameter in differing.items():
             first = parameter.clone(memory_format=torch.contiguous_format)
@@ -151,7 +151,7 @@ class DriftCheck:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with any bit of ``tensor``: the sum of its bytes, eight at a time."""
+    """Return a number that changes with any bit of ``tensor``: the sum of its bytes, eight at a time."""
     raw = tensor.reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()

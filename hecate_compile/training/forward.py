@@ -1,4 +1,4 @@
-"""The forward of a compiled model: what happens around the compiled code, step by step."""
+"""The forward of a compiled model: the compiled code, and all that happens around it, step by step."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 
 
 class CompiledForward:
-    """What ``model(...)`` calls.
+    """The callable that ``model(...)`` runs.
 
     Args:
         traces: the forward as torch.compile makes it.
-        model: whose forward it is.
-        world: the ranks that share it, and where its collectives run.
-        records: what its graphs name by number. A loss keeps them for its backward, in case the model goes first.
+        model: the model whose forward it is.
+        world: the ranks that share it, with the queue of its collectives.
+        records: records that its graphs name by number. A loss keeps them for its backward, in case the model goes
+            first.
         experts: modules whose shards Dynamo must see without gradients.
         step: tells everything else of the model what runs now.
         owner_mover: may move experts before a training forward.
@@ -58,11 +59,11 @@ class CompiledForward:
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
         additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
-        drift: compares now and then what all ranks have whole.
-        same_batches: compares what the first training forwards are given.
-        check_compiled: called once, behind the first forward; raises if its graphs are not what was asked for.
-        buffers: makes those of all ranks rank 0's.
-        carrier: what its layers exchange rows with.
+        drift: compares now and then the parameters that all ranks have whole.
+        same_batches: compares the inputs of the first training forwards.
+        check_compiled: called once, after the first forward; raises if its graphs are not what was asked for.
+        buffers: gives all ranks rank 0's buffers.
+        carrier: carries the rows of its layers.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
@@ -70,7 +71,7 @@ class CompiledForward:
         before: called at the start of every forward, when the queue and the layers still have what the forward and
             backward before it left; see :func:`hecate.monitor`.
         after: called at the end of every forward; see :func:`hecate.record`.
-        recording: a forward is recorded to be replayed; what comes between two is up to whoever replays it.
+        recording: a forward is recorded to be replayed; the work between two is up to the code that replays it.
     """
 
     def __init__(
@@ -133,24 +134,24 @@ class CompiledForward:
             self.carrier.settle()
         self._keep_records(out)
         self.outside_gradients.after_forward(out)
-        # Step 5: whoever watches, and the output's dtype.
+        # Step 5: a recorder of routing, and the output's dtype.
         if self.after is not None and not self.recording:
             self.after()
         return self._cast_output(out)
 
     def begin(self, mode: StepMode) -> None:
-        """What comes between two forwards."""
+        """Do the work that lies between two forwards."""
         if mode.training or self._records:
             # Without shards a rank can evaluate alone when the others are gone.
             self._world.check()
         self._check_device()
-        # Step 1: the host learns what the last forward has left on the device. Whoever watches sees the last step
-        # whole, and then what this forward is for.
+        # Step 1: the host learns what the last forward has left on the device. A monitor sees the last step whole,
+        # before this forward begins.
         self.carrier.settle()
         if self.before is not None:
             self.before()
-        # Step 2: between two steps, parameters may have been added and buffers become other than rank 0's, experts
-        # may change owners, and rates become known.
+        # Step 2: between two steps, parameters may have been added and buffers may have become other than rank 0's,
+        # experts may change owners, and rates may become known.
         self.buffers.before_forward(mode)
         self._additions.before_forward()
         self.buffers.after_additions()
@@ -160,7 +161,7 @@ class CompiledForward:
             self.hidden_time.before_forward(mode)
 
     def _check_device(self) -> None:
-        """A model that is moved is moved whole, so one parameter tells. Alone, nothing travels, and it may."""
+        """Refuse a model that was moved, which one parameter tells; a single rank, which sends nothing, may move."""
         model, world = self._model(), self._world
         parameter = next(model.parameters(), None) if model is not None and world.group is not None else None
         if parameter is not None and parameter.device != world.device:
@@ -181,7 +182,7 @@ class CompiledForward:
         except GuardOnDataDependentSymNode as error:
             raise UntracedReadError(_data_dependent(error)) from error
         except TorchDynamoException as error:
-            # What a user can mend is raised as it is, not as a fault of a compiler.
+            # An error that a user can mend is raised itself, not as a fault of a compiler.
             refused = _refused(error)
             if refused is not None:
                 raise refused from None
@@ -220,7 +221,7 @@ class CompiledForward:
 
 
 def _refused(error: BaseException) -> Exception | None:
-    """What a pass, an operator or the backend said while it was compiled, from wherever Dynamo put it."""
+    """Return the error of a pass, an operator or the backend, from wherever Dynamo put it; None for another error."""
     here: BaseException | None = error
     ours = (DisagreementError, UnsupportedAttentionError, UntracedReadError)
     while here is not None and not isinstance(here, ours):
@@ -238,7 +239,7 @@ def _too_many_graphs(refused: str | None, consequence: str) -> str:
 
 
 def _outside_of_graph(error: Unsupported) -> str:
-    """What torch.compile cannot trace, which is no error for a model with full attention."""
+    """Describe code that torch.compile cannot trace, which is an error with sparse attention alone."""
     what = " ".join(str(error).split("\n\nfrom user code")[0].split())
     return (
         "hecate: with Config(attention=...) the whole model must be one graph, because attention outside of graphs "
@@ -247,7 +248,7 @@ def _outside_of_graph(error: Unsupported) -> str:
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
-    """What torch cannot trace of a layer with experts because it depends on data, with the user's line."""
+    """Describe, with the user's line, code of a layer with experts that cannot be traced as it depends on data."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "see the error above"
     return (
@@ -259,27 +260,26 @@ def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
     )
 
 
-# Older releases of torch do not have it.
+# An option of Dynamo that older releases of torch do not have.
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def _dynamo_options(sharded: bool) -> dict[str, Any]:
-    """What Dynamo must do differently while it traces the model.
+    """Return the options of Dynamo for tracing the model.
 
     Args:
-        sharded: whether there are experts that only graphs can read. Without any, a graph break is none of our
-            business.
+        sharded: whether there are experts that only graphs can read. Without any, graph breaks are allowed.
     """
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
-        # What a checkpointed layer appends to a list outside of it, such as the router logits that transformers
-        # records, is a graph break otherwise. Recomputing the layer does not append again.
+        # Without it a checkpointed layer that appends to a list outside of it, such as the router logits that
+        # transformers records, breaks the graph. Recomputing the layer does not append again.
         **({_SIDE_EFFECTS: True} if hasattr(dynamo_config, _SIDE_EFFECTS) else {}),
         # Routing makes sizes that depend on data; without these every one of them is a graph break.
         **(CAPTURED if sharded else {}),
-        # So is a line in a log (the last two are what transformers adds); traced code does not log.
+        # A line in a log is a graph break, too (the last two methods are transformers'); traced code does not log.
         "ignore_logger_methods": {
             *dynamo_config.ignore_logger_methods,
             *(getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)),
@@ -291,9 +291,9 @@ _FUNCTIONS_UNSORTED = re.compile(r"'<' not supported between instances of '(func
 
 
 def _not_about_sets(record: logging.LogRecord) -> bool:
-    """Whether a line of torch's log is about something else than functions that cannot be sorted.
+    """Return whether a line of torch's log is about something else than functions that cannot be sorted.
 
-    transformers' are cached functions, which have a type of their own.
+    Functions of transformers are cached ones, which have a type of their own.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not _FUNCTIONS_UNSORTED.search(f"{record.getMessage()} {error}")
@@ -307,8 +307,8 @@ logging.getLogger(METRICS_LOG).addFilter(_not_about_sets)
 def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
     """Hide the gradients of shards while Dynamo may trace.
 
-    It makes a fake of ``.grad`` too, with a data-dependent length of its own, and then cannot tell that this
-    equals the parameter's.
+    Dynamo would make a fake of ``.grad``, too, with a data-dependent length of its own, and then could not tell that
+    this equals the parameter's.
     """
     # Looked up anew: load_state_dict(assign=True) makes new parameters.
     found = (parameters_of(e.module)[key] for e in experts for key in e.parameters)

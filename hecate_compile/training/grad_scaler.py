@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler on shards: ranks skip a step together, or their models would part.
+"""Make torch.amp.GradScaler skip a step on all ranks together, or their models would part.
 
 A scaler looks for infinities in the gradients of its own rank, which has its own experts.
 """
@@ -22,15 +22,15 @@ _unscale_grads = getattr(GradScaler, UNSCALE)
 
 
 def watch_scalers() -> None:
-    """From now on every scaler knows of the infinities of all ranks. The first call does it."""
-    # What unscale_ and step call.
+    """Make every scaler know of the infinities of all ranks. Further calls change nothing."""
+    # unscale_ and step both call this method.
     setattr(GradScaler, UNSCALE, _unscale_on_all)
 
 
 @functools.wraps(_unscale_grads)
 def _unscale_on_all(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
-    """Torch's method; of an optimizer of shards, with what all ranks found. Then all ranks call it together."""
-    # It would take the NaN of a refused step for one of its own making, and the optimizer would not be asked.
+    """Unscale by torch's method; for an optimizer of shards join what all ranks found, in a collective."""
+    # A scaler would take the NaN of a refused step for an overflow, and skip the step in which the optimizer raises.
     settle_all()
     found: dict[torch.device, torch.Tensor] = _unscale_grads(self, optimizer, *args)
     world = world_of(optimizer)

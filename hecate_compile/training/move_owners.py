@@ -46,11 +46,11 @@ class OwnerMover:
         self._impossible = self._moved = False
 
     def state_dict(self) -> dict[str, Any]:
-        """When it moves again, for checkpoints."""
+        """Return the state that decides when it moves again, for checkpoints."""
         return {"steps": self._steps, "moves": list(self.moves)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state of :meth:`state_dict`."""
         self._steps, self.moves = state["steps"], list(state["moves"])
 
     def before_forward(self, mode: StepMode) -> None:
@@ -58,7 +58,7 @@ class OwnerMover:
         every = self.placer.policy.reshard_every
         if self.world.group is None or not every or not mode.training or not self.placer.optimizer_stepped:
             return
-        # However many optimizers the model has, what lies between two forwards is one step.
+        # All steps of all optimizers between two forwards count as one.
         self.placer.optimizer_stepped = False
         self._steps += 1
         if self._steps % every or self._impossible:
@@ -87,7 +87,7 @@ class OwnerMover:
             ValueError: owners of another number of experts or ranks.
         """
         changes = [(layer, owners) for layer, owners in wanted if owners != layer.owners]
-        # Before anything else: a rank that wants no change must hear of those that do.
+        # Ranks agree before anything else: one that wants no change must hear of those that do.
         self._agree_on(changes)
         if not changes or not self._can_move(changes):
             return False
@@ -116,7 +116,7 @@ class OwnerMover:
         )
 
     def _can_move(self, changes: Sequence[tuple[Layer, Owners]]) -> bool:
-        """Whether every rank can move its optimizer state."""
+        """Return whether every rank can move its optimizer state; warn if one cannot."""
         for layer, owners in changes:
             if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
                 name = type(self.placer.policy).__name__
@@ -138,7 +138,7 @@ class OwnerMover:
         return True
 
     def _warn_of_copies(self, layers: Sequence[Layer]) -> None:
-        """Say once what may be averages of weights, which nobody moves."""
+        """Warn once of tensors that may be averages of weights, which nobody moves."""
         if self.world.rank:
             return
         shapes = {p.shape: name for layer in layers for name, p in self._parameters(layer).items() if p.numel()}
@@ -154,7 +154,7 @@ class OwnerMover:
             )
 
     def _parameters(self, layer: Layer) -> dict[str, nn.Parameter]:
-        """The shards of a layer by their names, each once."""
+        """Return the shards of a layer by their names, each once."""
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
         found = (parameters_of(e.module)[key] for e in self._experts[layer.id] for key in e.parameters)
         return {shard.name: p for p in found if p is not None and (shard := shard_of(p)) is not None}
@@ -170,7 +170,7 @@ class OwnerMover:
 
 
 def _changed(old: Owners, new: Owners) -> int:
-    """How many experts change hands."""
+    """Return how many experts change hands."""
     return sum(a != b for a, b in zip(old.ranks, new.ranks, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Optimizer state that follows its experts, whoever built the optimizer.
+"""Make optimizer state follow its experts, for any optimizer, no matter who built it.
 
-Each parameter group notes which rank's state it is, and whose experts that belongs to. Right before an optimizer's
-next step its state moves to where its experts went, so state that was saved under other owners finds its way too;
-state of another rank is refused, and so are optimizers that would need the whole of a parameter.
+Each parameter group notes which rank's state it is, and the owners of the experts that it belongs to. Right before an
+optimizer's next step its state moves to where its experts went, so state that was saved under other owners finds its
+way, too; state of another rank is refused, and so are optimizers that would need the whole of a parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hecate.wrap.shard import shard_of, worlds_of_gradients
 
 # The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
 _NOTE = "hecate_state"
-# What DCP's get_state_dict and set_state_dict are in.
+# The module of DCP's get_state_dict and set_state_dict.
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -46,15 +46,15 @@ _hooks: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """From now on every optimizer's step counts, and takes its state along. The first call does it."""
+    """Hook into every optimizer's step, to count it and to bring its state along. Further calls change nothing."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def state_that_cannot_move(layers: Collection[int]) -> list[str]:
-    """State of living optimizers, of experts in ``layers``, that does not have one line per expert."""
-    # Garbage lives on until it is collected, which is at another time on every rank.
+    """Return the names of living optimizers' state, of experts in ``layers``, without one line per expert."""
+    # Garbage lives on until it is collected, at another time on every rank.
     gc.collect()
     return [
         f"{type(optimizer).__name__}'s {key!r}"
@@ -68,7 +68,7 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
 
 
 def tensors_elsewhere(shapes: Collection[torch.Size]) -> list[torch.Tensor]:
-    """Living tensors of numbers in one of ``shapes`` that are no parameter, gradient or state of an optimizer."""
+    """Return living float tensors in one of ``shapes`` that are no shard, gradient or state of an optimizer."""
     # By type: isinstance would ask every proxy object in the process about its class.
     living = gc.get_objects()
     optimizers = [thing for thing in living if issubclass(type(thing), Optimizer)]
@@ -90,7 +90,7 @@ def tensors_elsewhere(shapes: Collection[torch.Size]) -> list[torch.Tensor]:
 
 
 def state_that_cannot_be_saved(optimizer: Optimizer) -> str | None:
-    """Why a checkpoint cannot have the state of ``optimizer``, and what to do; None if it can."""
+    """Return why a checkpoint cannot have the state of ``optimizer``, and what to do; None if it can."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shard = shard_of(parameter)
@@ -115,17 +115,17 @@ def state_that_cannot_be_saved(optimizer: Optimizer) -> str | None:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's options, without its parameters and our note."""
+    """Return a parameter group's options, without its parameters and Hecate's note."""
     return {key: value for key, value in group.items() if key not in ("params", _NOTE)}
 
 
 def noted(group: dict[str, Any]) -> bool:
-    """Whether a parameter group is one rank's part, and says so."""
+    """Return whether a parameter group has the note that it is one rank's part."""
     return _NOTE in group
 
 
 def note_owners(optimizer: Optimizer) -> None:
-    """The state of ``optimizer`` is laid out for the owners of now."""
+    """Note that the state of ``optimizer`` is laid out for the present owners."""
     for group in optimizer.param_groups:
         world = _world_of(group)
         if world is not None:
@@ -143,7 +143,7 @@ def bring_along(optimizer: Optimizer) -> None:
 
 @contextmanager
 def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
-    """A step inside only makes state: experts do not come closer to moving by it."""
+    """Leave steps in the block, which only make state, out of the count after which experts move."""
     models = [layer.placer.model for group in optimizer.param_groups for layer in _layers_in(group)]
     before = [model.optimizer_stepped for model in models]
     yield
@@ -152,13 +152,13 @@ def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
 
 
 def world_of(optimizer: Optimizer) -> World | None:
-    """The ranks over which parameters of ``optimizer`` are sharded, if any are."""
+    """Return the ranks over which parameters of ``optimizer`` are sharded; None if none are."""
     worlds = (_world_of(group) for group in optimizer.param_groups)
     return next((world for world in worlds if world is not None), None)
 
 
 def _world_of(group: dict[str, Any]) -> World | None:
-    """The ranks over which the group's parameters are sharded, if any are."""
+    """Return the ranks over which the group's parameters are sharded; None if none are."""
     shards = (shard_of(parameter) for parameter in group["params"])
     return next((shard.world for shard in shards if shard is not None and shard.world.group is not None), None)
 
@@ -175,11 +175,11 @@ def _layers_in(group: dict[str, Any]) -> list[Layer]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """State moves to where its experts went since the last step, or since it was saved."""
+    """Bring state to where its experts went since the last step, or since it was saved."""
     # An optimizer step that is compiled itself counts no steps, so its experts stay where they are.
     if torch.compiler.is_compiling():
         return
-    # What a refused step left in gradients is NaN, in those of dense parameters too.
+    # This raises for a step that was refused, which has left NaN in all gradients, in those of dense parameters too.
     settle_all()
     if optimizer not in _seen:
         warn_of_decayed_vectors(optimizer)
@@ -212,26 +212,26 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     world = world_of(optimizer)
     if world is not None and optimizer not in _asked:
         _asked.add(optimizer)
-        # Hours may lie between this and the first save.
+        # Said now, since the first save may be hours later.
         problem = state_that_cannot_be_saved(optimizer)
         if problem is not None:
             warn_together(f"hecate: {problem}", world.rank, stacklevel=3)
 
 
 def _show_whole(optimizer: Optimizer) -> None:
-    """To ``torch.distributed.checkpoint``'s functions, which keep one tensor for each parameter, show whole ones."""
+    """Show whole tensors to ``torch.distributed.checkpoint``'s functions, which keep one for each parameter."""
     optimizer.register_state_dict_post_hook(_gather_for_dcp)
     optimizer.register_load_state_dict_pre_hook(_slice_from_dcp)
     optimizer.register_load_state_dict_post_hook(_note_if_sliced)
 
 
 def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
-    """Parameters under their numbers in a state dict."""
+    """Return the parameters by their numbers in a state dict."""
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """A collective."""
+    """Gather the state of shards in a state dict, if DCP asks. A collective then."""
     if not called_by(_DCP):
         return None
     state, parameters = dict(state_dict["state"]), _numbered(optimizer)
@@ -265,7 +265,7 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def _note_if_sliced(optimizer: Optimizer) -> None:
-    # What DCP loads has no note, and was sliced for the owners of now.
+    # State that DCP loads has no note, and was sliced for the present owners.
     if any(_NOTE not in group for group in optimizer.param_groups):
         note_owners(optimizer)
 
@@ -280,7 +280,7 @@ def _as_text(world: World, layers: Iterable[Layer]) -> str:
 
 
 def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
-    """The state must be this rank's own: ranks have other experts and rows."""
+    """Refuse state that is not this rank's own: ranks have other experts and rows."""
     noted = json.loads(group[_NOTE])
     if (noted["rank"], noted["ranks"]) != (world.rank, world.size):
         raise RuntimeError(
@@ -291,7 +291,7 @@ def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> No
 
 
 def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
-    """A collective if owners changed; which ones they were stands in the note of every rank."""
+    """Bring a group's state from the owners in its note to the present ones. A collective if they changed."""
     text = _as_text(world, _layers_in(group))
     if text == group[_NOTE]:
         return
@@ -304,7 +304,7 @@ def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
 
 
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
-    """Bring one parameter's state from its old owners to those of now."""
+    """Bring one parameter's state from its old owners to the present ones."""
     state, layer = optimizer.state.get(parameter, {}), shard.layer
     for key, value in sorted(state.items()):
         if not _can_move(value, parameter, old):
@@ -317,7 +317,7 @@ def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old
 
 
 def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
-    """Whose experts the group's state belongs to."""
+    """Return the owners for which the group's state is laid out."""
     noted: dict[str, Sequence[int]] = json.loads(group[_NOTE])["owners"] if _NOTE in group else {}
     owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
     if owners.num_experts != layer.num_experts:
@@ -329,7 +329,7 @@ def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
 
 
 def _can_move(value: Any, parameter: nn.Parameter, owners: Owners) -> bool:
-    """A number, or a tensor with a line for each expert that this rank had under ``owners``."""
+    """Return whether a value is a number, or a tensor with a line for each expert of this rank under ``owners``."""
     if isinstance(value, torch.Tensor):
         shard = shard_of(parameter)
         mine = owners.counts[shard.world.rank] if shard is not None else len(parameter)

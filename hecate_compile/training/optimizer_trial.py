@@ -1,4 +1,4 @@
-"""Whether an optimizer is right on shards, found by trying: none says whether it needs more than a rank has.
+"""Find out by a trial whether an optimizer is right on shards: none says whether it needs more than a rank has.
 
 Before the first step of an optimizer that is not torch's own, two twins of it take a few steps on small made-up
 parameters. One has them whole; of the shards among them the other has a part, as a rank has. An optimizer that treats
@@ -29,7 +29,7 @@ from hecate.runtime.comm.world import World
 from hecate.training.optimizer_twin import twin_of
 from hecate.wrap.shard import shard_of
 
-# Torch's own that treat each element alone. A class derived from one may not.
+# Torch's own optimizers that treat each element alone. A class derived from one may not.
 _ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -44,12 +44,12 @@ _ELEMENTWISE = {
     torch.optim.SGD,
     torch.optim.SparseAdam,
 }
-# These do not show it in a trial: they begin after more steps, or where numbers happen to be so.
+# Optimizers that need whole parameters, which no trial shows: that begins after more steps, or for some numbers only.
 _WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
-# The largest two dimensions of a made-up parameter are at most the first, the others at most the second: some
-# optimizers leave what is smaller than 128 as it is, and quantize in blocks of up to 256, which halves must not cut.
+# Most of the largest two dimensions of a made-up parameter, and of the others: some optimizers treat dimensions below
+# 128 in another way, and quantize in blocks of up to 256, which halves must not cut.
 _LARGE, _SMALL = 144, 16
-# A gradient in each step, times this: what is clipped by its own past shows when it grows.
+# Factors of the gradient in each step: clipping by its own past shows when it grows.
 _STEPS = (1.0, 4.0, 0.5, 9.0)
 _FINE, _DIFFERS, _UNKNOWN = range(3)
 
@@ -58,7 +58,7 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
     """Raise on all ranks if ``optimizer`` is wrong on shards. A collective, if its class is not known.
 
     Args:
-        args, kwargs: what its step was given.
+        args, kwargs: the arguments of its step.
 
     Raises:
         RuntimeError: its numbers would depend on how parameters are split over ranks.
@@ -117,7 +117,7 @@ def _takes_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """A small parameter in the place of all that are alike.
+    """A small parameter that stands for all that are alike.
 
     Attributes:
         start, target, slope: its values, and those at which its gradient is zero, and how steep that is.
@@ -141,20 +141,20 @@ class _MadeUp:
         start, target = (torch.randn(shape, generator=generator, **made) for _ in range(2))
         slope = torch.rand(shape, generator=generator, **made) + 0.5
         if shape:
-            # Parts that are alike would have the same norm.
+            # Without this, parts would be alike and have the same norm.
             steps = torch.linspace(0.2, 5.0, shape[0], **made)
             slope *= steps.view(-1, *[1] * (len(shape) - 1))
-        # Small, so that float32 has digits left for what a step adds.
+        # The values are small, so that float32 has digits left for what a step adds.
         start, target, slope = (tensor.to(parameter.device) for tensor in (0.01 * start, 0.01 * target, slope))
         return cls(start, target, slope, sharded=shard is not None)
 
     def part(self, tensor: torch.Tensor, half: int | None) -> torch.Tensor:
-        """What a rank has of ``tensor``, all of it if ``half`` is None."""
+        """Return the part of ``tensor`` that a rank has, all of it if ``half`` is None."""
         return tensor if half is None or not self.sharded else tensor.chunk(2)[half]
 
 
 def _made_up(optimizer: Optimizer) -> tuple[dict[str, _MadeUp], dict[int, str]]:
-    """One parameter for all with equal options and dimensions, and by a parameter's identity which one."""
+    """Make a parameter for all with equal options and dimensions; return them by kind, and kinds by identity."""
     generator = torch.Generator("cpu").manual_seed(0)
     kinds: dict[str, _MadeUp] = {}
     kind_of: dict[int, str] = {}
@@ -183,7 +183,7 @@ def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
     whole, part = steps(None, 0), steps(half, 0)
     if _same(whole, part, kinds, half):
         return _FINE
-    # Random numbers of a part are others than those of the whole.
+    # A part gets other random numbers than the whole, which proves nothing.
     if not _same(whole, steps(None, 1), kinds, None):
         raise ValueError("it draws random numbers")
     return _DIFFERS
@@ -191,10 +191,10 @@ def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a twin's steps gave.
+    """The result of a twin's steps.
 
     Attributes:
-        parameters: as they are then, by kind.
+        parameters: their values after the steps, by kind.
         numbers: options of its groups that are numbers, such as an estimate of all gradients.
     """
 
@@ -213,7 +213,7 @@ def _take_steps(
     device: torch.device,
 ) -> _Outcome:
     parameters = {kind: nn.Parameter(made.part(made.start, half).clone()) for kind, made in kinds.items()}
-    # The type's own, and not what schedulers and trainers have put around this optimizer's.
+    # The step of the type, without what schedulers and trainers have put around this optimizer's.
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     with _undisturbed(seed, device):
@@ -240,7 +240,7 @@ def _take_steps(
 
 @contextmanager
 def _undisturbed(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from ``seed``, and nobody's afterwards; nothing is compiled, and nothing is said."""
+    """Draw random numbers from ``seed`` in the block, compile and warn of nothing, and restore all generators."""
     host, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -263,7 +263,7 @@ def _undisturbed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int | None) -> bool:
-    """Whether both have the same numbers, but for rounding."""
+    """Return whether both have the same numbers, but for rounding."""
     for kind, made in kinds.items():
         expected, found = made.part(whole.parameters[kind], half), part.parameters[kind]
         moved = float((whole.parameters[kind] - made.start).abs().max())

@@ -13,22 +13,22 @@ from torch.optim.optimizer import Optimizer
 
 from hecate.private import tree_leaves
 
-# Most numbers that an optimizer may hold beside parameters and their state, and have copied.
+# Most numbers that an optimizer may hold besides parameters and their state, and have copied.
 _MOST_NUMBERS = 2**22
 _LARGE_TENSORS = "it holds large tensors beside its parameters"
 
 
 def twin_of(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimizer:
-    """A copy in which other parameters stand, each once; nothing of it is shared with the original.
+    """Return a copy with other parameters, each once, that shares nothing with the original.
 
     Args:
-        stand_ins: by the identities of the optimizer's own parameters.
+        stand_ins: the other parameters, by the identities of the optimizer's own.
 
     Raises:
-        ValueError: it holds more numbers beside its parameters and their state than are copied.
+        ValueError: it holds more numbers besides its parameters and their state than are copied.
     """
     memo = _Memo(stand_ins)
-    # A copy would be as large as the model, and the model itself is not to be changed.
+    # Modules are not copied: a copy would be as large as the model, and the model itself is not to be changed.
     memo.update((id(o), _Absent(type(o).__name__)) for o in gc.get_objects() if issubclass(type(o), nn.Module))
     twin = _copy(optimizer, memo)
     seen: set[int] = set()
@@ -37,14 +37,14 @@ def twin_of(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimiz
         seen.update(map(id, once))
         group["params"][:] = once
         if "lr" in group and group["lr"] is not None:
-            # A warm-up begins with zero.
+            # A warm-up begins with a rate of zero, with which nothing would move.
             group["lr"] = group["lr"].clamp(min=0.01) if torch.is_tensor(group["lr"]) else max(group["lr"], 0.01)
     twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
     return twin
 
 
 class _Memo(dict[int, Any]):
-    """What ``copy.deepcopy`` has copied, and no more numbers than an optimizer may hold."""
+    """The memo of ``copy.deepcopy``, which refuses more numbers than an optimizer may hold."""
 
     _numbers = 0
 
@@ -56,7 +56,7 @@ class _Memo(dict[int, Any]):
 
 
 class _Absent:
-    """In the place of a module, which an optimizer may hold as long as its step does without."""
+    """A stand-in for a module, which an optimizer may hold as long as its step does without."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -72,7 +72,7 @@ def _copy(optimizer: Optimizer, memo: _Memo) -> Optimizer:
     twin = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = twin
     own = dict(vars(optimizer))
-    # What trainers put around it, and leave in it for one step.
+    # Trainers put these around an optimizer's methods, or leave them in it for one step.
     for key in ("step", "zero_grad", "grad_scale", "found_inf"):
         own.pop(key, None)
     twin_state: dict[Any, Any] = defaultdict(dict)
@@ -81,14 +81,14 @@ def _copy(optimizer: Optimizer, memo: _Memo) -> Optimizer:
         if key.startswith("_optimizer_"):
             memo[id(value)] = OrderedDict()
         elif isinstance(value, Optimizer) and id(value) not in memo:
-            # Its own way to be copied forgets what its class has added.
+            # An optimizer's own way to be copied forgets attributes that its class has added.
             _copy(value, memo)
     beside = (value for key, value in own.items() if key not in ("state", "param_groups"))
     held = (leaf for value in beside if id(value) not in memo for leaf in tree_leaves(value))
     if sum(leaf.numel() for leaf in held if isinstance(leaf, torch.Tensor) and id(leaf) not in memo) > _MOST_NUMBERS:
         raise ValueError(_LARGE_TENSORS)
     vars(twin).update(copy.deepcopy(own, memo))
-    # What it has already was made with it, or loaded.
+    # State before the first step was made with the optimizer, or loaded.
     for key, value in own["state"].items():
         stand_in = memo.get(id(key))
         if stand_in is None:
@@ -99,12 +99,12 @@ def _copy(optimizer: Optimizer, memo: _Memo) -> Optimizer:
 
 
 def _can_be_resized(value: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """True for a number and for plain state of the parameter's shape. Subclasses may be without most operators."""
+    """Return whether this is a number, or plain state of the parameter's shape: subclasses may lack operators."""
     return type(value) in (torch.Tensor, nn.Parameter) and (not value.ndim or value.shape == parameter.shape)
 
 
 def _resized(value: Any, parameter: nn.Parameter, stand_in: nn.Parameter, memo: _Memo) -> Any:
-    """State of ``parameter`` as ``stand_in`` would have it, as long as it was not made element by element."""
+    """Return state of ``parameter`` as ``stand_in`` would have it, unless it was made element by element."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return copy.deepcopy(value, memo)
     like = stand_in if value.dtype == parameter.dtype else stand_in.to(value.dtype)

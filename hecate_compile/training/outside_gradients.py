@@ -1,9 +1,9 @@
-"""Gradients of replicated parameters from outside of the compiled forward: averaged when the backward ends.
+"""Average gradients of replicated parameters from outside of the compiled forward when the backward ends.
 
-Inside the graph a gradient is averaged where it is made. What reaches a parameter may be more than that, or something
-else: a head that a chunked loss uses again, a regularizer, a module that reads its parameters under other names
-(``nn.LSTM``), a second forward. Averaging is idempotent, so it is enough to average ``param.grad`` once more
-whenever it is not certain that the graph's own gradient arrived alone.
+Inside the graph a gradient is averaged where it is made. A parameter may get others, too, or instead: from a head
+that a chunked loss uses again, a regularizer, a module that reads its parameters under other names (``nn.LSTM``), a
+second forward. Averaging is idempotent, so it is enough to average ``param.grad`` once more whenever it is not
+certain that the graph's own gradient arrived alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the edges of a compiled backward lead.
+    """The targets of the edges of a compiled backward.
 
     Attributes:
         watched: position and record of the parameters that are watched.
-        others: positions of what is no parameter: an earlier part of the forward, if the graph broke.
+        others: positions of targets that are no parameter: an earlier part of the forward, if the graph broke.
     """
 
     watched: tuple[tuple[int, ReplicatedParameter], ...]
@@ -56,26 +56,26 @@ class OutsideGradients:
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._watched: dict[int, _Watched] = {}
-        # What compiled backwards have sent to a parameter: address and version of the gradient.
+        # Gradients that compiled backwards have sent to a parameter, by address and version.
         self._sent: dict[int, list[tuple[int, int]]] = {}
         self._unsure: dict[int, _Watched] = {}
-        # What backwards without synchronization left local.
+        # Parameters whose gradients backwards without synchronization left local.
         self._local: dict[int, _Watched] = {}
         self._frozen: dict[int, ReplicatedParameter] = {}
         # A comparison is due at the end of this backward; one was due before, so that all of them compare.
         self._queued = self._outside = False
-        # By the class of the autograd node, of which every compiled graph has its own.
+        # By the class of the autograd node: every compiled graph has a class of its own.
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
         self._warned = False
 
     @property
     def averages(self) -> bool:
-        """Whether a backward has ended with averages, or will: all ranks compare in each from then on."""
+        """True once a backward has ended with averages, or will: all ranks compare in each from then on."""
         return self._outside or bool(self._local) or not self._sync.in_graph
 
     @property
     def synchronizes(self) -> bool:
-        """Whether gradients are averaged now."""
+        """True while gradients are averaged."""
         return self._sync.enabled
 
     def watch(self, record: ReplicatedParameter) -> None:
@@ -92,11 +92,11 @@ class OutsideGradients:
         parameter.register_hook(lambda grad: self._arrived(watched, grad))
 
     def after_forward(self, out: Any) -> None:
-        """Let the compiled backwards behind an output tell what they send to which parameter."""
+        """Let the compiled backwards that an output leads to tell what they send to which parameter."""
         if self._sync.world.group is None:
             return
         if not in_backward():
-            # Not inside a backward: what one that failed has left is of no use.
+            # No backward runs, so notes of one that failed are of no use.
             self._sent.clear()
             self._unsure.clear()
             self._queued = False
@@ -152,9 +152,9 @@ class OutsideGradients:
         if not self._sync.enabled:
             self._local[record.id] = watched
             return
-        # What the graph sent, untouched: nothing was added on the way.
+        # The gradient is the one that the graph sent, untouched: nothing was added on the way.
         certain = averaged and sent == [(grad.data_ptr(), version_of(grad))]
-        # What was local goes along with the graph's all-reduce, or is averaged below.
+        # A local gradient goes along with the graph's all-reduce, or is averaged below.
         self._local.pop(record.id, None)
         if not certain:
             self._unsure[record.id] = watched
@@ -163,7 +163,7 @@ class OutsideGradients:
             when_backward_ends(self._average)
 
     def _average(self) -> None:
-        """Average the gradients that are not certainly equal on all ranks. At the end of a backward; a collective."""
+        """Average, at the end of a backward, the gradients that may differ between ranks. A collective."""
         due = self._local | self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
         unsure = [due[id] for id in sorted(due)]
@@ -192,12 +192,12 @@ class OutsideGradients:
                     self._average_bucket(bucket)
 
     def _used_anywhere(self, due: dict[int, _Watched]) -> list[_Watched]:
-        """What got a gradient on any rank; where it got none it has zeros from now on."""
+        """Return the parameters that got a gradient on any rank; where one got none it gets zeros."""
         everything = sorted(self._watched.values(), key=lambda watched: watched.record.id)
         names = [watched.record.name for watched in everything]
         world = self._sync.world
         agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
-        # torch.autograd.grad passes by here too, and leaves no .grad.
+        # torch.autograd.grad calls the hooks too, and leaves no .grad.
         mine = [w.record.id in due and (p := w.parameter()) is not None and p.grad is not None for w in everything]
         used = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         used = used.to(world.device)
@@ -241,7 +241,7 @@ def _gradient_of(watched: _Watched) -> Tensor:
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients together of about the size of the graph's own buckets: all at once would be a second copy of all."""
+    """Yield gradients in buckets about as large as the graph's own: all at once would be a second copy of all."""
     bucket, size = [], 0
     for gradient in gradients:
         bucket.append(gradient)

@@ -1,6 +1,6 @@
-"""Ranks that train on the same batches are told: a loader that does not know of ranks gives each of them all data.
+"""Warn if all ranks train on the same batches: a loader that does not know of ranks gives each of them all data.
 
-Nothing else would show it. Losses fall, and all ranks together do the work of one.
+Nothing else would show it: losses fall, and all ranks together do the work of one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SameBatches:
         self._digest: Tensor | None = None
 
     def before_forward(self, mode: StepMode, args: Any, kwargs: Any) -> None:
-        """Remember what the first training forwards are given; a collective in front of the one behind them."""
+        """Remember the inputs of the first training forwards; compare them in a collective before the next one."""
         if not mode.training or self._forwards > _FORWARDS:
             return
         if self._forwards == _FORWARDS:
@@ -48,17 +48,17 @@ class SameBatches:
     @torch.no_grad()
     def _add(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
-            # On the model's device, where nobody waits for it.
+            # Kept on the model's device, where nobody waits for it.
             digest = _digest(tensor).to(self._world.device)
             self._digest = digest if self._digest is None else self._digest * _FACTOR + digest
 
     def _compare(self) -> None:
-        """A collective, to which a rank comes without inputs, too."""
+        """Compare digests, and warn. A collective, to which a rank without inputs comes, too."""
         world, mine = self._world, self._digest
         self._digest = None
         digest = torch.zeros((), dtype=torch.int64, device=world.device) if mine is None else mine
         told = torch.stack([digest, torch.full_like(digest, mine is not None)])
-        # What is said here must not meet what graphs have on its way.
+        # This collective must not run beside those that graphs have started.
         world.queue.drain()
         with doing("the comparison of batches"):
             every = collectives.all_gather_even(told.to(world.control_device), world).tolist()
@@ -79,7 +79,7 @@ def _has_bytes(leaf: Any) -> bool:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """An int64 scalar that changes with the bytes of ``tensor`` and with their order."""
+    """Return an int64 scalar that changes with the bytes of ``tensor`` and with their order."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
     places = torch.arange(len(words), device=words.device)

@@ -1,7 +1,7 @@
-"""Parameters of experts in a list, which ``hecate.compile`` has stacked, in an optimizer's groups.
+"""Warn if an optimizer's groups go wrong because ``hecate.compile`` has stacked parameters of experts in a list.
 
-Biases and norms have two dimensions then, and experts have no parameters of their own: rules that go by dimensions or
-by expert make other groups than they did.
+Stacked biases and norms have two dimensions, and experts have no parameters of their own: rules that go by dimensions
+or by expert make other groups than they did.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hecate.wrap.shard import shard_of, shards_with_gradients
 
 
 def warn_of_decayed_vectors(optimizer: Optimizer) -> None:
-    """Say so if weight decay is for some parameters alone, and stacked vectors are among these."""
+    """Warn if weight decay is for some parameters alone, and stacked vectors are among these."""
     decayed: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         decay = group.get("weight_decay")
         if isinstance(decay, (int, float)):
             (decayed if decay else kept).extend(group["params"])
-    # A group without decay that has no vectors is not one for vectors.
+    # Without a vector in it, a group without decay is not meant for vectors.
     if not any(p.ndim < 2 or _stacked_vectors(p) for p in kept):
         return
     shards = [shard for p in decayed if (shard := _stacked_vectors(p)) is not None]
@@ -40,7 +40,7 @@ def warn_of_decayed_vectors(optimizer: Optimizer) -> None:
 
 
 def warn_of_empty_groups(optimizer: Optimizer) -> None:
-    """Say so if a group has no parameters, and stacked ones that have gradients are in no group."""
+    """Warn if a group has no parameters, and stacked ones that have gradients are in no group."""
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
     if not empty:
         return
