@@ -51,8 +51,8 @@ class CompiledModel:
 
     def attach(self, model: nn.Module) -> None:
         """Attach this record to ``model``, which keeps it alive."""
-        # Not by setattr, which a model's own class may have replaced. A shallow copy takes the entry along, but is
-        # another model.
+        # The dictionary is written, as a model's own class may have replaced setattr. The reference tells a shallow
+        # copy, which takes the entry along, from the model.
         model.__dict__[_KEY] = (weakref.ref(model), self)
 
 

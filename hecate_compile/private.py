@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-# What Dynamo and AOTAutograd offer to backends.
+# Names that Dynamo and AOTAutograd offer to backends.
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_entries
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame
@@ -45,7 +45,7 @@ from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# What DCP keeps and reads.
+# Records of DCP, and helpers of its loading.
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict import _init_optim_state as init_optimizer_state
@@ -88,10 +88,10 @@ def symmetric_memory() -> Any:
     return found
 
 
-# Where Dynamo logs why it broke a graph, and what it measures.
+# Logs in which Dynamo says why it broke a graph, and what it measures.
 GRAPH_BREAK_LOGS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.convert_frame.__graph_breaks")
 METRICS_LOG = "torch._dynamo.metrics_context"
-# How Dynamo's warning at its limit of graphs begins.
+# The beginning of Dynamo's warning at its limit of graphs.
 LIMIT_WARNING = "torch._dynamo hit config."
 # Names that Dynamo gives attributes of tensors and modules.
 DYNAMO_NOTES = "_dynamo_"
@@ -199,7 +199,7 @@ keep_versions = torch.autograd._unsafe_preserve_version_counter
 swap_tensors = torch._C._swap_tensor_impl
 
 
-# What torch.nn.utils.clip_grad and torch.amp.GradScaler call in themselves.
+# Names in torch.nn.utils.clip_grad and torch.amp.GradScaler that their other functions call.
 TOTAL_NORM, UNSCALE = "_get_total_norm", "_unscale_grads_"
 
 

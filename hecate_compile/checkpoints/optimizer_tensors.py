@@ -112,7 +112,7 @@ def prepare_optimizer(
                     room = torch.zeros_like(parameter, dtype=found.properties.dtype, requires_grad=False)
                     parts = site.split(room)
                 else:
-                    # One value for the whole parameter: a count of steps.
+                    # The state is one value for the whole parameter: a count of steps.
                     device = parameter.device if on_device or key != "step" else torch.device("cpu")
                     room = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
                     parts = {name: torch.zeros_like(room) for name in site.names}

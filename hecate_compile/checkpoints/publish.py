@@ -59,7 +59,7 @@ class Published:
 
 
 def published(folder: Path) -> list[Published]:
-    """Return all steps in ``folder``, newest first; in front are, by number, those whose manifest cannot be read."""
+    """Return all steps in ``folder``, newest first; before these, by number, those whose manifest cannot be read."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _STEP.fullmatch(path.name)

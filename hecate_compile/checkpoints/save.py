@@ -32,7 +32,7 @@ from hecate.checkpoints.safety.tensor_index import INDEX, write_index
 from hecate.checkpoints.state_dicts import get_model_state_dict, persistent_buffers
 from hecate.compiled_model import compiled_model_of, is_compiled
 
-# One thread, so that steps are published in the order in which they were saved.
+# It has one thread, so that steps are published in the order in which they were saved.
 _background: ThreadPoolExecutor | None = None
 _under_way: list[Future[Path]] = []
 
@@ -241,7 +241,7 @@ def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
                 snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
             )
     except CheckpointException as error:
-        # Of a full disk torch's writer of tensors says no more than that a position is not the expected one.
+        # On a full disk torch's writer of tensors says no more than that a position is not the expected one.
         ranks.together(lambda: _require_space(draft))
         rank, (problem, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"hecate.save: rank {rank}: {describe(problem)}") from error

@@ -52,7 +52,7 @@ def bisect(
     """Run a step with passes switched off, and name the first that changes loss or gradients.
 
     The function returns a model and a batch of one rank, (nn.Module, dict of tensors), with the same weights in every
-    process; instead of the dict it may give a list of batches, and behind them a hecate.Config. Each rank takes
+    process; instead of the dict it may give a list of batches, and after them a hecate.Config. Each rank takes
     another part of the batch's rows, repeated to as many as there were. The reference is the step without any pass,
     and for its loss the model without Hecate.
 

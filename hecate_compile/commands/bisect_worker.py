@@ -77,7 +77,8 @@ class RankResult:
 
     @classmethod
     def read(cls, path: Path) -> RankResult:
-        """
+        """Read the file of a rank.
+
         Raises:
             ValueError: nothing was written that can be read.
         """

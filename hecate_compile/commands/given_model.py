@@ -157,7 +157,7 @@ def _with_layers(config: Any, kept: int, total: int) -> Any:
         text = _text_of(config)
         text.num_hidden_layers = kept
         for key, value in text.to_dict().items():
-            # One entry for each layer.
+            # The list has one entry for each layer.
             if "layer" in key and isinstance(value, list) and len(value) == total:
                 setattr(text, key, value[:kept])
     return config

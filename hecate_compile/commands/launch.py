@@ -43,7 +43,7 @@ def run_ranks(
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout)
         finally:
-            # Also if the user interrupts: in a session of its own the process does not get the signal.
+            # Needed if the user interrupts, too: in a session of its own the process does not get the signal.
             _end(process)
         log.seek(0)
         return code, log.read()

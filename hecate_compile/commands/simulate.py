@@ -47,7 +47,7 @@ def simulate(
     """Predict a training step of MODEL on clusters that are not there, for each policy.
 
     Operations and bytes come from the compiled graph, rows and replicas from what the policy makes of the routing.
-    If the function returns a hecate.Config behind the batch, the model is compiled with it, but for its policy.
+    If the function returns a hecate.Config after the batch, the model is compiled with it, but for its policy.
 
     Ends with code 0; 1 if the model cannot be compiled, 2 if MODEL, a cluster or an option cannot be used.
 

@@ -44,13 +44,13 @@ log = logging.getLogger("hecate")
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRecord:
-    """One compiled graph.
+    """The record of a compiled graph.
 
     Attributes:
         nodes: number of operators after the passes.
         passes: what each pass did, in order.
         layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
-        later: what the passes behind autograd did to "joint", "forward" and "backward"; filled when these compile,
+        later: what the passes after autograd did to "joint", "forward" and "backward"; filled when these compile,
             and not with graphs that come from a cache.
         notes: the collectives of "forward" and "backward", as predicted; like ``later``.
         slots: replicas that a rank may hold of a layer.
@@ -105,7 +105,7 @@ class Backend:
                 self._dumps.write("make_loops_traceable.diff", "\n".join(self.source_diff) + "\n")
 
     def entry(self) -> Callable[..., Callable[..., Any]]:
-        """What Dynamo gets. It keeps every backend that it has ever seen, so this one must not keep the model's."""
+        """Return the backend for Dynamo, which keeps every one that it has seen: this must not keep the model's."""
         backend = weakref.ref(self)
 
         def hecate(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ class Backend:
 
     @property
     def dumped_all(self) -> bool:
-        """Whether everything that should be dumped so far could be written."""
+        """True if everything that should be dumped so far could be written."""
         return self._dumps is None or self._dumps.whole
 
     @property
@@ -156,7 +156,7 @@ class Backend:
 
     @property
     def communicates(self) -> bool:
-        """Whether graphs communicate. Where nothing is communicated inside of them, ranks may run different ones."""
+        """True if graphs communicate. If they do not, ranks may run different ones."""
         return self.config.policy != "replicate"
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -189,7 +189,7 @@ class Backend:
         record = GraphRecord(nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots)
         self.graphs.append(record)
         self._warn_fallbacks(records)
-        # Where nothing is communicated inside a graph, ranks may run different ones.
+        # Ranks may run different graphs, if these do not communicate.
         comparing = comparing and mode is not None and communicates(gm, training=mode.training)
         if comparing:
             self.compared += 1
@@ -243,7 +243,7 @@ class Backend:
         return PassContext(
             world_size=size,
             replicates=self.placer.policy.replicates,
-            # What calibrate adds are replicas.
+            # Calibrating adds replicas.
             calibrates=self.placer.policy.calibrates and self.placer.policy.replicates,
             layer_names={layer.id: layer.name for layer in self.layers},
             # Tickets of bounded room are made in one part.
@@ -263,7 +263,7 @@ class Backend:
         )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:
-        """Once per module, with the first reason: all ranks rewrite alike."""
+        """Warn once per module, with the first reason; all ranks rewrite alike."""
         for record in records:
             for skip in record.skipped:
                 if not skip.fallback or skip.where in self._warned:
@@ -278,14 +278,14 @@ class Backend:
 
 
 def _with_break(skip: Skip) -> Skip:
-    """Names the graph break in the same function, if there is one: half a loop is not understood."""
+    """Add to a reason the graph break in the same function, if there is one: half a loop is not understood."""
     file, _, number = skip.line.rpartition(":")
     broken = break_near(file, int(number)) if skip.fallback and number.isdigit() else ""
     return replace(skip, reason=f"{skip.reason} (torch.compile broke the graph at {broken})") if broken else skip
 
 
 def _tokens(gm: GraphModule) -> int:
-    """Rows of the batch: the two leading sizes of the largest input of ids, or of what else is no parameter."""
+    """Return the tokens of the batch: two leading sizes of the largest input of ids, or else of another input."""
     ids, others = [0], [0]
     facts = GraphFacts(gm.graph)
     for node in gm.graph.nodes:
@@ -297,6 +297,6 @@ def _tokens(gm: GraphModule) -> int:
 
 
 def _of_model(node: Node, facts: GraphFacts) -> bool:
-    """Whether an input is a parameter, a buffer or another attribute of the model, and no argument of its forward."""
+    """Return whether an input is a parameter, buffer or other attribute of the model, and no forward's argument."""
     source = dynamo_source(node)
     return facts.same_on_all_ranks(node) or (source is not None and is_of_model(source.name))

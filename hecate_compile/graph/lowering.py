@@ -197,7 +197,7 @@ def _aot_eager(
 
 
 def _keep_saved_tensors() -> None:
-    """Donate none of the tensors that a forward saved to its backward, which node by node has no use for that.
+    """Keep torch from donating tensors that a forward saved to its backward, which has no use for them node by node.
 
     Torch notes donations for any backward that it compiles with the forward, and then refuses to run that twice.
     """

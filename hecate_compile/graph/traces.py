@@ -164,7 +164,7 @@ class Traces:
         self._traces[self._here].modes.add(training)
 
     def limits(self) -> dict[str, int]:
-        """Dynamo's options while the model runs. A larger limit that the user has set stands."""
+        """Return Dynamo's options while the model runs. A larger limit that the user has set stands."""
         config = dynamo_config
         limit = max(LIMIT, config.recompile_limit)
         everybody = config.accumulated_recompile_limit + limit * Traces._made

@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
-        """All places that some pass saw and left alone."""
+        """The places that some pass saw and left alone."""
         return tuple(skip for graph in self.graphs for record in graph.passes for skip in record.skipped)
 
     @property

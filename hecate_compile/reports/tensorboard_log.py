@@ -1,4 +1,4 @@
-"""Scalars of a run for TensorBoard, beside the file of :func:`hecate.monitor`."""
+"""Scalars of a run for TensorBoard, which :func:`hecate.monitor` writes besides its own files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class CudaGraphs:
     host_runs = False
 
     def __init__(self, device: torch.device) -> None:
-        # One for all: autograd adds gradients up on the stream where it met a parameter first.
+        # All graphs share a stream: autograd adds gradients up on the one where it met a parameter first.
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], None]) -> None:

@@ -117,7 +117,7 @@ class DriftCheck:
         digests = torch.stack(bits) if bits else torch.zeros(0, dtype=torch.int64, device=world.device)
         # Odd factors, so that no bit is lost, and equal differences do not cancel out.
         factors = 2 * torch.arange(len(bits), device=digests.device) + 1
-        # This collective must not run beside those that graphs have started.
+        # This collective must not run at the same time as those that graphs have started.
         world.queue.drain()
         with doing("the comparison of parameters"):
             mixed = (digests * factors).sum().view(1).to(world.control_device)

@@ -179,8 +179,8 @@ def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tenso
     fresh = values.requires_grad_(parameter.requires_grad)
     hooks, after = hooks_of(parameter)
     parameter.grad = None
-    # Not ``parameter.data = values``: a loss of the last step that is still alive keeps the parameter's gradient
-    # accumulator alive, which would go on expecting the old length. The swap leaves that with the old tensor.
+    # ``parameter.data = values`` would not do: a loss of the last step that is still alive keeps the parameter's
+    # gradient accumulator alive, which would go on expecting the old length. The swap leaves it with the old tensor.
     swap_tensors(parameter, fresh)
     set_hooks(parameter, hooks, after)
     parameter.grad = gradient

@@ -84,7 +84,7 @@ class OutsideGradients:
         if self._sync.world.group is None:
             return
         if not parameter.requires_grad:
-            # It may be unfrozen later.
+            # A frozen parameter may be unfrozen later.
             self._frozen[record.id] = record
             return
         self._frozen.pop(record.id, None)

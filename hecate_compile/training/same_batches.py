@@ -58,7 +58,7 @@ class SameBatches:
         self._digest = None
         digest = torch.zeros((), dtype=torch.int64, device=world.device) if mine is None else mine
         told = torch.stack([digest, torch.full_like(digest, mine is not None)])
-        # This collective must not run beside those that graphs have started.
+        # This collective must not run at the same time as those that graphs have started.
         world.queue.drain()
         with doing("the comparison of batches"):
             every = collectives.all_gather_even(told.to(world.control_device), world).tolist()

@@ -127,7 +127,7 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
         return None
     last = name.rpartition(".")[2]
     sign = "named in Config(experts=...)" if chosen else f"the name {last}"
-    # Not "moe": that may be a list of layers.
+    # "moe" does not count here: that may be a list of layers.
     if not chosen and "expert" not in last.lower():
         return None
     # A dictionary of experts may hold a dropout, too.

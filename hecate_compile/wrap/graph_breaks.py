@@ -1,4 +1,4 @@
-"""Code that Dynamo left to Python, for messages: the user's line that runs, and the graph break because of which.
+"""Locate code that Dynamo left to Python, for messages: the line of the user, and the graph break that caused it.
 
 Torch tells where it breaks a graph in its log alone, and there once for each line.
 """
@@ -29,7 +29,7 @@ _Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 
 
 class _Breaks(logging.Handler):
-    """Hears of graph breaks.
+    """Notices graph breaks in torch's log.
 
     Attributes:
         causes: by file and line of all code that was being traced, where the innermost of it broke.
@@ -45,7 +45,7 @@ class _Breaks(logging.Handler):
             self.causes[file][line] = next(filter(_is_of_user, reversed(stack)), stack[-1])
 
     def within(self, file: str, lines: Container[int | None]) -> Place | None:
-        """The last one heard in a function."""
+        """Return the place of the last break that was noticed in these lines; None if there is none."""
         found = [cause for line, cause in self.causes[file].items() if line in lines]
         return found[-1] if found else None
 
@@ -54,7 +54,7 @@ _breaks = _Breaks()
 
 
 def hear_graph_breaks() -> None:
-    """From now on :func:`python_around` knows of them. What the user sees of torch's log stays as it is."""
+    """Start to notice graph breaks, for :func:`python_around`. The user sees of torch's log what they saw before."""
     for name in GRAPH_BREAK_LOGS:
         log = logging.getLogger(name)
         if _breaks in log.handlers:
@@ -66,7 +66,7 @@ def hear_graph_breaks() -> None:
 
 
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """What runs around ``frame``, from the inside out, without torch and Hecate."""
+    """Yield the frames around ``frame``, from the inside out, without torch's and Hecate's."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hecate"):
             yield frame

@@ -50,7 +50,7 @@ def _reference(hook: Any) -> Callable[[], Any]:
     try:
         return weakref.WeakMethod(hook) if isinstance(hook, MethodType) else weakref.ref(hook)
     except TypeError:
-        # It has no place for weak references.
+        # The hook has no place for weak references.
         return lambda: hook
 
 

@@ -12,7 +12,7 @@ class ParameterSites:
     """The sites of a model's parameters: ``(module, key)``, several for a tied one."""
 
     def __init__(self, model: nn.Module) -> None:
-        # By id, so that a parameter's memory is free as soon as it is replaced.
+        # Keyed by id, so that a parameter's memory is free as soon as it is replaced.
         self._of: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for key, parameter in parameters_of(module).items():

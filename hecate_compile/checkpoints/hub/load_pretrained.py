@@ -82,7 +82,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         )
     ranks.together(lambda: _fill(plan, files))
     if view.is_pretrained:
-        # So that the model is saved again under the names that it was loaded by, as after from_pretrained.
+        # The model is then saved again under the names that it was loaded by, as after from_pretrained.
         set_weight_conversions(model, plan.conversions)
     return IncompatibleKeys(plan.missing, plan.unexpected)
 

@@ -49,7 +49,7 @@ class PlainView:
     """A model whose parameters have their plain names and whole shapes. All other attributes are the model's.
 
     Attributes:
-        model: as it is here.
+        model: the model itself, with shards and stacked experts.
         tensors: by name, in the order of the plain model's state dict.
     """
 

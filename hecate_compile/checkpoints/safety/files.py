@@ -49,7 +49,7 @@ def open_plain(path: Path) -> Iterator[BufferedReader]:
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the records of files as they are now."""
+    """Return the records of files, from their present content."""
     records = {}
     for name in names:
         with open_plain(folder / name) as file:

@@ -9,9 +9,9 @@ Model code likes to leave out experts that no token has chosen. How many turns a
                                                                    out.index_add_(0, token, ...)
 
 The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue`` goes. Only loops in these few
-spellings are changed, and only where a turn without rows changes nothing: all that a turn leaves behind is written to
+spellings are changed, and only where a turn without rows changes nothing: the only effect of a turn is written to
 rows that it has found by its expert (``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``), and
-these are none. Everything else stays as it is, and a loop over a list whose experts would do something with no rows
+these are none. All other loops stay unchanged, and a loop over a list whose experts would do something with no rows
 is refused on several ranks. A mask is taken to have no negative entries.
 
 | file | concern |

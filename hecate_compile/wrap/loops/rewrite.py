@@ -31,7 +31,7 @@ class _Rewritten:
     Attributes:
         lines: where it was changed.
         loop: the first line of a loop that left experts out, if there is one.
-        diff: the lines of a unified diff, both sides as they are unparsed.
+        diff: the lines of a unified diff of the unparsed sources.
     """
 
     function: FunctionType
