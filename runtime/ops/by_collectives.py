@@ -1,4 +1,4 @@
-"""Rows and experts travel by collectives of ``torch.distributed``, and the host knows how many.
+"""Carries rows and experts by collectives of ``torch.distributed``, whose sizes the host knows.
 
 Counts of rows come to the host, which plans with them and gives every all-to-all its split sizes.
 """
@@ -39,7 +39,7 @@ class ByCollectives:
         plans = placer.model.signature
 
         def run() -> Tensor:
-            # Now, and not above: what has run before this is known when it runs.
+            # The proof is taken here, and not above: all earlier collectives of the queue are in it by now.
             device = world.counts_device
             signature = collectives.on_device(np.array([plans, *collectives.proof(world)], dtype=np.int64), device)
             return collectives.on_host(collectives.all_gather_even(torch.cat([counts.to(device), signature]), world))
@@ -95,7 +95,7 @@ class ByCollectives:
 
         def run() -> Tensor:
             returned = collectives.all_to_all(by_source, send, receive, layer.world)
-            # Rows beyond the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
+            # Rows behind the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
             return scatter_rows(returned, order, num_rows, out=home)
 
         planning = layer.planning(homeward=True)
@@ -121,42 +121,42 @@ class ByCollectives:
         )
 
     def settle(self, *, whole: bool = False) -> None:
-        """Nothing: the host knows what has travelled."""
+        """Do nothing: the host knows all that has travelled."""
 
     def forget(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def replays(self, placer: Placer) -> Replays:
         return _SameEachTime()
 
 
 class _SameEachTime:
-    """At one rank no placement changes, and nothing is told to the host."""
+    """Replays at one rank, where no placement changes, and nothing is told to the host."""
 
     def prepare(self, placements: Mapping[Layer, Placement]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def forget(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
         return True
 
     def write(self, placements: Mapping[Layer, Placement]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         yield
 
     def recorded(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def tell_again(self, forward_ends: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def as_tensors(placement: Placement, layer: Layer) -> tuple[Tensor, Tensor]:
-    """A placement as graphs carry it: int8 ``[E,W]``, and the experts of this rank's replicas, int64 ``[K]``."""
+    """Return a placement as graphs carry it: int8 ``[E, W]``, and the experts of own replicas, int64 ``[K]``."""
     replicas = placement.replicas_on(layer.world.rank)
     return torch.from_numpy(placement.matrix.copy()), torch.from_numpy(replicas.copy())

@@ -1,6 +1,6 @@
-"""Rows cross to each node once, by collectives, and a rank of that node passes them on.
+"""Carries rows to each node once, by collectives, where a rank of that node passes them on.
 
-Where a token has several experts in one node, its row is sent there once, and the sum of its results comes back. The
+A token with several experts in one node has its row sent there once, and the sum of its results comes back. The
 ticket says how: one by nodes has four tensors, which :meth:`ByNodes.route_nodes` makes from one of three.
 """
 
@@ -94,7 +94,7 @@ def _inside(rows: Tensor, send: list[int], receive: list[int], layer: Layer) -> 
 
 
 def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """``[count, ...]``, in the order of the rows and in at least fp32, so that it is the same each time."""
+    """Sum rows to ``[count, ...]``, in their order and in at least fp32, so that the result is the same each time."""
     wide = rows.float() if rows.dtype.itemsize < 4 else rows
     sums = wide.new_zeros((count, *rows.shape[1:]))
     if rows.device.type != "cpu":

@@ -29,7 +29,7 @@ from hecate.runtime.state.registry import Registry
 
 @dataclass(eq=False)
 class DenseShard:
-    """What the shard of a dense parameter is a shard of; see :class:`hecate.wrap.shard.Shard`.
+    """The record of a sharded dense parameter; see :class:`hecate.wrap.shard.Shard`.
 
     Rank r keeps rows ``[r * c, (r + 1) * c)``; rows from ``d`` on are padding: zeros, with gradients of zero.
 
@@ -65,7 +65,7 @@ class DenseShard:
         return [max(0, min(even, length - rank * even)) for rank in range(self.world.size)]
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's rows of ``full`` ``[d, ...]``, padded: a new tensor ``[c, ...]``."""
+        """Return this rank's rows of ``full`` ``[d, ...]``, padded: a new tensor ``[c, ...]``."""
         rank = self.world.rank
         start, count = rank * self.shape[0], self.counts[rank]
         local = full.new_zeros(self.shape)
@@ -73,13 +73,13 @@ class DenseShard:
         return local
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole parameter ``[d, ...]`` from every rank's rows. A collective."""
+        """Gather the whole parameter ``[d, ...]`` from every rank's rows. A collective."""
         (full,) = torch.ops.hecate.gather_dense([local], [self.id], None)
         whole: Tensor = full
         return whole
 
     def take_averaged(self) -> bool:
-        """Whether the gradient that just arrived was reduced over ranks; the next one starts anew."""
+        """Tell whether the gradient that just arrived was reduced over ranks; the next one starts anew."""
         averaged, self.averaged = self.averaged, False
         return averaged
 
@@ -93,16 +93,16 @@ def add_dense_shard(name: str, full_shape: torch.Size, sync: GradientSync) -> De
 
 
 def get_dense_shard(id: int) -> DenseShard:
-    """The record of ``id``."""
+    """Return the record of ``id``."""
     return DENSE_SHARDS[id]
 
 
 def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
-    """Whole parameters ``[d, ...]`` from everybody's shards ``[c, ...]``, in one all-gather.
+    """Gather whole parameters ``[d, ...]`` from all ranks' shards ``[c, ...]``, in one all-gather.
 
     Args:
         shards: of one dtype, on one device.
-        dtype: what to cast to before they travel; None for their own.
+        dtype: the dtype to which they are cast before they travel; None for their own.
     """
     records = [get_dense_shard(id) for id in ids]
     world = records[0].world
@@ -129,7 +129,7 @@ def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torc
 
 
 def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
-    """Each rank's rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
+    """Bring each rank its rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
 
     Gradients travel in ``GradientSync.dtype``, by default their own, and are added up in rank order, in float32 where
     that is wider.

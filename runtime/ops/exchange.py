@@ -5,12 +5,12 @@
 | ``gather_counts`` | ``[E] -> [W,E]``, rows of every rank for every expert; after ``place`` | none |
 | ``calibrate`` | ``[W,E], [E,W] -> [E,W], [S']``, the placement after the gate | none |
 | ``route`` | ``[W,E], [E,W] -> [S], [2,W], [n], [R']``, ends of the slots, and an exchange's ticket; n times | none |
-| ``count_rows`` | ``[E] -> [E]``, a copy; what ``route`` is at one rank | none |
+| ``count_rows`` | ``[E] -> [E]``, a copy; stands for ``route`` at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
 | ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
 
-The layer's carrier (``hecate.runtime.state.layer``) does what they say. With one that bounds the room for rows a
-ticket is ``[3,W], [R], [C]`` on the device, and R' is C, the room that R rows give.
+The layer's carrier (``hecate.runtime.state.layer``) does the work. With one that bounds the room for rows a ticket is
+``[3,W], [R], [C]`` on the device, and R' is C, the room that R rows give.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _route_fake(
 
 
 def _count_rows(offsets: Tensor, layer: int) -> Tensor:
-    # They stay on the device, and are not even subtracted before somebody looks: the host would launch that.
+    # Offsets stay on the device, and are not even subtracted before somebody reads counts: the host would launch
+    # that.
     get_layer(layer).counted = offsets.clone()
     # A copy of its own, since a compiled graph may write over its results.
     return offsets.clone()

@@ -27,7 +27,7 @@ from hecate.runtime.ops import sparse_collectives
 from hecate.runtime.ops.registration import define, define_collective, differentiate, name_results
 from hecate.runtime.state.layer import get_layer
 
-# --- dense materialization: the specification, and the fallback for what no pass understands ---
+# --- dense materialization: the specification, and the fallback for code that no pass understands ---
 
 
 def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
@@ -104,7 +104,7 @@ def _place(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def placement_fake(shard: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The same for tracing; the number of replicas is an unbacked size."""
+    """Return fake results of ``place`` for tracing; the number of replicas is an unbacked size."""
     record, replicas = get_layer(layer), torch.library.get_ctx().new_dynamic_size()
     return (
         torch.empty((record.num_experts, record.world.size), dtype=torch.int8, device="cpu"),
@@ -153,7 +153,7 @@ def _top_up(
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
     travels = sparse_collectives.missing_travels(record.placer.travels(new), old)
-    # Gradients return the way of the whole placement.
+    # The gradients of these replicas return the way of the whole placement.
     coming = sparse_collectives.new_replicas(shards, travels, homeward=False)
     sparse_collectives.take_over(coming, have, old, record.world.rank)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
@@ -215,7 +215,7 @@ def _no_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _no_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    # Gradients of replicas leave from where they are computed with: see hold.
+    # Gradients of replicas leave where the model computes with them: see :func:`hold`.
     return tuple(None if length is None else [None] * length for length in ctx.lists)
 
 
@@ -243,7 +243,7 @@ class _Hold(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def hold(layer: int, placement: Tensor, *experts: Tensor) -> tuple[Tensor, ...]:
-    """What a rank computes with, as views whose gradients are summed over all holders and divided by W.
+    """Return a rank's own experts and replicas as views whose gradients are summed over all holders and divided by W.
 
     Args:
         layer: its number.
@@ -273,7 +273,7 @@ class _OwnExperts(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def own_experts(shard: Tensor, world_size: int) -> Tensor:
-    """A view of ``shard`` ``[E_r, ...]`` whose gradient is divided by the number of ranks."""
+    """Return a view of ``shard`` ``[E_r, ...]`` whose gradient is divided by the number of ranks."""
     return _OwnExperts.apply(shard, world_size)
 
 

@@ -32,11 +32,11 @@ _ALIGNMENT = 16
 
 @dataclass
 class GradientSync:
-    """What all dense parameters of one model share, replicated or sharded.
+    """Settings that all dense parameters of one model share, replicated or sharded.
 
     Attributes:
         enabled: off between the micro-batches of an accumulation.
-        dtype: what gradients travel in, None for what :meth:`travels_as` says.
+        dtype: in which gradients travel; None for that of :meth:`travels_as`.
         owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
         in_graph: they are averaged where graphs make them; if not, all together when the backward ends.
         topology: which ranks share a node; None for all.
@@ -50,7 +50,7 @@ class GradientSync:
     topology: Topology | None = None
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
-        """In what gradients of ``own`` go through an all-reduce, which rounds sums to that after each rank."""
+        """Return the dtype in which gradients of ``own`` are all-reduced, which rounds their sum after each rank."""
         return self.dtype or torch.promote_types(own, torch.float32)
 
     def average(self, buffer: Tensor) -> None:
@@ -69,9 +69,9 @@ class GradientSync:
 
 @dataclass(eq=False)
 class ReplicatedParameter:
-    """One parameter that every rank has whole.
+    """The record of a parameter that every rank has whole.
 
-    Found anew each time: load_state_dict(assign=True) makes another object.
+    The parameter is looked up each time: ``load_state_dict(assign=True)`` makes another object.
 
     Attributes:
         id: the number in the graph.
@@ -89,7 +89,7 @@ class ReplicatedParameter:
 
     @property
     def exists(self) -> bool:
-        """Whether the parameter is still there."""
+        """Tell whether the parameter is still there."""
         module = self.owner()
         return module is not None and parameters_of(module).get(self.key) is not None
 
@@ -102,7 +102,7 @@ class ReplicatedParameter:
         return parameter
 
     def take_averaged(self) -> bool:
-        """Whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
+        """Tell whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
         averaged, self.averaged = self.averaged, False
         return averaged
 
@@ -153,14 +153,14 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
 
 
 def _room_for(grads: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """One buffer, and a part of it in the shape of each gradient.
+    """Return one buffer, and a part of it in the shape of each gradient.
 
-    Inductor takes the parts for tensors of their own and reads whole vectors, so each begins where one may begin.
+    Inductor takes the parts for tensors of their own and reads whole vectors, so each part is aligned to one.
     """
     step = _ALIGNMENT // dtype.itemsize
     lengths = [-(-grad.numel() // step) * step for grad in grads]
     padded = sum(lengths) > sum(grad.numel() for grad in grads)
-    # Padding travels too, and must be numbers.
+    # Padding travels too, and must hold numbers.
     buffer = (torch.zeros if padded else torch.empty)(sum(lengths), dtype=dtype, device=grads[0].device)
     parts = [part[: grad.numel()].view(grad.shape) for part, grad in zip(buffer.split(lengths), grads, strict=True)]
     return buffer, parts
@@ -204,13 +204,13 @@ class _Replicate(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def replicate(parameter: Tensor, id: int) -> Tensor:
-    """The parameter itself; its gradient is averaged over ranks."""
+    """Return the parameter as a view whose gradient is averaged over ranks."""
     return _Replicate.apply((id,), parameter)[0]
 
 
 @torch.compiler.allow_in_graph
 def replicate_bucket(parameters: list[Tensor], ids: list[int]) -> tuple[Tensor, ...]:
-    """:func:`replicate` for several parameters of one dtype: one all-reduce when all their gradients are there."""
+    """Apply :func:`replicate` to parameters of one dtype: one all-reduce when all their gradients are there."""
     return _Replicate.apply(tuple(ids), *parameters)
 
 

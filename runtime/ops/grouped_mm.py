@@ -32,14 +32,14 @@ from hecate.runtime.kernels import grouped_mm as products
 from hecate.runtime.kernels.launch import nvidia_capability
 from hecate.runtime.ops.registration import define, differentiate
 
-# Groups that torch's kernel takes in one call.
+# The most groups that torch's kernel takes in one call.
 _MOST_GROUPS = 1023
 
 
 def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch", "kernel", "loop"]:
-    """Who multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
+    """Choose what multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
 
-    Torch's takes one operand. On a GPU without Triton two are joined for it.
+    torch's kernel takes one operand. On a GPU without Triton two are joined for it.
 
     Args:
         others: what rows are multiplied with, each ``[S, K, N]``, or other rows ``[R, N]``.
@@ -55,7 +55,7 @@ def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
 
 
 def fits_torchs_kernel(x: Tensor, other: Tensor, offs: Tensor) -> bool:
-    """Whether torch's own kernel takes rows like these: bf16 on CUDA with 16-byte aligned rows.
+    """Tell whether torch's own kernel takes rows like these: bf16 on CUDA with 16-byte aligned rows.
 
     Args:
         x: rows ``[R, K]``, however many.
@@ -75,20 +75,23 @@ def _has_kernel(x: Tensor) -> bool:
 
 @functools.cache
 def _is_capable(device: torch.device) -> bool:
-    """Other GPUs get a loop from torch, for which the host waits, and AMD's may have other rules."""
+    """Tell whether torch has a kernel for ``device``.
+
+    Other GPUs get a loop from torch, for which the host waits, and AMD's may have other rules.
+    """
     return (nvidia_capability(device) or (0, 0))[0] in (9, 10)
 
 
 def writes_empty_slots(device: torch.device) -> bool:
-    """Whether torch's kernel writes zeros into the gradient of a slot without rows, as it does on capability 9.
+    """Tell whether torch's kernel writes zeros into the gradient of a slot without rows, as it does on capability 9.
 
-    On 10 it may write what was in the accumulator (CUTLASS issue 2674).
+    On 10 it may leave there the content of the accumulator (CUTLASS issue 2674).
     """
     return nvidia_capability(device) == (9, 0)
 
 
 def _for_kernel(operand: Tensor) -> Tensor:
-    """The kernel wants one of the last two dimensions without gaps, and all else at multiples of 16 bytes."""
+    """Return ``operand`` with one of its last two dimensions without gaps, and all else at multiples of 16 bytes."""
     *others, last, first = sorted(operand.stride(), reverse=True)
     steps = (operand.data_ptr() // operand.element_size(), *others, last)
     fits = first == 1 in operand.stride()[-2:] and all(step * operand.element_size() % 16 == 0 for step in steps)
@@ -151,7 +154,7 @@ def _grouped_mm_pair_weight_grad(
 
 
 def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    """One kernel for all slots, without a look at the offsets on the host: ``[S, K, N]``."""
+    """Compute all slots' products ``[S, K, N]`` in one kernel, without reading the offsets on the host."""
     left, right = (grad, x) if transposed else (x, grad)
     left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
     out = grouped_mm_of_torch(left.t(), right, offs=offs.to(torch.int32))
@@ -165,7 +168,7 @@ def _fill_weight_grads(
 ) -> None:
     """Write each slot's product into ``outs``, of own experts and of replicas.
 
-    What is transposed lies in memory row by row the other way round, and is written so.
+    A transposed gradient lies in memory row by row the other way round, and is written so.
     """
     left, right = (grad, x) if transposed else (x, grad)
     own, replicas = (out.transpose(1, 2) for out in outs) if transposed else outs
@@ -193,7 +196,7 @@ def _weight_grad_like(x: Tensor, grad: Tensor, slots: int, transposed: bool) -> 
 
 def _row_slots(offs: Tensor, num_rows: int) -> Tensor:
     rows = torch.arange(num_rows, dtype=offs.dtype, device=offs.device)
-    # Not repeat_interleave, for which the host would wait for the device.
+    # ``repeat_interleave`` would make the host wait for the device.
     return torch.searchsorted(offs, rows, right=True)
 
 
@@ -291,7 +294,7 @@ differentiate("grouped_mm_pair", _grouped_mm_pair_backward, _grouped_mm_pair_set
 
 @register_flop_formula(torch.ops.hecate.grouped_mm)
 def _grouped_mm_flops(x_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two operations per multiply-add, all rows counted: ``2 R K N``."""
+    """Count two operations per multiply-add, for all rows: ``2 R K N``."""
     return 2 * x_shape[0] * w_shape[1] * w_shape[2]
 
 

@@ -1,4 +1,4 @@
-"""The plan of an exchange in which a token's row crosses to another node once.
+"""Plans of exchanges in which a token's row crosses to another node once.
 
 Pure functions on integers, no communication. A row takes two hops:
 
@@ -9,8 +9,8 @@ a node share the work; in its own node a rank is its own relay. The first row of
 for all of its rows that go there; the relay makes as many copies as there are choices. Holders get them in the same
 order as in an exchange of single rows (``hecate.runtime.ops.ticket``), from which this plan is made.
 
-All splits but two follow from the counts: how many rows of each sender stand for others, and which copies of them go
-where. Only the sender knows these, and says so to its relays in one message each (:func:`leaving`).
+All splits follow from the counts but two: how many rows of each sender stand for others, and which copies of them go
+where. Only the sender knows these, and tells its relays in one message each (:func:`leaving`).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
 
-# Of an exchange by nodes: splits, send index, middle index, receive index.
+# Parts of a ticket by nodes: splits, send index, middle index, receive index.
 NODE_TICKET_PARTS = 4
 
 
 @lru_cache(maxsize=8)
 def relays_of(topology: Topology) -> Ints:
-    """The rank that takes the rows of each rank for each node, int64 ``[W, N]``."""
+    """Return the rank that takes the rows of each rank for each node, int64 ``[W, N]``."""
     found = np.empty((topology.world_size, topology.num_nodes), dtype=np.int64)
     for ranks in topology.members:
         for place, rank in enumerate(ranks):
             found[rank] = [others[place % len(others)] for others in topology.members]
-    # Callers share it.
+    # Callers share the array.
     found.setflags(write=False)
     return found
 
 
 def message_lengths(counts: Ints, placement: Placement, topology: Topology) -> Ints:
-    """Numbers in the message from each rank to each, int64 ``[W, W]``; known to both before it is written.
+    """Return the length of the message from each rank to each, int64 ``[W, W]``, known to both before it is written.
 
     A message has room for every row that may go to the node, which is every row of an expert with a holder there.
 
@@ -60,7 +60,7 @@ def message_lengths(counts: Ints, placement: Placement, topology: Topology) -> I
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Leaving:
-    """What a rank sends.
+    """The rows and messages that a rank sends.
 
     Attributes:
         send_index: which row goes at each position of the send buffer, int64 ``[U]``.
@@ -75,7 +75,7 @@ class Leaving:
 
 
 def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology: Topology, rank: int) -> Leaving:
-    """What ``rank`` sends to its relays.
+    """Plan the rows and messages that ``rank`` sends to its relays.
 
     Args:
         tokens: the token of each row, int64 ``[R]``.
@@ -91,7 +91,7 @@ def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology:
     keys = nodes * width + who
     number = np.empty(topology.num_nodes * width, dtype=np.int64)
     copies = np.arange(len(keys))
-    # Of equal keys the last written stays.
+    # The last write of equal keys stays, so they are written from the back.
     number[keys[::-1]] = copies[::-1]
     firsts = copies[number[keys] == copies]
 
@@ -118,7 +118,7 @@ def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Passing:
-    """What a rank passes on inside its node.
+    """The copies that a rank passes on inside its node.
 
     Attributes:
         received: rows from each rank in the first hop, int64 ``[W]``.
@@ -132,7 +132,7 @@ class Passing:
 
 
 def passing(messages: NDArray[np.int32], lengths: Ints, topology: Topology, rank: int) -> Passing:
-    """What ``rank`` passes on for the ranks whose relay it is.
+    """Plan the copies that ``rank`` passes on for the ranks whose relay it is.
 
     Args:
         messages: from each rank, int32, one behind the other.
@@ -158,7 +158,7 @@ def passing(messages: NDArray[np.int32], lengths: Ints, topology: Topology, rank
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arriving:
-    """What a rank gets for its slots.
+    """The copies that a rank gets for its slots.
 
     Attributes:
         received: copies from each rank in the second hop, int64 ``[W]``.
@@ -170,7 +170,7 @@ class Arriving:
 
 
 def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int) -> Arriving:
-    """What ``rank`` gets, by relay instead of by sender.
+    """Plan the copies that ``rank`` gets, by relay instead of by sender.
 
     Args:
         received, receive_index: rows from each rank, and their order, of the exchange of single rows: int64 ``[W]``,
@@ -179,7 +179,8 @@ def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int)
     relays = relays_of(topology)[:, topology.node_of[rank]]
     sources = np.lexsort((np.arange(len(relays)), relays))
     starts = np.cumsum(received) - received
-    # The rows of each sender stand together, in the order of relays; where they stood in the order of senders.
+    # Each sender's rows stand together, senders in the order of their relays; ``position`` is where they stood in the
+    # order of senders.
     position = join_segments(starts[sources], received[sources])
     moved = np.empty_like(position)
     moved[position] = np.arange(len(position))
@@ -188,6 +189,6 @@ def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int)
 
 
 def splits_of(out: Leaving, through: Passing, into: Arriving) -> Ints:
-    """Rows to and from each rank in the first hop, and in the second: int64 ``[4, W]``."""
+    """Return the rows to and from each rank in the first hop, and in the second: int64 ``[4, W]``."""
     lines: Sequence[Ints] = (out.sent, through.received, through.sent, into.received)
     return np.stack(lines)

@@ -1,15 +1,15 @@
-"""Registering operators, and collectives that a graph may start in one place and wait for in another.
+"""Registration of operators, and of collectives that a graph may start in one place and wait for in another.
 
 A collective ``f(args) -> out`` comes as three operators:
 
 - ``f(args)``, at once;
 - ``f_start(args, after, note) -> token`` and ``f_wait(token, args, beside) -> out``.
 
-A start copies what travels into memory of its own before it returns, so its arguments may be reused at once. (The
-wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two halves a copy
-each.) Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that they do not look
-at: ``after`` holds the token of the collective before, so that nothing changes the order, and ``beside`` what is to
-be computed before the wait.
+A start copies the tensors that it sends into memory of its own before it returns, so its arguments may be reused at
+once. (The wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two
+halves a copy each.) Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that
+they do not read: ``after`` holds the token of the collective before, so that nothing changes the order, and
+``beside`` the values to compute before the wait.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hecate.runtime.comm.collective import Carries, Collective, Role, add_collec
 from hecate.runtime.state.registry import Registry
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
-# They talk to the host, to other ranks and to records of layers: a captured CUDA graph would skip all that.
+# Operators talk to the host, to other ranks and to records of layers: a captured CUDA graph would skip all that.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Names of what an operator returns, for people who read graphs.
+    """Names of an operator's results, for people who read graphs.
 
     Attributes:
         names: of its results; where there are more, they begin again.
@@ -50,17 +50,17 @@ class Results:
     records: Registry[Any] | None
 
 
-# By operator, or by function of Hecate that Dynamo leaves in its graphs as it is.
+# Names of results by operator, or by function of Hecate that Dynamo leaves in its graphs.
 RESULTS: dict[object, Results] = {}
 
 
 def name_results(target: object, text: str, *, whole: str = "", records: Registry[Any] | None = None) -> None:
-    """Register names of what ``target`` returns, such as ``"placement, slots[K]"``."""
+    """Register names of the results of ``target``, such as ``"placement, slots[K]"``."""
     names, letters = zip(*re.findall(r"(\w+)(?:\[(.+?)\])?", text), strict=True)
     RESULTS[target] = Results(names=names, letters=letters, whole=whole, records=records)
 
 
-# Operators that decide something for one step. Computed again, they would decide for another.
+# Operators that decide something for one step; computed again, they would decide for another.
 PLANS: set[OpOverload] = set()
 
 
@@ -76,7 +76,7 @@ def define(
 ) -> OpOverload:
     """Register an operator with one kernel for all devices.
 
-    ``torch.library.custom_op`` would do the same with several Python layers per call; the host side of
+    ``torch.library.custom_op`` would register it, too, but with several Python layers per call, and the host side of
     these operators is on the critical path.
 
     Args:
@@ -101,7 +101,7 @@ def differentiate(name: str, backward: Any, setup: Any) -> None:
 
 
 def begin(prepare: Callable[..., queue.Job], args: Sequence[Any], note: str) -> int:
-    """Start a collective; the number is for :func:`queue.wait`."""
+    """Start a collective, and return its number for :func:`queue.wait`."""
     return queue.start(prepare(*args), note)
 
 
@@ -120,7 +120,7 @@ def define_collective(
     """Register a collective and its halves.
 
     Args:
-        prepare: packs what travels and returns the rest as a job, which must not touch the arguments.
+        prepare: packs the tensors to send and returns the rest as a job, which must not touch the arguments.
         role, carries, described: the attributes of :class:`Collective`.
         results, whole, records: names for people, see :func:`name_results`.
     """
@@ -132,7 +132,8 @@ def define_collective(
 
     def start(*given: Any) -> Tensor:
         *args, _, note = given
-        # A graph keeps it on the host, whatever the default device is. torch.tensor would take three times as long.
+        # A graph keeps the token on the host, whatever the default device is. ``torch.tensor`` would take three times
+        # as long.
         return torch.from_numpy(np.array([begin(prepare, args, note)], dtype=np.int64))
 
     def wait(token: Tensor, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What collectives of a placement's replicas read on a rank's device: parts of one tensor, which takes one copy."""
+"""Tables that the collectives of a placement's replicas read on a rank's device: parts of one tensor, in one copy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hecate.runtime.placement.planner import Parts, StageOfRank, Travels
 
 @dataclass(frozen=True, eq=False)
 class Coming:
-    """One stage in which experts come to their replicas.
+    """A stage in which experts come to their replicas.
 
     Attributes:
-        stage: the same on the host; at hand are copies of own experts that leave, and behind them replicas.
+        stage: the stage on the host; at hand are copies of own experts that leave, and behind them replicas.
         leave: of the experts at hand those that go out, int64 ``[n]``.
         arrive: replicas that come in, int64 ``[m]``.
         in_first: how many of those that go out are own experts.
@@ -31,10 +31,10 @@ class Coming:
 
 @dataclass(frozen=True, eq=False)
 class Returning:
-    """The same stage, in which gradients return.
+    """A stage in which gradients return to the owners.
 
     Attributes:
-        stage, parts: the same on the host, of slots.
+        stage, parts: the stage on the host, and its parts, of slots.
         leave: replicas whose gradients go out, int64 ``[m]``.
         passed_on, totals, order, begins: as in :class:`Parts`.
     """
@@ -50,7 +50,7 @@ class Returning:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaTables:
-    """All of it for one rank. Stages in which no rank sends anything are left out.
+    """The tables of one rank. Stages in which no rank sends anything are left out.
 
     Attributes:
         places: own experts that leave, int64 ``[L]``.
@@ -68,7 +68,7 @@ class ReplicaTables:
 
     @classmethod
     def of(cls, travels: Travels, device: torch.device, *, homeward: bool) -> ReplicaTables:
-        """The tables on ``device``, without waiting for what it does meanwhile.
+        """Return the tables on ``device``, without waiting for what it does meanwhile.
 
         Args:
             homeward: gradients return the same way.
@@ -101,7 +101,7 @@ class ReplicaTables:
 
 
 def tables_of(travels: Travels, device: torch.device, *, homeward: bool = True) -> ReplicaTables:
-    """:meth:`ReplicaTables.of`, made once for all steps in which replicas travel so."""
+    """Return :meth:`ReplicaTables.of`, made once for all steps in which replicas travel so."""
     if (known := _KNOWN.get(travels)) is None:
         known = _KNOWN[travels] = ReplicaTables.of(travels, device, homeward=homeward)
     return known

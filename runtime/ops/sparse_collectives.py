@@ -2,7 +2,7 @@
 
 All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype (one-sided they
 are in ``one_sided_experts``). With several nodes there are two stages: an expert crosses to a node once and fans out
-inside it. Bytes that travel are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
+inside it. The bytes sent are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hecate.runtime.placement.planner import Stage, Travels, places_of
 
 @dataclass(frozen=True)
 class Replicas:
-    """This rank's replicas while they come, and what it sends to others meanwhile.
+    """This rank's replicas while they come, and the experts that it sends to others meanwhile.
 
     Attributes:
         travels: which are these.
@@ -41,7 +41,7 @@ class Replicas:
 
 
 def new_replicas(shards: Sequence[Tensor], travels: Travels, *, homeward: bool = True) -> Replicas:
-    """Room for a rank's replicas, and copies of those of its own experts ``[E_r, ...]`` that leave.
+    """Allocate a rank's replicas, and copy those of its own experts ``[E_r, ...]`` that leave.
 
     Args:
         homeward: their gradients will return the same way.
@@ -63,7 +63,7 @@ def gather(replicas: Replicas, world: World) -> list[Tensor]:
 
 
 def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, rank: int) -> None:
-    """Copy what an earlier, smaller placement had in its replicas ``have``."""
+    """Copy the replicas ``have`` of an earlier, smaller placement."""
     where = places_of(before.replicas_on(rank), replicas.travels.replicas, before.owners.num_experts)
     there = on_device(where, replicas.tensors[0].device)
     for out, tensor in zip(replicas.tensors, have, strict=True):
@@ -71,7 +71,7 @@ def take_over(replicas: Replicas, have: Sequence[Tensor], before: Placement, ran
 
 
 def missing_travels(travels: Travels, before: Placement) -> Travels:
-    """Of what brings replicas, what the placement ``before`` did not have.
+    """Return the travels of the replicas that the placement ``before`` did not have.
 
     A rank that passes an expert on has it by then: from before, or from the first stage.
     """
@@ -85,7 +85,7 @@ def missing_travels(travels: Travels, before: Placement) -> Travels:
 
 
 def bytes_leaving(travels: Travels, tensors: Sequence[Tensor], *, homeward: bool = False) -> int:
-    """What a rank sends in all stages.
+    """Return the bytes that a rank sends in all stages.
 
     Args:
         tensors: of the layer, with experts in dimension 0.
@@ -115,7 +115,7 @@ class Gradients:
 
 
 def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Travels, world: World) -> Gradients:
-    """Copies of gradients, so that those may go. One for which no parts come stays in its dtype.
+    """Copy gradients, so that their tensors may be freed. A gradient for which no parts come stays in its dtype.
 
     Args:
         own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
@@ -143,10 +143,10 @@ def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Tr
 
 
 def scatter(gradients: Gradients, world: World) -> list[Tensor]:
-    """The mean over ranks of the slots' gradients, at the owners: ``[E_r, ...]``. SparseReduceScatter.
+    """Bring the mean over ranks of the slots' gradients to the owners (SparseReduceScatter): ``[E_r, ...]``.
 
-    A rank adds what others send to its own gradient, in rank order: first in each node, then at the owner. Gradients
-    travel in their own dtype. So one placement has one order of sums.
+    A rank adds the parts of others to its own gradient, in rank order: first in each node, then at the owner.
+    Gradients travel in their own dtype. So one placement has one order of sums.
 
     Args:
         gradients: overwritten.
@@ -162,7 +162,7 @@ def scatter(gradients: Gradients, world: World) -> list[Tensor]:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of ``dtype`` are added up."""
+    """Return the dtype in which gradients of ``dtype`` are added up."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -199,5 +199,5 @@ def by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
 
 
 def room_like(tensor: Tensor) -> Tensor:
-    """Contiguous, whatever the gradient is."""
+    """Allocate contiguous memory for a gradient, whatever its own layout."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

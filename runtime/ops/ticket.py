@@ -1,9 +1,9 @@
-"""From quotas to what is sent where: the plan of one token exchange.
+"""Plans of token exchanges, from quotas to which row is sent where.
 
-Pure functions on integers, no communication. Rows arrive sorted by expert; they leave ordered by
-(destination, slot), and at the destination they are brought into the order (slot, source).
+Pure functions on integers, no communication. Rows arrive sorted by expert; they leave ordered by (destination, slot),
+and at the destination they are brought into the order (slot, source).
 
-The rows of a layer may travel in several chunks, each with a ticket of its own. What one rank sends to one slot is
+The rows of a layer may travel in several chunks, each with a ticket of its own. The rows of one rank for one slot are
 cut into parts of equal length, so each chunk has its share of every slot's rows and of every link's.
 
 A rank's slots are its own experts, by number, and behind them its replicas by (owner, expert): the order in which
@@ -26,13 +26,13 @@ from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
 
-# Of an exchange: the ends of the slots' rows, splits, send index, receive index.
+# Parts of an exchange's ticket: the ends of the slots' rows, splits, send index, receive index.
 TICKET_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """One exchange, seen from one rank; the same ticket carries rows there, back, and their gradients.
+    """The plan of an exchange, seen from one rank; the same ticket carries rows there, back, and their gradients.
 
     Attributes:
         slot_offsets: end of each slot's rows after the exchange, int32 ``[S]`` on the device.
@@ -57,9 +57,9 @@ def _join(starts: Ints, lengths: Ints, ends: Ints) -> Ints:
 
 
 def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """:func:`join_segments` of each pair of starts and lengths, and where each segment ends in that, on ``device``.
+    """Join the segments of each pair of starts and lengths on ``device``, and return where each of them ends, too.
 
-    Where kernels run, only starts and ends go there, in one copy, and the numbers are written there.
+    Where kernels run, only starts and ends are copied there, once, and kernels write the numbers.
     """
     ends = [np.cumsum(lengths) for _, lengths in ranges]
     if not runs_on(device):
@@ -77,9 +77,9 @@ def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) ->
 
 
 def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
-    """Begin and length of one chunk's part of each segment; sender and receiver cut alike.
+    """Return begin and length of one chunk's part of each segment; sender and receiver cut alike.
 
-    What does not divide goes to another chunk for each expert, so that chunks stay even where segments are short.
+    Each expert's remainder goes to another chunk, so that chunks stay even where segments are short.
     """
     begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
     return begin, end - begin
@@ -88,7 +88,7 @@ def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, I
 def make_tickets(
     quotas: Quotas, placement: Placement, rank: int, device: torch.device, chunks: int = 1
 ) -> list[Ticket]:
-    """What one rank sends and receives, in so many chunks.
+    """Plan the rows that one rank sends and receives, in ``chunks`` chunks.
 
     Args:
         quotas: this rank's part: which of its rows go where, and which arrive.

@@ -1,1 +1,1 @@
-"""What a model and its layers remember between steps."""
+"""State of a model and its layers between steps."""

@@ -1,12 +1,12 @@
-"""The runtime record of one MoE layer, found by a number that is baked into graphs.
+"""Runtime records of MoE layers, each found by a number that is baked into graphs.
 
-A graph must not hold ownership, placement, rank or counts, or every change of them would be a
-recompile. It holds the number, and the operators look the rest up here.
+A graph must not hold ownership, placement, rank or counts, or every change of them would be a recompile. It holds the
+number, and the operators look the rest up here.
 
 **The seam between operators and transports.** A layer holds a :class:`Carrier`, and its operators
-(``hecate.runtime.ops``) ask it for all rows, replicas and counts that travel. Nobody asks which one it is: what
-others must know, such as whether rows come in bounded room, is an attribute. ``hecate.runtime.ops.by_collectives``,
-``hecate.runtime.ops.by_nodes`` and ``hecate.runtime.one_sided.carrier`` are three of them;
+(``hecate.runtime.ops``) ask it to move all rows, replicas and counts. No caller asks which carrier it is: facts that
+others must know, such as whether the room for rows is bounded, are attributes. ``hecate.runtime.ops.by_collectives``,
+``hecate.runtime.ops.by_nodes`` and ``hecate.runtime.one_sided.carrier`` are three carriers;
 ``hecate.wrap.choose_carrier`` has the list.
 """
 
@@ -33,7 +33,7 @@ from hecate.runtime.state.registry import Registry
 
 @dataclass(eq=False)
 class Layer:
-    """One experts module: who owns its experts, and what its last step carried.
+    """One experts module: its owners, and records of its last step.
 
     Attributes:
         id: the number in the graph. The same on every rank, since all ranks compile the same models
@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def owners(self) -> Owners:
-        """Who owns its experts now."""
+        """Owners of its experts now."""
         return self.placer.owners
 
     @property
@@ -83,21 +83,22 @@ class Layer:
     def counts(self) -> torch.Tensor | None:
         """Rows that each rank routed to each expert in the last step, ``[W, E]``; None before the first.
 
-        On the CPU, or at one rank, or where counts stay there, on the device.
+        They are on the CPU; at one rank, or where counts stay there, on the device.
         """
         ends = self.counted
         return ends if ends is None or ends.dim() == 2 else torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0)
 
     @property
     def sizes(self) -> LayerSizes:
-        """What one of its experts weighs on the wire, and what a row weighs and computes."""
+        """Bytes of an expert and of a row in a collective, and the operations of a row."""
         return self.placer.sizes
 
     def planning(self, *, homeward: bool) -> Callable[[], None] | None:
-        """Plans the next step, unless it is planned: what the host does beside an exchange of rows.
+        """Return the host's work during an exchange, to plan the next step; None if it plans in another one.
 
-        Beside the one to experts. A GPU's host has their kernels to launch then, so it plans beside the one home. If
-        it launches the collectives, too, it is layers ahead in a backward, and plans there what can wait.
+        On a CPU the host plans, unless that is done, during the exchange to experts. A GPU's host has their kernels
+        to launch then, so it plans during the one back. If it launches the collectives, too, it is layers ahead in a
+        backward, and plans there whatever can wait.
         """
         now = homeward == (self.world.device.type != "cpu")
         if self.world.queue.on_stream and self.placer.can_wait_for_backward:
@@ -105,17 +106,19 @@ class Layer:
         return self.placer.plan_ahead if now else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """What rows of ``dtype`` travel in."""
+        """Return the dtype in which rows of ``dtype`` travel."""
         wire = self.wire_dtype
         narrower = wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
         return wire if wire is not None and narrower else dtype
 
     def wire_of(self, rows: torch.Tensor) -> torch.dtype:
-        """What ``rows`` ``[R, ...]`` travel in. One value a row, a routing weight, is not worth rounding."""
+        """Return the dtype in which ``rows`` ``[R, ...]`` travel; rows of one value, routing weights, stay as they
+        are.
+        """
         return self.travels_as(rows.dtype) if rows.shape[1:].numel() > 1 else rows.dtype
 
     def count_rows_sent(self, rows: torch.Tensor, *hops: list[int]) -> None:
-        """Rows like those of ``rows`` ``[R, ...]`` travel.
+        """Count rows like those of ``rows`` ``[R, ...]`` as sent.
 
         Args:
             hops: how many of them to each rank, length W, each time that they are sent.
@@ -125,11 +128,11 @@ class Layer:
             self._add_sent(row_bytes, send)
 
     def count_rows_later(self, rows: torch.Tensor, send: torch.Tensor) -> None:
-        """The same, where only the device knows how many rows go to each rank, int64 ``[W]``."""
+        """Count rows as sent where only the device knows how many go to each rank, int64 ``[W]``."""
         self.unread.append((self._bytes_of_row(rows), send))
 
     def read_rows(self) -> None:
-        """Take in what only the device knew. Waits for it, if there is something."""
+        """Read counts of rows that only the device knew, and wait for it if there are any."""
         unread, self.unread = self.unread, []
         for row_bytes, send in unread:
             self._add_sent(row_bytes, send.tolist())
@@ -137,7 +140,7 @@ class Layer:
             self.rows, self.arrived = int(self.arrived.sum()), None
 
     def _bytes_of_row(self, rows: torch.Tensor) -> int:
-        """As it travels. The size of a row is known from the first exchange on."""
+        """Return the bytes of a row as it travels, and note them in the layer's sizes from the first exchange on."""
         width = rows.shape[1:].numel()
         row_bytes = width * self.wire_of(rows).itemsize
         if width > 1 and self.sizes.row_bytes != row_bytes:
@@ -151,31 +154,31 @@ class Layer:
         self.node_bytes_sent += row_bytes * (total - here)
 
 
-# Where rows go and come from: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives. In a
-# ticket by nodes (see :class:`Relaying`) the rows that are passed on stand before the last.
+# A ticket: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives. In a ticket by nodes (see
+# :class:`Relaying`) the rows that are passed on stand before the last.
 Ticket = Sequence[Tensor]
 
 
 class Carrier(Protocol):
-    """Moves rows and experts of the layers of a model between ranks.
+    """Carries rows and experts of the layers of a model between ranks.
 
-    What travels is packed before a method returns its :class:`Job`, whose result is what came. All ranks call the
-    same methods in the same order.
+    A method packs the tensors that it sends before it returns its :class:`Job`, whose result is what was received.
+    All ranks call the same methods in the same order.
     """
 
     @property
     def room_percent(self) -> int:
-        """A rank has room for so many percent of its own rows, whatever comes; 0 for as many as come."""
+        """Percentage of its own rows for which a rank has room, whatever it is sent; 0 where room is unbounded."""
 
     @property
     def counts_stay(self) -> bool:
-        """Whether counts of rows stay on the device, so that the host learns of them at :meth:`settle`."""
+        """Tell whether counts of rows stay on the device, so that the host learns of them at :meth:`settle`."""
 
     def place(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """Take this step's placement: int8 ``[E, W]``, and the experts of this rank's replicas, int64 ``[K]``."""
 
     def gather_counts(self, layer: Layer, counts: Tensor) -> Job:
-        """Rows of every rank for every expert: int64 ``[E] -> [W, E]``."""
+        """Gather the rows of every rank for every expert: int64 ``[E] -> [W, E]``."""
 
     def route(
         self, layer: Layer, counts: Tensor, placement: Placement, like: Tensor, *, rows: int, chunks: int
@@ -192,27 +195,27 @@ class Carrier(Protocol):
         """
 
     def ticket_like(self, counts: Tensor, like: Tensor, *, rows: int) -> list[Tensor]:
-        """A ticket of the sizes that :meth:`route` gives it, for tracing."""
+        """Return a ticket of the sizes that :meth:`route` gives it, for tracing."""
 
     def dispatch(self, layer: Layer, rows: Tensor, ticket: Ticket) -> Job:
-        """Rows to the ranks that hold their experts: ``[R, ...] -> [R', ...]``."""
+        """Bring rows to the ranks that hold their experts: ``[R, ...] -> [R', ...]``."""
 
     def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
-        """Results back to where their rows came from: ``[R', ...] -> [num_rows, ...]``, zeros for rows never sent."""
+        """Return results to their rows' ranks: ``[R', ...] -> [num_rows, ...]``, zeros for rows never sent."""
 
     def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
-        """SparseAllGather: a rank's replicas, ``[E_r, ...] -> [K, ...]`` of each tensor."""
+        """Fill a rank's replicas (SparseAllGather): ``[E_r, ...] -> [K, ...]`` of each tensor."""
 
     def reduce_replicas(
         self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
     ) -> Job:
-        """SparseReduceScatter: the mean over ranks of the slots' gradients, at the owners.
+        """Bring the mean over ranks of the slots' gradients to the owners (SparseReduceScatter).
 
         ``[E_r, ...], [K, ...] -> [E_r, ...]`` of each tensor.
         """
 
     def settle(self, *, whole: bool = False) -> None:
-        """Let the host learn what the device alone knows of the last forward. All ranks together.
+        """Let the host learn what the device alone knows of the last forward. A collective.
 
         Args:
             whole: of its backward, too; waits for the device.
@@ -223,10 +226,10 @@ class Carrier(Protocol):
         """
 
     def forget(self) -> None:
-        """What the host was to learn is of no interest any more: the forward is undone."""
+        """Forget what the host was still to learn: the forward is undone."""
 
     def replays(self, placer: Placer) -> Replays:
-        """What changes between two replays of launches that are recorded once, of all layers of a model."""
+        """Return the state that changes between replays of launches recorded once, for all layers of a model."""
 
 
 @runtime_checkable
@@ -246,28 +249,28 @@ class Relaying(Carrier, Protocol):
 
 
 class Replays(Protocol):
-    """What recorded launches read that is another in each replay."""
+    """State that recorded launches read and that differs from replay to replay."""
 
     def prepare(self, placements: Mapping[Layer, Placement]) -> None:
         """Make room for these placements, and more, before launches are recorded."""
 
     def forget(self) -> None:
-        """Nothing is recorded any more."""
+        """Forget all recorded launches."""
 
     def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
-        """Whether recorded launches can follow these; the same on all ranks."""
+        """Tell whether recorded launches can follow these placements; the answer is the same on all ranks."""
 
     def write(self, placements: Mapping[Layer, Placement]) -> None:
-        """Let what is launched from now on follow these."""
+        """Let launches from now on follow these placements."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Inside, operators read and write what recorded launches do."""
+        """Let operators inside the block read and write the state of recorded launches."""
 
     def recorded(self) -> None:
-        """A forward was recorded: remember what it would tell the host."""
+        """Remember what a forward that was recorded would tell the host."""
 
     def tell_again(self, forward_ends: object) -> None:
-        """A replay tells it once more, when the event ``forward_ends`` has come."""
+        """Tell the host the same after a replay, when the event ``forward_ends`` has come."""
 
 
 LAYERS: Registry[Layer] = Registry("MoE layer")
@@ -288,5 +291,5 @@ def add_layer(*, name: str, owners: Owners, world: World, carrier: Carrier, plac
 
 
 def get_layer(id: int) -> Layer:
-    """The record of ``id``."""
+    """Return the record of ``id``."""
     return LAYERS[id]

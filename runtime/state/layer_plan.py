@@ -32,7 +32,7 @@ class InUse:
 
 @dataclass
 class LayerPlan:
-    """What a layer remembers between steps.
+    """A layer's memory between steps.
 
     Attributes:
         loads: rows per expert in the last steps, oldest first.
@@ -53,12 +53,12 @@ class LayerPlan:
     recent: deque[InUse] = field(default_factory=lambda: deque(maxlen=4))
 
     def forget(self) -> None:
-        """Begin to add up the load anew."""
+        """Start the total load at 0."""
         self.total_load, self.steps_seen = 0, 0
 
 
 class LayerPlacer:
-    """Asks the model's policy about one layer.
+    """Asks the model's policy about one layer, and checks its answers.
 
     Attributes:
         id: the layer's number, a key for what a policy remembers.
@@ -90,7 +90,7 @@ class LayerPlacer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers between steps, for checkpoints. Owners are not in it."""
+        """Return the layer's memory between steps, for checkpoints, without owners."""
         plan = self.plan
         return {
             "loads": list(plan.loads),
@@ -101,7 +101,7 @@ class LayerPlacer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, under the same owners."""
+        """Continue from a :meth:`state_dict`, under the same owners."""
         plan = self.plan = LayerPlan(loads=deque(state["loads"], maxlen=self.model.policy.window))
         plan.total_load, plan.steps_seen, plan.step = state["total_load"], state["steps_seen"], state["step"]
         if state["planned"] is not None:
@@ -109,22 +109,22 @@ class LayerPlacer:
             self._plan(Placement(self.owners, holders))
 
     def label(self, operator: str) -> str:
-        """A collective of the layer's forward that began last, in words that are the same on all ranks."""
+        """Name a collective of the layer's latest forward, in words that are the same on all ranks."""
         step = self.plan.step
         # Without exchanges nothing is placed, and forwards are not counted.
         return f"{operator} of {self.name}, step {step - 1}" if step else f"{operator} of {self.name}"
 
     def change_owners(self, owners: Owners) -> None:
-        """Owners from now on. What was planned for the old ones is planned anew."""
+        """Set the owners from now on. A plan for the old owners is made anew."""
         self.owners = owners
         self.plan.planned = None
 
     @property
     def can_wait_for_backward(self) -> bool:
-        """Whether the next step may be planned in this one's backward.
+        """Tell whether the next step may be planned in this one's backward.
 
-        There is one, and the exchange of another layer compares the plan before it is used. Without a backward the
-        next forward plans.
+        It may if there is a backward, and another layer's exchange compares the plan before it is used. Without a
+        backward the next forward plans.
         """
         return self.model.learning and not self.model.places_first(self.name)
 
@@ -134,9 +134,9 @@ class LayerPlacer:
             self._plan(self.model.policy.place(self.view))
 
     def _plan(self, placement: Placement) -> None:
-        """Make it the next forward's, if a step can run on it.
+        """Make a placement the next forward's, if a step can run on it.
 
-        What that step asks of it is worked out here, where planning hides, and not where the step waits for it.
+        Tables that the step needs of it are made here, beside other work, and not where the step waits for them.
         """
         self._checked(placement, "place")
         self._sign(placement)
@@ -146,7 +146,7 @@ class LayerPlacer:
             self.travels(placement).prepare()
 
     def _checked(self, placement: Placement, method: str) -> Placement:
-        """What the policy returned, if a step can run on it; else an error that names the policy."""
+        """Return the policy's placement if a step can run on it, else raise an error that names the policy."""
         if not isinstance(placement, Placement):
             raise self._wrong(method, f"{_kind(placement)}, not a Placement")
         if placement.owners != self.owners:
@@ -176,7 +176,7 @@ class LayerPlacer:
         self.model.sign(self.name, self.plan.step, self.owners, placement)
 
     def take(self) -> Placement:
-        """The placement of the forward that begins now."""
+        """Return the placement of the forward that begins now."""
         self.plan_ahead()
         plan = self.plan
         placement = plan.planned
@@ -187,7 +187,7 @@ class LayerPlacer:
         return placement
 
     def calibrate(self, placement: Placement, counts: Ints) -> Placement:
-        """The policy's second thoughts, after the gate."""
+        """Let the policy add holders after the gate, and return the placement with them."""
         calibrated = self._checked(self.model.policy.calibrate(self.view, placement, counts), "calibrate")
         if not calibrated.includes(placement):
             raise self._wrong("calibrate", "a placement without some of the holders that it was given")
@@ -197,14 +197,14 @@ class LayerPlacer:
         return calibrated
 
     def assign(self, placement: Placement, counts: Ints) -> Quotas:
-        """This rank's part of the exchange."""
+        """Return this rank's part of the exchange."""
         rank = self.model.world.rank
         quotas = self.model.policy.assign(self.view, placement, counts, rank)
         self._check_quotas(quotas, placement, counts, rank)
         return quotas
 
     def _check_quotas(self, quotas: Quotas, placement: Placement, counts: Ints, rank: int) -> None:
-        """Every row of this rank goes to one holder of its expert, and only such rows arrive."""
+        """Check that every row of this rank goes to one holder of its expert, and only such rows arrive."""
         if not isinstance(quotas, Quotas):
             raise self._wrong("assign", f"{_kind(quotas)}, not Quotas")
         held = placement.matrix > 0
@@ -231,19 +231,19 @@ class LayerPlacer:
             )
 
     def observe(self, counts: Ints) -> None:
-        """Remember the rows ``[W, E]`` of a step."""
+        """Remember the rows ``[W, E]`` of a step, if they tell about the next ones."""
         if self.model.learning:
             self.remember(counts)
 
     def remember(self, counts: Ints) -> None:
-        """The same, where the forward is over and it is known that it tells about the next ones."""
+        """Remember the rows ``[W, E]`` of a forward that is over and is known to tell about the next ones."""
         plan, load = self.plan, counts.sum(0)
         plan.loads.append(load)
         plan.total_load = plan.total_load + load
         plan.steps_seen += 1
 
     def find(self, matrix: torch.Tensor) -> Placement:
-        """The placement behind a graph's ``[E, W]`` tensor."""
+        """Return the placement of a graph's ``[E, W]`` tensor."""
         wanted = matrix.numpy()
         key: bytes = wanted.tobytes()
         for known in reversed(self.plan.recent):
@@ -252,7 +252,7 @@ class LayerPlacer:
         return self._keep(Placement.from_matrix(wanted))
 
     def travels(self, placement: Placement) -> Travels:
-        """How its replicas travel, and this rank's part in that."""
+        """Return how a placement's replicas travel, with this rank's part in that."""
         for known in self.plan.recent:
             if known.placement is placement:
                 if known.travels is None:
@@ -264,7 +264,7 @@ class LayerPlacer:
         return Travels(placement, self.model.world.rank, stages_of(placement, self.model.topology))
 
     def _keep(self, placement: Placement) -> Placement:
-        """The same, or an equal one in use, with all that was worked out for it; the newest from now on."""
+        """Return the placement, or an equal one in use with all that was worked out for it, as the newest in use."""
         recent, key = self.plan.recent, placement.key
         known = next((known for known in recent if known.key == key), None)
         if known is None:

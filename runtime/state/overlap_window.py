@@ -1,6 +1,6 @@
-"""How much of the experts' transfer other work hides: predicted before the first step, measured in the first ones.
+"""Time in which other work hides the experts' transfer: predicted before the first step, measured in the first.
 
-The paper takes the time of everything but the MoE layers, measured (section 4). It is what lies between the last
+The paper takes the measured time of everything but the MoE layers (section 4). Here it is the time between the last
 exchange of one MoE layer and the first of the next, where the schedule leaves the link to experts and gradients.
 """
 
@@ -25,12 +25,13 @@ from hecate.runtime.placement.planner import Rates
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 
-# Measured before these training forwards, the first of which compile, until so many were whole. Their median counts.
+# Training forwards before which the time is measured: from the third on, since the first compile, to the twentieth at
+# most, until three whole steps were measured. Their median counts.
 _FIRST, _LAST, _ENOUGH = 3, 20, 3
 
 
 def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
-    """The fewest tokens that a rank has in a step; all ranks call this together.
+    """Return the fewest tokens that a rank has in a step. A collective.
 
     On one machine without a GPU it is 0: gloo copies with the cores that compute, so nothing travels for free.
 
@@ -45,7 +46,7 @@ def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
 
 
 def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates) -> Rates:
-    """Add what the schedule can hide to measured rates: the dense compute between two MoE layers, both directions.
+    """Add the time that can hide transfers to measured rates: dense compute between two MoE layers, both ways.
 
     Args:
         tokens: from :func:`fewest_tokens`.
@@ -58,15 +59,15 @@ def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates
 
 
 def dense_seconds(tokens: int, dense_parameters: int, layers: int, flops: float) -> float:
-    """Dense compute of one layer and step: a multiply and an add for each element and token, three times."""
+    """Return the seconds of a layer's dense compute in a step: multiply-adds per element and token, three times."""
     return 3 * 2 * tokens * dense_parameters / layers / flops
 
 
 def measure_hidden(spans: Iterable[Span], world: World) -> float:
-    """Seconds between two MoE layers in the steps that ``spans`` are of, forward and backward together.
+    """Return the seconds between two MoE layers in the steps of ``spans``, both directions together. A collective.
 
-    The median over the layers of a rank, and the least of all ranks, which call this together. Infinite if no rank
-    has two layers in a row in both directions.
+    It is the median over the layers of a rank, and the least of all ranks; infinite if no rank has two layers in a
+    row in both directions.
     """
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}
     for part, gap in _gaps(list(spans)):
@@ -78,8 +79,8 @@ def measure_hidden(spans: Iterable[Span], world: World) -> float:
 
 
 def _gaps(spans: list[Span]) -> Iterator[tuple[str, float]]:
-    """The time between the layers' exchanges, less that in which dense parameters or gradients have the link."""
-    # What a layer needs at once; everything else travels between layers.
+    """Yield the seconds between layers' exchanges, less those in which dense parameters or gradients use the link."""
+    # A layer needs its exchanges at once; everything else travels between layers.
     exchanges = [span for span in spans if _is_exchange(span)]
     others = [span for span in spans if not _is_exchange(span)]
     for before, after in pairwise(exchanges):
@@ -93,15 +94,15 @@ def _is_exchange(span: Span) -> bool:
 
 
 def _taken(span: Span, begin: float, end: float) -> float:
-    """Seconds between ``begin`` and ``end`` in which nothing more can travel behind compute."""
-    # For experts the compute should not have stood still; all else has the link to itself.
+    """Return the seconds between ``begin`` and ``end`` in which nothing more can travel behind compute."""
+    # Experts take away only the time in which the compute stood still for them; all else has the link to itself.
     hideable = collective_named(span.operator).carries == "replicas"
     first, last = (span.waited, span.ready) if hideable else (span.begun, span.ended)
     return max(0.0, min(last, end) - max(first, begin))
 
 
 def can_measure(placer: Placer, world: World) -> bool:
-    """Whether the host sees when compute runs, which it does not with a GPU, and there is something to hide.
+    """Tell whether the host sees when compute runs, which it does not with a GPU, and there is something to hide.
 
     On a single node nothing is hidden: see :func:`predict_hidden`.
     """
@@ -110,7 +111,7 @@ def can_measure(placer: Placer, world: World) -> bool:
 
 @dataclass
 class HiddenTime:
-    """Puts the measured time in the place of the predicted one, as the first steps go by: the median of three.
+    """Replaces the predicted time by the measured one, as the first steps go by: the median of three.
 
     All ranks do it before the same forwards, so their plans stay equal.
     """
@@ -121,22 +122,22 @@ class HiddenTime:
     _found: list[float] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, for checkpoints."""
+        """Return the steps and times so far, for checkpoints."""
         return {"steps": self._steps, "found": list(self._found)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a :meth:`state_dict`."""
         self._steps, self._found = state["steps"], list(state["found"])
 
     def before_forward(self, mode: StepMode) -> None:
-        """Called by all ranks. The queue still has the spans of the forward and backward before this one."""
+        """Measure, if it is time to; the queue still has the spans of the last forward and backward. A collective."""
         if not mode.training or len(self._found) == _ENOUGH or self._steps > _LAST:
             return
         self._steps += 1
         if not _FIRST <= self._steps <= _LAST:
             return
         queue = self.world.queue
-        # What is on its way must not meet the measurement's own collective.
+        # Collectives under way must not mix with the measurement's own.
         queue.drain()
         hidden = measure_hidden(queue.spans, self.world)
         if math.isfinite(hidden):

@@ -1,10 +1,10 @@
-"""What the placements of a model's layers share, and proof that all ranks have the same.
+"""Shared state of the placements of a model's layers, and proof that all ranks have the same.
 
 Every rank runs its policy on the same counts and so comes to the same placement without talking. A digest of all
 placements so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
-layer and the step. A placement is made beside its layer's exchange of rows in the step before, so the next layer's
+layer and the step. A placement is made during its layer's exchange of rows in the step before, so the next layer's
 exchange, or the first one of the next forward, compares it before it is used; that of a model's only MoE layer, and
-what ``calibrate`` adds, is compared in the exchange after.
+additions of ``calibrate``, are compared in the exchange after.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 
 
 class Placer:
-    """One policy for all layers of a model. One per compiled model; each layer has a ``LayerPlacer`` over it.
+    """The policy of all layers of a model. One per compiled model; each layer has a ``LayerPlacer`` over it.
 
     Attributes:
         policy: the policy.
@@ -50,47 +50,47 @@ class Placer:
 
     @classmethod
     def static(cls, world: World) -> Placer:
-        """Nothing is replicated, on one node."""
+        """Return a placer that replicates nothing, on one node."""
         return cls(Static(), Topology.even(world.size, world.size), world)
 
     @property
     def learning(self) -> bool:
-        """Whether the counts of a forward tell about the next ones: not while gradients are off."""
+        """Tell whether the counts of a forward tell about the next ones: not while gradients are off."""
         return self.step.mode is None or self.step.mode.training
 
     def state_dict(self) -> dict[str, Any]:
-        """What layers share between steps, for checkpoints."""
+        """Return the state that layers share between steps, for checkpoints."""
         return {"rates": asdict(self.rates), "optimizer_stepped": self.optimizer_stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with the same policy on as many ranks in the same nodes."""
+        """Continue from a :meth:`state_dict`, with the same policy on as many ranks in the same nodes."""
         self.set_rates(Rates(**state["rates"]), because="as in the checkpoint")
         self.optimizer_stepped = state["optimizer_stepped"]
 
     def set_rates(self, rates: Rates, *, because: str) -> None:
-        """Plan with other rates from now on. All ranks do so at the same time, with the same rates."""
+        """Set the rates to plan with from now on. All ranks set the same rates at the same time."""
         self.rates, self.rates_from = rates, because
 
     # --- the same on all ranks ---
 
     def sign(self, name: str, step: int, owners: Owners, placement: Placement) -> None:
-        """Take a layer's new placement into the digest."""
+        """Add a layer's new placement to the digest."""
         self._last[name] = step, placement
         holders = placement.pairs if self.policy.replicates else ()
         plan = b"".join(part.tobytes() for part in (owners.array, *holders))
         self.digest = hashlib.blake2b(self.digest + f"{name} {step}".encode() + plan, digest_size=8).digest()
 
     def places_first(self, name: str) -> bool:
-        """Whether forwards begin with this layer."""
+        """Tell whether forwards begin with this layer."""
         return next(iter(self._last), None) == name
 
     @property
     def signature(self) -> int:
-        """The digest as a number that fits beside the counts."""
+        """Digest as a number that fits beside the counts."""
         return int.from_bytes(self.digest, "little", signed=True)
 
     def check(self, signatures: torch.Tensor) -> None:
-        """Compare what travelled with the counts: signature and proof of each rank, int64 ``[W, 3]``.
+        """Compare the columns that travelled with the counts: signature and proof of each rank, int64 ``[W, 3]``.
 
         Raises:
             DisagreementError: on every rank, with the first collective in which ranks parted, or the first layer

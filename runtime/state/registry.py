@@ -1,6 +1,6 @@
 """Records that graphs name by number.
 
-A graph must not hold what changes between steps. It holds a number, and operators look the record up here.
+A graph must not hold anything that changes between steps. It holds a number, and operators look the record up here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Registry(Generic[T]):
         self._records: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def add(self, make: Callable[[int], T]) -> T:
-        """Make a record from its number. Who gets it must keep it: the registry does not."""
+        """Make a record from its number. The caller must keep it: the registry does not."""
         number = next(self._numbers)
         record = self._records[number] = make(number)
         return record
 
     def __getitem__(self, number: int) -> T:
-        """The record with this number.
+        """Return the record with this number.
 
         Raises:
             LookupError: there is none, any more or in this process.

@@ -1,4 +1,4 @@
-"""How the forward that runs right now was called."""
+"""Mode in which the forward that runs right now was called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepMode:
-    """What a forward is for. The same on all ranks.
+    """The purpose of a forward. The same on all ranks.
 
     Attributes:
         training: gradients are recorded, so its routing tells about the next steps.
@@ -21,7 +21,7 @@ class StepMode:
 
 @dataclass
 class CurrentStep:
-    """Shared by everything that belongs to one model.
+    """State of the running step, shared by everything that belongs to one model.
 
     Attributes:
         mode: of the compiled forward that runs now; None between forwards, backwards included.
