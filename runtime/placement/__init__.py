@@ -1,1 +1,1 @@
-"""Who holds which expert, and who computes which rows: integers only, no process group, clock or device."""
+"""Placement of experts and of rows on ranks: integers only, no process group, clock or device."""

@@ -35,7 +35,7 @@ from hecate.runtime.placement.policy import LayerView, Policy
 Objective = Literal["time", "paper"]
 Replicas = int | Literal["auto"]
 
-# What an expert's states weigh beside its parameters, as Adam's: parameters, gradients and two moments.
+# Size of an expert's states in units of its parameters, as with Adam: parameters, gradients and two moments.
 _STATES = 4
 
 # Steps between searches among all recipes, and while nothing is worth replicating.
@@ -49,7 +49,7 @@ _WORTH_MOVING = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """What a layer's last placement was made with.
+    """The choices with which a layer's last placement was made.
 
     Attributes:
         turn: placements so far.
@@ -103,11 +103,11 @@ class Hecate(Policy):
         self.replicates = (self.replica_memory if self.replicas == "auto" else self.replicas) > 0
 
     def most_replicas(self, owners: Owners) -> int:
-        """Replicas that a rank may hold of a layer with these owners."""
+        """Return the replicas that a rank may hold of a layer with these owners."""
         return most_replicas(self.replicas, self.replica_memory, owners.num_experts, owners.world_size)
 
     def _slots(self, layer: LayerView) -> int:
-        """Replicas that a rank may hold of a layer until it is searched again."""
+        """Return the replicas that a rank may hold of a layer until it is searched again."""
         chosen = self._chosen.get(layer.id)
         # Owners may have changed since.
         most = self.most_replicas(layer.owners)
@@ -122,12 +122,15 @@ class Hecate(Policy):
         return self._place_fast(layer)
 
     def _place_fast(self, layer: LayerView) -> Placement:
-        """Loads drift, so what was best is nearly best in the next steps: only now and then all is searched."""
+        """Place by the last recipe and a few like it: loads drift, so the best is nearly best in the next steps.
+
+        Only now and then all recipes are searched.
+        """
         steps = steady_steps(layer.loads, self.window)
         load = expected_load(layer.loads, steps)
         last = self._chosen.get(layer.id)
         if last is None or last.rates != layer.rates:
-            # What was best on another machine, or before it was measured, is no guide.
+            # The best recipe on another machine, or from before this one was measured, is no guide.
             last = _Chosen(rates=layer.rates)
         turn, recipe, slots = last.turn, last.recipe, self._slots(layer)
         if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
@@ -145,14 +148,14 @@ class Hecate(Policy):
         return placement
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
-        """The placement for a known load, by this policy's objective."""
+        """Return the placement for a known load, by this policy's objective."""
         if self.objective == "time":
             return materialize_fastest(load, owners, layer.costs, slots=self._slots(layer), fills=fills).placement
         budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(owners))
         return materialize(load, owners, layer.topology, budget)
 
     def _time(self, layer: LayerView, load: Ints, placement: Placement) -> StepTime:
-        """What a step with this load takes, dispatched as this policy does."""
+        """Predict a step with this load, dispatched as this policy does."""
         rows = load.tolist()
         split: Sequence[Sequence[float]] = (
             split_fastest(rows, placement, layer.costs)
@@ -182,10 +185,10 @@ class Hecate(Policy):
         return list(map(self._swapped, layers)) if self.objective == "time" else self._sharded(layers)
 
     def _swapped(self, layer: LayerView) -> Owners:
-        """The layer's owners after a few swaps, if those pay for their moves until the next time.
+        """Return the layer's owners after a few swaps, if those pay for their moves until the next time.
 
-        They must, both for the mean load since the last time and for that of the last steps: where loads move,
-        neither alone says what comes.
+        They must pay both for the mean load since the last time and for that of the last steps: where loads move,
+        neither alone predicts the next ones.
         """
         owners, costs, slots = layer.owners, layer.costs, self._slots(layer)
         chosen = self._chosen.get(layer.id)
@@ -200,10 +203,10 @@ class Hecate(Policy):
         return new
 
     def _sharded(self, layers: Sequence[LayerView]) -> list[Owners]:
-        """The paper's Algorithm 2, if steps are predicted to be faster then."""
+        """Return owners by the paper's Algorithm 2, if steps are predicted to be faster with them."""
         old = [layer.owners for layer in layers]
         plans = [self._planned(layer, layer.long_load, layer.owners) for layer in layers]
-        # t: experts that will be replicated, so that it matters little who owns them.
+        # t, the number of experts that will be replicated, so that it matters little who owns them.
         hot = [sum(len(ranks) > 1 for ranks in plan.holders) for plan in plans]
         new = shard_owners([layer.long_load for layer in layers], old, layers[0].topology, hot)
         before = sum(
@@ -226,11 +229,11 @@ class Hecate(Policy):
 
 
 def most_replicas(replicas: Replicas, memory: float, experts: int, ranks: int) -> int:
-    """Replicas of a layer that a rank may hold, whoever owns what.
+    """Return how many replicas of a layer a rank may hold, whoever owns what.
 
     Args:
-        memory: in parts of the states of as many experts as a rank owns on average. Of one where that is less: ranks
-            that own none are those that others' experts should go to.
+        memory: in parts of the states of as many experts as a rank owns on average, but at least of one: ranks that
+            own none are those to which others' experts should go.
     """
     if replicas != "auto":
         return replicas
@@ -246,7 +249,7 @@ def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: i
 
 
 def overlap_degree(layer: LayerView) -> int:
-    """t, how many experts can cross to a node, and their gradients back, in the time that is hidden (paper, 4)."""
+    """Return t: how many experts cross to a node, and their gradients back, in the hidden time (paper, section 4)."""
     topology, rates = layer.topology, layer.rates
     link = rates.node_bytes if topology.num_nodes > 1 else rates.rank_bytes
     travels = layer.sizes.expert_transfers * layer.sizes.expert_bytes
@@ -254,7 +257,7 @@ def overlap_degree(layer: LayerView) -> int:
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:
-    """The holders of ``placement`` and those of ``more`` for which there are slots, hottest experts first.
+    """Add the holders in ``more`` to those in ``placement``, as far as there are slots, hottest experts first.
 
     Returns:
         All of them, and a placement of the new ones alone.

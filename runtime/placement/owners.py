@@ -1,4 +1,4 @@
-"""Which rank owns which expert of a layer."""
+"""Owners of the experts of a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Owners:
-    """Every expert of one layer is owned by exactly one rank.
+    """Owners of the experts of one layer: exactly one rank for each.
 
     A rank keeps its experts in slots, in ascending order of their ids. A rank may own none.
 
@@ -32,7 +32,7 @@ class Owners:
 
     @classmethod
     def contiguous(cls, num_experts: int, world_size: int) -> Owners:
-        """The even start: E // W experts per rank in order, the first E % W ranks hold one more."""
+        """Return an even start: E // W experts per rank in order, the first E % W ranks hold one more."""
         share, extra = divmod(num_experts, world_size)
         ranks = [rank for rank in range(world_size) for _ in range(share + (rank < extra))]
         return cls(tuple(ranks), world_size)
@@ -42,11 +42,11 @@ class Owners:
         return len(self.ranks)
 
     def owned_by(self, rank: int) -> list[int]:
-        """The experts of ``rank``, in slot order."""
+        """Return the experts of ``rank``, in slot order."""
         return [expert for expert, owner in enumerate(self.ranks) if owner == rank]
 
     def rows(self, rows: Sequence[int]) -> list[int]:
-        """Rows of each rank, length W, if owners compute all rows of their experts; ``rows`` are those of experts."""
+        """Return the rows of each rank, length W, if owners compute all ``rows`` of their experts, length E."""
         level = [0] * self.world_size
         for owner, count in zip(self.ranks, rows, strict=True):
             level[owner] += count
@@ -64,7 +64,7 @@ class Owners:
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many experts each rank owns, length W."""
+        """Number of experts that each rank owns, length W."""
         return [self.ranks.count(rank) for rank in range(self.world_size)]
 
     @cached_property
@@ -74,5 +74,5 @@ class Owners:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether :attr:`by_rank` is 0, 1, 2, ...: shards joined in rank order are already the full tensor."""
+        """Tell whether :attr:`by_rank` is 0, 1, 2, ...: shards joined in rank order are already the full tensor."""
         return list(self.ranks) == sorted(self.ranks)

@@ -1,4 +1,4 @@
-"""Which rank holds which expert in one step."""
+"""Placement of a layer's experts in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which ranks hold which experts during one step: a superset of the owners (paper, section 4).
+    """The ranks that hold each expert during one step: a superset of the owners (paper, section 4).
 
     Attributes:
         owners: who owns what.
@@ -28,19 +28,19 @@ class Placement:
 
     @classmethod
     def owned(cls, owners: Owners) -> Placement:
-        """Owners only: nothing is materialized."""
+        """Return a placement on owners only: nothing is materialized."""
         return cls(owners, owners.alone)
 
     @classmethod
     def with_replicas(cls, owners: Owners, replicas: list[set[int]]) -> Placement:
-        """The owners and ``replicas``, the further ranks that hold each expert."""
+        """Return a placement on the owners and on ``replicas``, the further ranks that hold each expert."""
         alone = owners.alone
         held = [tuple(sorted({*alone[e], *more})) if more else alone[e] for e, more in enumerate(replicas)]
         return cls(owners, tuple(held))
 
     @classmethod
     def from_matrix(cls, matrix: NDArray[np.integer]) -> Placement:
-        """The inverse of :attr:`matrix`."""
+        """Return the placement with this :attr:`matrix`."""
         owners = Owners(tuple(np.argmax(matrix, axis=1).tolist()), matrix.shape[1])
         experts, ranks = np.nonzero(matrix)
         ends = np.cumsum(np.bincount(experts, minlength=len(matrix)))[:-1]
@@ -66,9 +66,9 @@ class Placement:
         return self.matrix.tobytes()
 
     def slots_on(self, rank: int) -> Ints:
-        """The experts that ``rank`` holds, own ones before replicas, both by (owner, expert): int64 ``[S]``.
+        """Return the experts that ``rank`` holds, own ones before replicas, both by (owner, expert): int64 ``[S]``.
 
-        Worked out once for each rank; not to be written to.
+        The array is made once for each rank, and must not be written to.
         """
         if (slots := self._slots.get(rank)) is None:
             experts, ranks = self.pairs
@@ -78,7 +78,7 @@ class Placement:
         return slots
 
     def replicas_on(self, rank: int) -> Ints:
-        """The experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
+        """Return the experts that ``rank`` holds and does not own, in slot order: int64 ``[K]``."""
         return self.slots_on(rank)[self.owners.counts[rank] :]
 
     @cached_property
@@ -92,11 +92,11 @@ class Placement:
 
     @cached_property
     def num_replicas(self) -> int:
-        """Expert copies that travel: the lambda * |C| of the paper's volume formula."""
+        """Number of expert copies that travel: the lambda * |C| of the paper's volume formula."""
         return sum(map(len, self.holders)) - len(self.holders)
 
     def includes(self, other: Placement) -> bool:
-        """Whether every holder of ``other`` is one here, with the same owners."""
+        """Tell whether every holder of ``other`` is one here, with the same owners."""
         return self.owners == other.owners and all(
             set(mine) >= set(theirs) for mine, theirs in zip(self.holders, other.holders, strict=True)
         )
@@ -111,7 +111,7 @@ class Placement:
 
 
 def changes(values: Ints) -> Bools:
-    """Whether each of ``values`` ``[n]`` differs from the one before; the first one does."""
+    """Tell for each of ``values`` ``[n]`` whether it differs from the one before; the first one does."""
     changed = np.empty(len(values), dtype=bool)
     changed[:1] = True
     np.not_equal(values[1:], values[:-1], out=changed[1:])

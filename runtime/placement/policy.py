@@ -1,8 +1,8 @@
-"""Who holds what, and who computes what: the interface of policies, and static expert parallelism.
+"""Policies: who holds what and who computes what; their interface, and static expert parallelism.
 
-A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank; what it
-remembers between steps comes from the same calls on all ranks. So all ranks come to the same plan. The engine
-(the layers' records, the operators, the passes) knows only :class:`Policy`; give an instance of your own to
+A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank; its
+memory between steps comes from the same calls on all ranks. So all ranks come to the same plan. The engine (the
+layers' records, the operators, the passes) knows only :class:`Policy`; give an instance of your own to
 ``hecate.Config(policy=...)``.
 """
 
@@ -21,7 +21,7 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class LayerView:
-    """What a policy may know about one layer. Equal on all ranks.
+    """A layer as a policy sees it. Equal on all ranks.
 
     Attributes:
         id: number of the layer, a key for what a policy remembers.
@@ -43,12 +43,12 @@ class LayerView:
 
     @cached_property
     def costs(self) -> CostModel:
-        """What a step of this layer takes."""
+        """Cost model of a step of this layer."""
         return CostModel(topology=self.topology, sizes=self.sizes, rates=self.rates)
 
 
 class Policy:
-    """The interface, and the static policy: owners compute their experts, and nothing is replicated.
+    """The interface of policies, and the static policy: owners compute their experts, and nothing is replicated.
 
     Attributes:
         replicates: whether :meth:`place` or :meth:`calibrate` may return replicas. Without it the graph has no
@@ -64,16 +64,17 @@ class Policy:
     reshard_every: int = 0
 
     def __repr__(self) -> str:
-        # Ranks compare their options as text, which must not hold an address: so no functions in public attributes.
+        # Ranks compare their options as text, which must not hold an address; so public attributes must not be
+        # functions.
         options = {name: value for name, value in sorted(vars(self).items()) if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def place(self, layer: LayerView) -> Placement:
-        """Holders for the next step, before its gate has run: owners and replicas."""
+        """Return the holders for the next step, before its gate has run: owners and replicas."""
         return Placement.owned(layer.owners)
 
     def calibrate(self, layer: LayerView, placement: Placement, counts: Ints) -> Placement:
-        """More holders, now that the rows ``[W, E]`` are known. Must include ``placement``."""
+        """Return a placement with more holders, as the rows ``[W, E]`` are known. It must include ``placement``."""
         return placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
@@ -81,18 +82,18 @@ class Policy:
         return assign_tokens(counts, placement, layer.topology, rank)
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
-        """New owners of all layers, for a step boundary."""
+        """Return new owners of all layers, for a step boundary."""
         return [layer.owners for layer in layers]
 
     def state_dict(self) -> dict[int, Any]:
-        """What it remembers of layers between steps, by ``LayerView.id``, for checkpoints.
+        """Return the policy's memory of layers between steps, by ``LayerView.id``, for checkpoints.
 
-        Plain data: numbers, strings, lists, tuples, dicts and arrays.
+        It is plain data: numbers, strings, lists, tuples, dicts and arrays.
         """
         return {}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, with the same layers on as many ranks; ids may be others."""
+        """Continue from a :meth:`state_dict`, with the same layers on as many ranks; ids may be others."""
 
 
 @dataclass

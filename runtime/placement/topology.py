@@ -1,4 +1,4 @@
-"""Ranks in nodes."""
+"""Topology: ranks in nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hecate.runtime.placement.owners import Ints
 
 @dataclass(frozen=True)
 class Topology:
-    """Which node each rank is on; links inside a node are fast, between nodes slow.
+    """The node of each rank; links inside a node are fast, between nodes slow.
 
     Attributes:
         node_of: node of each rank, length W, numbered from 0 without gaps.
@@ -30,7 +30,7 @@ class Topology:
 
     @classmethod
     def even(cls, world_size: int, ranks_per_node: int) -> Topology:
-        """Nodes of ``ranks_per_node`` consecutive ranks; the last may have fewer."""
+        """Return nodes of ``ranks_per_node`` consecutive ranks; the last may have fewer."""
         return cls(tuple(rank // ranks_per_node for rank in range(world_size)))
 
     @property
@@ -79,7 +79,7 @@ class Topology:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the ranks of each node follow one another."""
+        """Tell whether the ranks of each node follow one another."""
         return list(self.node_of) == sorted(self.node_of)
 
     def sum_nodes(self, values: Ints) -> Ints:
@@ -88,12 +88,12 @@ class Topology:
         return np.add.reduceat(ordered, self._node_starts, axis=0)
 
     def split_by_node(self, values: Ints) -> Ints:
-        """Give the ranks of each node a line of their own: ``[..., W] -> [..., N, most]``, zero where none is."""
+        """Give each node's ranks a line of their own: ``[..., W] -> [..., N, most]``, zero behind the last rank."""
         padded = np.concatenate([values, np.zeros((*values.shape[:-1], 1), dtype=values.dtype)], axis=-1)
         return padded[..., self.node_lines]
 
     def join_nodes(self, lines: Ints) -> Ints:
-        """The inverse of :meth:`split_by_node`: ``[n, N, most] -> [n, W]``."""
+        """Return the inverse of :meth:`split_by_node`: ``[n, N, most] -> [n, W]``."""
         joined = np.zeros((len(lines), self.world_size + 1), dtype=np.int64)
         joined[:, self.node_lines] = lines
         return joined[:, :-1]

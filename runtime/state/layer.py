@@ -112,9 +112,7 @@ class Layer:
         return wire if wire is not None and narrower else dtype
 
     def wire_of(self, rows: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which ``rows`` ``[R, ...]`` travel; rows of one value, routing weights, stay as they
-        are.
-        """
+        """Return the dtype in which ``rows`` ``[R, ...]`` travel; rows of one value (routing weights) stay exact."""
         return self.travels_as(rows.dtype) if rows.shape[1:].numel() > 1 else rows.dtype
 
     def count_rows_sent(self, rows: torch.Tensor, *hops: list[int]) -> None:

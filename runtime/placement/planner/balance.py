@@ -1,7 +1,7 @@
 """Balance: split every expert's rows over its holders so that the busiest rank has few.
 
-Also: add the replicas without which that is not possible (:func:`shed_excess`). A rank's level is the number of rows
-that it computes.
+:func:`shed_excess` adds the replicas without which that is not possible. A rank's level is the number of rows that it
+computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
 
-# Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth: a
-# numerator and a denominator each, since all of this is whole numbers, which a GPU computes alike.
-# Against the linear program that costs 0.1 % on average (tests/runtime/placement/planner/test_dispatch.py).
+# Sweeps end when the busiest rank is this close to a lower bound, or gets better by less than a thousandth. The bound
+# is a numerator and a denominator: all numbers are whole, so that a GPU computes the same ones. Against the linear
+# program that costs 0.1 % on average (tests/runtime/placement/planner/test_dispatch.py).
 SWEEPS = 20
 GOOD_ENOUGH = 1003, 1000
 STALLED = 999, 1000
@@ -29,7 +29,7 @@ PARTS_BITS = 32
 
 
 def local_split(rows: list[int], placement: Placement, topology: Topology) -> list[list[float]]:
-    """The rows of each expert on each of its holders if rows go to the nearest one, every rank having the same share.
+    """Return each expert's rows on its holders if rows go to the nearest one, and ranks have equal shares.
 
     Holders in a node share its rows evenly; those of nodes without a holder are shared by all holders.
     """
@@ -37,7 +37,7 @@ def local_split(rows: list[int], placement: Placement, topology: Topology) -> li
 
 
 def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float]:
-    """:func:`local_split` for one expert."""
+    """Return :func:`local_split` for one expert."""
     if len(ranks) == 1 or topology.num_nodes == 1:
         return [total / len(ranks)] * len(ranks)
     weights = _local_weights(ranks, topology)
@@ -46,7 +46,7 @@ def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list
 
 
 def _local_weights(ranks: tuple[int, ...], topology: Topology) -> list[int]:
-    """What the parts in :func:`local_split` are in proportion to, for an expert with holders ``ranks``."""
+    """Return numbers in proportion to the parts in :func:`local_split`, for an expert with holders ``ranks``."""
     held: dict[int, int] = {}
     for rank in ranks:
         node = topology.node_of[rank]
@@ -62,12 +62,12 @@ def _local_weights(ranks: tuple[int, ...], topology: Topology) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def local_ends(ranks: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
-    """Where each holder's part of an expert's rows ends in :func:`local_split`, if they have the length 2**32.
+    """Return where each holder's part of an expert's rows ends in :func:`local_split`, on a length of 2**32.
 
     >>> [end / 2**PARTS_BITS for end in local_ends((0, 2, 3), Topology((0, 0, 1, 1)))]
     [0.5, 0.75, 1.0]
 
-    Rounded up, so that parts of equal weight get the same rows where these divide.
+    Ends are rounded up, so that parts of equal weight get the same rows where these divide.
     """
     weights = _local_weights(ranks, topology)
     whole = sum(weights)
@@ -75,7 +75,7 @@ def local_ends(ranks: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
 
 
 def cut_at(total: int, ends: Sequence[int]) -> list[int]:
-    """``total`` rows in whole parts that end at ``ends``, of a length of 2**32.
+    """Cut ``total`` rows into whole parts that end at ``ends``, on a length of 2**32.
 
     >>> cut_at(7, [2**31, 3 * 2**30, 2**32])
     [3, 2, 2]
@@ -85,12 +85,13 @@ def cut_at(total: int, ends: Sequence[int]) -> list[int]:
 
 
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
-    """How many rows of each expert each of its holders computes, so that the busiest rank has as few as possible.
+    """Return the rows of each expert that each holder computes, so that the busiest rank has as few as possible.
 
     Block coordinate descent on the sum of squared levels, from :func:`local_split` in whole rows: one after the
     other, each expert with a holder that has too many rows splits its rows anew, while all other rows stay where they
     are (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
-    overload nobody keep their rows where they are. All numbers are whole, so ``kernels/balance_rows`` finds the same.
+    overload no rank keep their rows where they are. All numbers are whole, so ``kernels/balance_rows`` finds the
+    same.
 
     Args:
         rows: of each expert, length E.
@@ -117,7 +118,7 @@ def balance(rows: list[int], placement: Placement, topology: Topology) -> list[l
 
 
 def owners_only(rows: list[int], placement: Placement) -> list[list[int]]:
-    """Owners compute all rows of their experts, and other holders none."""
+    """Return a split in which owners compute all rows of their experts, and other holders none."""
     return [
         [count] if len(ranks) == 1 else [count * (rank == owner) for rank in ranks]
         for count, ranks, owner in zip(rows, placement.holders, placement.owners.ranks, strict=True)
@@ -125,10 +126,11 @@ def owners_only(rows: list[int], placement: Placement) -> list[list[int]]:
 
 
 def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
-    """As :func:`balance`, but no row leaves a node that holds its expert, so few travel between nodes.
+    """Balance rows as :func:`balance` does, but let no row leave a node that holds its expert.
 
-    That is so if every rank has the same share of an expert's rows, as is assumed; as far as nodes route differently,
-    rows travel. Those of nodes without a holder are shared by the nodes that have one.
+    This keeps rows from travelling between nodes if every rank has the same share of an expert's rows, as is assumed;
+    as far as nodes route differently, rows travel. Rows of nodes without a holder are shared by the nodes that have
+    one.
     """
     alone, blocks, places = [0] * placement.owners.world_size, [], []
     split = [[count] for count in rows]
@@ -158,7 +160,7 @@ def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) 
 
 
 def _shares(total: int, weights: list[int]) -> list[int]:
-    """``total`` in whole parts that are in proportion to ``weights``."""
+    """Divide ``total`` into whole parts in proportion to ``weights``."""
     ends, sum_of = [0], sum(weights)
     for weight in weights:
         ends.append(ends[-1] + weight)
@@ -180,10 +182,10 @@ class Block(NamedTuple):
 
 
 def even_out(alone: list[int], blocks: list[Block]) -> list[int]:
-    """Split the rows of each block over its holders so that the highest level is low. Blocks are sorted for that.
+    """Split the rows of each block over its holders so that the highest level is low. ``blocks`` are sorted for that.
 
     Args:
-        alone: rows of each rank that nobody else can take.
+        alone: rows of each rank that no other rank can take.
 
     Returns:
         Rows of each rank.
@@ -253,10 +255,10 @@ def shed_excess(
 ) -> list[dict[int, int]]:
     """Add replicas until no rank has more than its even share of rows, as far as slots allow.
 
-    To shed means: a rank with more than its even share gives rows away. At first the holders of each expert have its
-    rows evenly. Then the rank with most rows gives rows of its hottest expert to the rank with fewest that has a free
-    slot: its whole excess, or what the other lacks, or all rows of that expert. So every replica brings a rank to the
-    even share or an expert to another rank.
+    A rank sheds when it has more than its even share and gives rows away. At first the holders of each expert have
+    its rows evenly. Then the rank with most rows gives rows of its hottest expert to the rank with fewest that has a
+    free slot: its whole excess, or the rows that the other lacks, or all rows of that expert. So every replica brings
+    a rank to the even share or an expert to another rank.
 
     Args:
         rows: of each expert, length E.
@@ -287,7 +289,7 @@ def shed_excess(
 
 
 def _split_whole(total: int, ranks: list[int], topology: Topology | None) -> list[int]:
-    """Whole rows for each holder, as even as they go; with a topology first over nodes by their size."""
+    """Divide whole rows over the holders, as evenly as possible; with a topology first over nodes by their size."""
     if topology is None:
         return _shares(total, [1] * len(ranks))
     held: dict[int, int] = {}

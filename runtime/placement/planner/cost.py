@@ -1,6 +1,7 @@
 """Predict: how many seconds one layer's step takes under a placement.
 
-It adds up what the busiest rank computes, the rows on the busiest link, and what of the replicas' transfer shows.
+A prediction adds up the rows that the busiest rank computes, the rows on the busiest link, and the part of the
+replicas' transfer that is not hidden.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Floats = NDArray[np.float64]
 # Passes over rows and links in one step: forward, and twice that in backward; rows go there and back in each
 # direction.
 _COMPUTE, _ROWS = 3, 4
-# What moves with an expert that gets another owner: its parameters and two moments, as Adam's.
+# States that move with an expert to another owner: its parameters and two moments, as with Adam.
 _STATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast the machine is, for one layer or all. Equal on all ranks.
+    """Speeds of the machine, for one layer or all. Equal on all ranks.
 
     Attributes:
         flops: floating-point operations per second of one rank in expert matmuls.
@@ -55,12 +56,12 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """What one layer computes and moves.
+    """The operations and bytes of one layer.
 
     Attributes:
         row_flops: operations on one row in the forward.
-        row_bytes: one row on the wire.
-        expert_bytes: all parameters of one expert on the wire.
+        row_bytes: bytes of one row in a collective.
+        expert_bytes: bytes of all parameters of one expert in a collective.
         expert_transfers: times that a replica crosses the link in a step: it comes once, again for the backward if it
             is rematerialized, and its gradient leaves once.
         together: rows of a token, where its row crosses to each node once; 1 where each crosses by itself.
@@ -96,7 +97,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """What a step of one layer takes, with every rank routing the same share of each expert's rows.
+    """The time of a step of one layer, if every rank routes the same share of each expert's rows.
 
     ``rows`` are of each expert, length E, and ``split`` the rows of each expert on each of its holders, in the order
     of ``placement.holders``.
@@ -114,11 +115,11 @@ class CostModel:
         return StepTime(compute=compute, rows=seconds, experts=travel, exposed=exposed)
 
     def exposed_seconds(self, placement: Placement) -> float:
-        """The part of :meth:`step` that depends on the replicas alone: ``exposed``."""
+        """Return ``exposed`` of :meth:`step`, which depends on the replicas alone."""
         return max(0.0, self.replica_seconds(placement) - self.rates.hidden_seconds)
 
     def work(self, rows: list[int], split: Sequence[Sequence[float]], placement: Placement) -> tuple[float, float]:
-        """The part of :meth:`step` that depends on ``split``: ``compute`` and ``rows``."""
+        """Return ``compute`` and ``rows`` of :meth:`step`, which depend on ``split``."""
         topology, rates = self.topology, self.rates
         world_size, num_nodes = topology.world_size, topology.num_nodes
         experts, ranks = placement.pairs
@@ -141,7 +142,7 @@ class CostModel:
         return self.compute(float(computed.max())), _ROWS * seconds * self.sizes.row_bytes
 
     def owners_work(self, rows: list[int], owners: Owners) -> tuple[float, float]:
-        """:meth:`work` if owners compute all rows of their experts."""
+        """Return :meth:`work` if owners compute all rows of their experts."""
         topology, rates = self.topology, self.rates
         world_size, total, level = topology.world_size, sum(rows), owners.rows(rows)
         seconds = 0.0
@@ -160,9 +161,10 @@ class CostModel:
         return self.compute(max(level)), _ROWS * seconds * self.sizes.row_bytes
 
     def _crossing(self, rows: Any, of: Any) -> Any:
-        """Rows on a node's link, if ``rows`` of the ``of`` that might are computed behind it; numbers or arrays.
+        """Return how many rows cross a node's link if ``rows`` of ``of`` are computed behind it; numbers or arrays.
 
-        Where a token crosses once, it does if any of its rows does. They are taken to go where they go independently.
+        Where a token crosses once, it does if any of its rows does; rows of a token are assumed to choose
+        independently.
         """
         together = self.sizes.together
         if together == 1:
@@ -171,16 +173,16 @@ class CostModel:
         return of * (1 - (1 - part) ** together) / together
 
     def compute(self, rows: float) -> float:
-        """Seconds in which one rank computes so many rows, forward and backward."""
+        """Return the seconds in which one rank computes so many rows, forward and backward."""
         return _COMPUTE * rows * self.sizes.row_flops / self.rates.flops
 
     @property
     def exposed(self) -> CostModel:
-        """The same where nothing hides a transfer."""
+        """This cost model if nothing hid a transfer."""
         return replace(self, rates=replace(self.rates, hidden_seconds=0.0))
 
     def replica_seconds(self, placement: Placement) -> float:
-        """Seconds in which a placement's replicas come and their gradients leave, one stage after the other."""
+        """Return the seconds in which replicas come and their gradients leave, one stage after the other."""
         if placement.num_replicas == 0:
             return 0.0
         (_, owners, leaders), (_, sources, destinations) = hops(placement, self.topology)
@@ -190,7 +192,7 @@ class CostModel:
         return self.sizes.expert_transfers * copies * self.sizes.expert_bytes
 
     def move_seconds(self, sources: Ints, destinations: Ints) -> float:
-        """Seconds in which experts move with their optimizer state, each from a rank to another, both ``[n]``.
+        """Return the seconds to move experts with their optimizer state from ranks to ranks, both ``[n]``.
 
         Nothing hides that: it happens between two steps.
         """
@@ -201,13 +203,13 @@ class CostModel:
         return _STATES * max(across, within) * self.sizes.expert_bytes
 
     def reshard_seconds(self, old: Owners, new: Owners) -> float:
-        """:meth:`move_seconds` of the experts that change owners."""
+        """Return :meth:`move_seconds` of the experts that change owners."""
         moves = np.flatnonzero(old.array != new.array)
         return self.move_seconds(old.array[moves], new.array[moves])
 
 
 def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tuple[Ints, Ints, Floats]:
-    """Each expert on each node that holds it, and its rows there: three ``[n]``. Experts ascend."""
+    """Return each expert on each node that holds it, and its rows there: three ``[n]``. Experts ascend."""
     visits = experts * topology.num_nodes + nodes
     if not topology.in_order:
         order = np.argsort(visits, kind="stable")
@@ -217,7 +219,7 @@ def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tu
 
 
 def _exchanged(own: Floats, have: Floats, compute: Floats, where: Ints) -> tuple[Floats, Floats]:
-    """Rows that each rank (or node) receives and sends, ``[W]`` (or ``[N]``).
+    """Return the rows that each rank (or node) receives and sends, ``[W]`` (or ``[N]``).
 
     Args:
         own: rows that each rank (or node) has, ``[W]`` (or ``[N]``).
@@ -231,7 +233,7 @@ def _exchanged(own: Floats, have: Floats, compute: Floats, where: Ints) -> tuple
 
 
 def _most(sources: Ints, destinations: Ints) -> int:
-    """Most experts that any rank (or node) sends or receives."""
+    """Return the most experts that any rank (or node) sends or receives."""
     if len(sources) == 0:
         return 0
     return int(max(np.bincount(sources).max(), np.bincount(destinations).max()))

@@ -19,8 +19,8 @@ def deal(
 ) -> None:
     """Give each free slot to the expert with most rows per holder, on a rank that does not hold it yet.
 
-    Of the ranks, one on a node with fewest copies of the expert, and there the first of the list. Of such nodes, the
-    first in turn. It ends when no slot is free, or no expert can take one.
+    The rank is the first in the list of its node, which is one with fewest copies of the expert, the first in turn of
+    such nodes. Dealing ends when no slot is free, or no expert can take one.
 
     Args:
         rows: of each expert, length E.
@@ -54,9 +54,9 @@ def deal(
 def _take_rank(
     owner: int, replicas: set[int], held: list[int], free: list[list[int]], turn: int
 ) -> tuple[int, int] | None:
-    """A node and a rank on it with a free slot that does not hold the expert; it is no longer free.
+    """Take a free slot from a rank that does not hold the expert, and return its node and the rank.
 
-    Nodes with fewest copies first, in turns from ``turn`` on; None if nobody is left.
+    Nodes with fewest copies come first, in turns from ``turn`` on; None if no rank is left.
     """
     order = [*range(turn, len(held)), *range(turn)]
     for wanted in sorted(set(held)):

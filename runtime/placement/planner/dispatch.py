@@ -18,7 +18,7 @@ Dispatch = Literal["nearest", "balanced"]
 
 @dataclass(frozen=True, eq=False)
 class Quotas:
-    """One rank's part of the exchange. What rank r sends to d, rank d expects from r: both compute it alone.
+    """One rank's part of the exchange. Rank r's rows for d are those that d expects from r: both compute them alone.
 
     Attributes:
         sends: rows of each expert to each rank, int64 ``[E, W]``.
@@ -56,7 +56,7 @@ def assign_tokens(
 
 
 def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: Dispatch = "balanced") -> Ints:
-    """Rows that each rank computes, int64 ``[W]``."""
+    """Return the rows that each rank computes, int64 ``[W]``."""
     if how == "balanced" or placement.num_replicas == 0:
         return quota_matrix(balance(counts.sum(0).tolist(), placement, topology), placement).sum(0)
     total = np.zeros(topology.world_size, dtype=np.int64)
@@ -66,7 +66,7 @@ def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: D
 
 
 def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
-    """Nothing is replicated, so every row goes to the owner of its expert."""
+    """Return quotas with every row at the owner of its expert, for placements without replicas."""
     owners = placement.owner_array
     sends = np.zeros(counts.T.shape, dtype=np.int64)
     sends[np.arange(len(owners)), owners] = counts[rank]
@@ -80,9 +80,9 @@ def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
 
 
 def _nearest(counts: Ints, placement: Placement, topology: Topology, rank: int) -> Quotas:
-    """A local holder takes all local rows; else holders in the node share them evenly; else all holders do."""
+    """Let a local holder take all local rows; else holders in the node share them evenly; else all holders do."""
     sends = _even_split(counts[rank], _eligible(placement, topology, rank), rank)
-    # What the others send here, by the same rule seen from this rank, for the experts that it holds: ``[n, W]``.
+    # Rows of other ranks by the same rule, seen from this rank, for the experts that it holds: ``[n, W]``.
     receives = np.zeros_like(counts)
     held = np.flatnonzero(placement.matrix[:, rank])
     holds = placement.matrix[held] > 0
@@ -100,7 +100,7 @@ def _nearest(counts: Ints, placement: Placement, topology: Topology, rank: int) 
 
 
 def _eligible(placement: Placement, topology: Topology, source: int) -> Bools:
-    """The holders among which the rows of ``source`` are split: bool ``[E, W]``."""
+    """Return the holders among which the rows of ``source`` are split: bool ``[E, W]``."""
     holders = placement.matrix > 0
     in_node = holders & (topology.nodes == topology.node_of[source])
     eligible = np.where(in_node.any(1, keepdims=True), in_node, holders)
@@ -129,8 +129,8 @@ def _balanced(
     """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any.
 
     Rows that ranks have and rows that holders compute meet like two lines of segments laid side by side, in rank
-    order (:func:`_sent`). All ranks have rows, but only holders compute them. So what a rank sends is found from the
-    holders of all experts, and what it receives from all ranks' rows of the experts that it holds.
+    order (:func:`_sent`). All ranks have rows, but only holders compute them. So a rank's sends follow from the
+    holders of all experts, and its receives from all ranks' rows of the experts that it holds.
     """
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
@@ -151,7 +151,8 @@ def _balanced(
 
 
 def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Ints:
-    """Rows of ``rank`` that each holder gets, ``[n]``: holder ``ranks[i]`` computes ``quota[i]`` of ``experts[i]``.
+    """Return the rows that each holder gets of ``rank``, ``[n]``. Holder ``ranks[i]`` wants ``quota[i]`` of
+    ``experts[i]``.
 
     First every rank keeps what it may. Then the rows of an expert that ranks have left lie on one line, rank by rank,
     and those that its holders still want on another, holder by holder. As many rows as the segment of a rank and that
@@ -182,13 +183,14 @@ def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topol
     else:
         earlier = topology.position < topology.position[rank]
         lead = _left_together(counts, experts, ranks, kept, earlier)
-    # Step 3: anywhere. This rank's segment begins behind what the ranks before it have left, which is ``lead``.
+    # Step 3: anywhere. This rank's segment begins after the rows that the ranks before it have left, which is
+    # ``lead``.
     ends = _running(want, experts)
     return sent + _common(ends - want, ends, lead[experts], (lead + left)[experts])
 
 
 class _AfterNodes(NamedTuple):
-    """Where :func:`_sent` stands when rows have been sent inside nodes.
+    """State of :func:`_sent` when rows have been sent inside nodes.
 
     Attributes:
         met: rows of the rank that each holder got in this step, ``[n]``.
@@ -206,7 +208,7 @@ class _AfterNodes(NamedTuple):
 def _sent_in_node(
     counts: Ints, experts: Ints, ranks: Ints, kept: Ints, want: Ints, left: Ints, topology: Topology, rank: int
 ) -> _AfterNodes:
-    """Step 2 of :func:`_sent`. Each node has two lines of its own; the first ``amount`` rows of both meet.
+    """Do step 2 of :func:`_sent`. Each node has two lines of its own; the first ``amount`` rows of both meet.
 
     Args:
         kept: rows that each holder had itself and keeps, ``[n]``.
@@ -215,7 +217,8 @@ def _sent_in_node(
     """
     num_nodes, num_experts = topology.num_nodes, counts.shape[1]
     here, node = topology.node_of[rank], topology.nodes[ranks]
-    # Each expert on each node: what ranks there have left, what holders there want, and what meets, all ``[N, E]``.
+    # For each expert on each node: rows that ranks there have left, that holders there want, and that meet, all
+    # ``[N, E]``.
     visits = node * num_experts + experts
     have = topology.sum_nodes(counts) - _sums(visits, kept, num_nodes * num_experts).reshape(-1, num_experts)
     wanted = _sums(visits, want, num_nodes * num_experts).reshape(-1, num_experts)
@@ -235,14 +238,17 @@ def _sent_in_node(
 
 
 def _left_together(counts: Ints, experts: Ints, ranks: Ints, kept: Ints, which: Bools) -> Ints:
-    """Rows of each expert that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`, ``[E]``."""
+    """Return the rows of each expert that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`.
+
+    The result is int64 ``[E]``.
+    """
     return counts[which].sum(0) - _sums(experts, np.where(which[ranks], kept, 0), counts.shape[1])
 
 
 def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
-    """Rows that ``rank`` gets from each rank, ``[n, W]``, of what ranks ``have`` and ``want``: both ``[n, W]``.
+    """Return the rows that ``rank`` gets from each rank, if ranks ``have`` and ``want`` so many: all ``[n, W]``.
 
-    The three steps of :func:`_sent`, seen from the holder.
+    These are the three steps of :func:`_sent`, seen from the holder.
     """
     kept = np.minimum(have, want)
     have, want = have - kept, want - kept
@@ -265,29 +271,29 @@ def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
 
 
 def _sums(keys: Ints, values: Ints, size: int) -> Ints:
-    """The sum of the values of each key, ``[size]``. Exact: rows are far below 2**53."""
+    """Return the sum of the values of each key, ``[size]``. It is exact: rows are far below 2**53."""
     return np.bincount(keys, values, minlength=size).astype(np.int64)
 
 
 def _running(values: Ints, keys: Ints) -> Ints:
-    """Running sums that start anew at each new key; equal keys stand together."""
+    """Return running sums that start anew at each new key; equal keys stand together."""
     total = np.cumsum(values)
     # Sums before a key never fall, so the last of them is the largest so far.
     return total - np.maximum.accumulate(np.where(changes(keys), total - values, 0))
 
 
 def _common(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> Ints:
-    """Length of the common part of two segments."""
+    """Return the length of the common part of two segments."""
     return np.maximum(np.minimum(end, other_end) - np.maximum(start, other_start), 0)
 
 
 def _first(values: Ints, amount: Ints) -> Ints:
-    """The first ``amount[...]`` of each line of ``values`` ``[..., n]``."""
+    """Return the first ``amount[...]`` of each line of ``values`` ``[..., n]``."""
     return _steps(np.minimum(np.cumsum(values, -1), amount[..., None]))
 
 
 def _overlap(mine: Ints, theirs: Ints, index: int) -> Ints:
-    """How much of the segment ``mine[:, index]`` meets each of ``theirs``, both ``[n, k]`` laid side by side."""
+    """Return how much of the segment ``mine[:, index]`` meets each of ``theirs``, both ``[n, k]``, side by side."""
     end = mine[:, : index + 1].sum(1)
     start = end - mine[:, index]
     met = _steps(np.minimum(np.maximum(np.cumsum(theirs, 1), start[:, None]), end[:, None]))
@@ -296,14 +302,14 @@ def _overlap(mine: Ints, theirs: Ints, index: int) -> Ints:
 
 
 def _steps(ends: Ints) -> Ints:
-    """By how much each value of a line exceeds the one before; the first exceeds zero."""
+    """Return by how much each value of a line exceeds the one before; the first exceeds zero."""
     steps = ends.copy()
     steps[..., 1:] -= ends[..., :-1]
     return steps
 
 
 def quota_matrix(split: list[list[int]], placement: Placement) -> Ints:
-    """The rows of each expert on its holders as int64 ``[E, W]``."""
+    """Return the rows of each expert on its holders as int64 ``[E, W]``."""
     quotas = np.zeros((len(split), placement.owners.world_size), dtype=np.int64)
     quotas[placement.pairs] = np.fromiter(chain.from_iterable(split), dtype=np.int64)
     return quotas

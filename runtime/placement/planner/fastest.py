@@ -25,13 +25,13 @@ _INSURED = 1.05
 # A step may take this much longer with fewer slots than with all that there is memory for: the prediction overstates
 # what a few more gain (docs/decisions.md).
 _ALMOST = 1.03
-# Even ranks are worth a look if they could save this part of what compute and rows take.
+# Even ranks are compared if they could save this part of the seconds of compute and rows.
 _MAY_GAIN = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A placement and what it is predicted to take.
+    """A placement and its predicted time.
 
     Attributes:
         slots: most replicas that a rank could have.
@@ -53,9 +53,10 @@ def materialize_fastest(
     recipes: Sequence[Recipe] | None = None,
     fills: bool | None = None,
 ) -> Choice:
-    """The fastest of a few placements, by :meth:`CostModel.step`.
+    """Return the fastest of a few placements, by :meth:`CostModel.step`.
 
-    Rows cost time where they are computed and where they travel; replicas cost time where they travel. Tried are
+    Rows cost time where they are computed and where they travel; replicas cost time where they travel. These are
+    tried:
 
     1. nothing;
     2. just enough replicas to even out the ranks, inside nodes or across them (:func:`shed_excess`);
@@ -93,9 +94,9 @@ def materialize_fastest(
 
 
 def materialize_frugally(load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int) -> Choice:
-    """:func:`materialize_fastest` with the fewest slots that come within 3 % of all ``slots``.
+    """Materialize as :func:`materialize_fastest` does, with the fewest slots that come within 3 % of all ``slots``.
 
-    Tried are ``slots`` and the powers of two below. If nothing is worth replicating with all of them, nothing is with
+    ``slots`` and the powers of two below are tried. If nothing is worth replicating with all of them, nothing is with
     fewer.
 
     Args:
@@ -115,7 +116,7 @@ def materialize_frugally(load: NDArray[np.integer], owners: Owners, costs: CostM
 def _best_of_each_way(
     rows: list[int], proposals: Iterable[Proposal], costs: CostModel
 ) -> list[tuple[float, Proposal]]:
-    """The best proposal for each value of ``in_nodes``, and the seconds of a step that splits rows as it says."""
+    """Return the best proposal for each value of ``in_nodes``, with the seconds of a step with its split."""
     best: dict[bool, tuple[float, Proposal]] = {}
     for proposal in proposals:
         way = proposal.recipe.in_nodes
@@ -128,7 +129,7 @@ def _best_of_each_way(
 def _unfilled_and_filled(
     load: NDArray[np.integer], proposal: Proposal, slots: int, costs: CostModel
 ) -> Iterator[tuple[Recipe, Placement]]:
-    """The proposal's placement, with its free slots filled or not, or both, as its recipe says.
+    """Yield the proposal's placement, with its free slots filled or not, or both, as its recipe says.
 
     With each comes the recipe that makes just this one.
     """
@@ -137,7 +138,7 @@ def _unfilled_and_filled(
         yield recipe._replace(fills=False), proposal.placement
     if recipe.fills is None or recipe.fills:
         filled = _fill(load, proposal, slots, costs)
-        # The same object if there was nothing to fill.
+        # It is the same object if there was nothing to fill.
         if recipe.fills or filled is not proposal.placement:
             yield recipe._replace(fills=True), filled
 
@@ -145,7 +146,7 @@ def _unfilled_and_filled(
 def _fastest(
     rows: list[int], candidates: Iterable[tuple[Recipe, Placement]], costs: CostModel, nothing: Choice
 ) -> Choice:
-    """The fastest candidate, of equals the last, if it beats ``nothing`` by 5 %. Filled ones may be 5 % slower."""
+    """Return the fastest candidate, of equals the last, if it beats ``nothing`` by 5 %; filled ones may lose 5 %."""
     best, least = nothing, nothing.time.total
     for recipe, placement in candidates:
         time = costs.step(rows, split_fastest(rows, placement, costs), placement)
@@ -159,7 +160,7 @@ def _fastest(
 def materialize_again(
     load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipes: Sequence[Recipe]
 ) -> tuple[Placement, Recipe]:
-    """The best of a few recipes, timed as each splits the rows itself: a fraction of :func:`materialize_fastest`.
+    """Return the best of a few recipes, each timed with its own split: a fraction of :func:`materialize_fastest`.
 
     With one recipe nothing is compared. With several, nothing is replicated unless the best is faster than owners
     alone.
@@ -177,7 +178,7 @@ def materialize_again(
     best, least, alone = proposals[0], math.inf, sum(costs.owners_work(rows, owners))
     for proposal in proposals if len(proposals) > 1 else ():
         seconds = sum(costs.work(rows, proposal.split, proposal.placement))
-        # Most of the others need not be looked at any further.
+        # Most of the others are slower already without their exposed transfer.
         if seconds < least:
             seconds += costs.exposed_seconds(proposal.placement)
         if seconds < least:
@@ -190,7 +191,7 @@ def materialize_again(
 def seconds_of(
     load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int, recipe: Recipe | None
 ) -> float:
-    """Predicted seconds of a step with the placement that a recipe makes, unfilled; None for owners alone."""
+    """Return the predicted seconds of a step with a recipe's placement, unfilled; None stands for owners alone."""
     rows = load.tolist()
     if recipe is None:
         return sum(costs.owners_work(rows, owners))
@@ -199,10 +200,11 @@ def seconds_of(
 
 
 def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> list[list[int]]:
-    """Rows of each expert on each of its holders: the fastest of three ways, by :meth:`CostModel.work`.
+    """Return the rows of each expert on its holders: the fastest of three ways, by :meth:`CostModel.work`.
 
-    Fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), on two nodes only if that may
-    save 3 %; or owners alone: many nodes, or a load other than the expected one. A single node's ranks are made even.
+    The ways are fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), on two nodes only
+    if that may save 3 %; and owners alone, for many nodes, or a load other than the expected one. A single node's
+    ranks are made even.
 
     Args:
         rows: of each expert, length E.

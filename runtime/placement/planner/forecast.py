@@ -11,7 +11,7 @@ from hecate.runtime.placement.owners import Ints
 
 
 def expected_load(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
-    """The rounded mean of the last ``window`` steps (paper, section 4: w = 5).
+    """Return the rounded mean of the last ``window`` steps (paper, section 4: w = 5).
 
     Args:
         history: rows per expert in past steps, oldest first, ``[E]`` for each; may be shorter than the window.
@@ -28,12 +28,12 @@ def expected_load(history: Sequence[NDArray[np.integer]], window: int) -> Ints:
     return (recent.sum(0) + len(recent) // 2) // len(recent)
 
 
-# Steps are alike if their distance is at most this many times what chance alone makes of it.
+# Steps are alike if their distance is at most this many times its expectation by chance alone.
 _CHANCE = 2
 
 
 def steady_steps(history: Sequence[NDArray[np.integer]], window: int) -> int:
-    """How many of the newest steps differ from the very newest by no more than chance; at least 1.
+    """Return how many of the newest steps differ from the very newest by no more than chance; at least 1.
 
     Routing that moves is best told by the newest step alone; a mean only helps where few rows make counts noisy. Two
     counts of the same mean are apart by chance: the square of their difference is their sum, on average. So of the

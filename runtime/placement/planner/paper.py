@@ -15,7 +15,7 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a step can afford.
+    """The replicas that a step can afford.
 
     Attributes:
         overlap_degree: t, how many experts' bytes the compute before the layer can hide.

@@ -1,4 +1,4 @@
-"""Recipes: ways to make a placement of a load, and what comes of them."""
+"""Recipes: ways to make a placement of a load, and the proposals that they make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hecate.runtime.placement.topology import Topology
 
 
 class Recipe(NamedTuple):
-    """How to make a placement.
+    """A way to make a placement.
 
     Attributes:
         spread: how many hot experts are spread, that is, get a copy on every node (every rank of a single node).
@@ -35,13 +35,13 @@ class Recipe(NamedTuple):
 
 
 def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> list[Recipe]:
-    """0, 1, 2, 4, ... and ``most`` hot experts on every node, both ways to even out."""
+    """Return recipes with 0, 1, 2, 4, ... and ``most`` hot experts on every node, with both ways to even out."""
     spreads = sorted({0, most, *(2**power for power in range(most.bit_length()))})
     return [Recipe(spread, way, fills) for spread in spreads for way in _ways(topology)]
 
 
 def near_recipes(recipe: Recipe, topology: Topology, turn: int, count: int = 1) -> list[Recipe]:
-    """``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
+    """Return ``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
 
     Neighbours have one or two hot experts more or fewer, or the other way to even out.
     """
@@ -56,7 +56,7 @@ def _ways(topology: Topology) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a recipe makes of a load.
+    """The placement that a recipe makes of a load, before slots are filled.
 
     Attributes:
         rows: of each expert.
@@ -89,7 +89,7 @@ class Proposal:
 def propose(
     rows: list[int], hottest: list[int], owners: Owners, topology: Topology, slots: int, recipe: Recipe
 ) -> Proposal:
-    """First the hot experts on every node; then, with the slots that are left, even ranks."""
+    """Put the hot experts on every node; then, with the slots that are left, even out ranks."""
     replicas: list[set[int]] = [set() for _ in rows]
     free = [slots] * owners.world_size
     _spread(rows, hottest[: recipe.spread], owners, _groups(topology), replicas, free)
@@ -98,7 +98,7 @@ def propose(
 
 
 def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
-    """Experts with rows, in the order in which they should be put on every node; as many as slots may take.
+    """Return the experts to put on every node, in that order; those with rows, and as many as slots may take.
 
     Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
     """
@@ -126,7 +126,7 @@ def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, sl
 
 
 def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
-    """The nodes; on a single node the ranks."""
+    """Return the nodes; on a single node the ranks."""
     return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
 
 

@@ -1,6 +1,7 @@
 """Re-shard: decide which rank owns which expert.
 
-By the paper's Algorithm 2 (heterogeneous sharding), or by swaps that shorten the predicted time of a step.
+The owners come from the paper's Algorithm 2 (heterogeneous sharding), or from swaps that shorten the predicted time
+of a step.
 """
 
 from __future__ import annotations
@@ -109,16 +110,16 @@ def shard_owners(
 
 
 def _least_loaded(here: list[int], total: list[int], free: list[int], topology: Topology) -> int:
-    """A rank with a free slot, on the node with least load in this layer."""
+    """Return a rank with a free slot, on the node with least load in this layer."""
 
     def load_of(ranks: Sequence[int]) -> tuple[float, float, int]:
-        # Per rank, since nodes may have different numbers of them.
+        # The load is per rank, since nodes may have different numbers of them.
         return (
             sum(here[r] for r in ranks) / len(ranks),
             sum(total[r] for r in ranks) / len(ranks),
             sum(free[r] for r in ranks),
         )
 
-    # min takes the first of equals.
+    # ``min`` takes the first of equals.
     node = min((ranks for ranks in topology.members if any(free[r] for r in ranks)), key=load_of)
     return min((rank for rank in node if free[rank]), key=lambda rank: load_of((rank,)))

@@ -29,7 +29,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class StageOfRank:
-    """One stage seen from one rank.
+    """A stage seen from one rank.
 
     Attributes:
         leave, arrive: which of the experts at hand go out and come in, ordered by the other rank, int64.
@@ -44,13 +44,13 @@ class StageOfRank:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Gradients that come back to a rank in one stage, and what is done with them.
+    """Gradients that come back to a rank in one stage, with how they are added up.
 
     Attributes:
         order: the parts slot by slot, those of one slot as they come, by rank: int64 ``[m]``.
         begins: where those of each slot that gets any begin in ``order``, and where the last end, int64 ``[P + 1]``.
         rounds: how many slots have more than 0 parts, more than 1, and so on; see :func:`rounds_of`.
-        passed_on: of what the rank sends in this stage, what is a sum: int64 ``[q]``.
+        passed_on: positions of sums among the gradients that the rank sends in this stage: int64 ``[q]``.
         totals: which of the sums these are, int64 ``[q]``.
     """
 
@@ -62,7 +62,7 @@ class Parts:
 
     @classmethod
     def of(cls, stage: StageOfRank, summed: Ints, slots: int) -> Parts:
-        """Those of ``stage``, as experts came in it, where ``summed`` of so many slots get parts."""
+        """Return the parts in ``stage``, by which experts came, where ``summed`` of ``slots`` slots get parts."""
         where = np.full(slots, -1)
         where[summed] = np.arange(len(summed))
         lengths = np.bincount(where[stage.leave], minlength=len(summed))
@@ -82,7 +82,7 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Travels:
-    """How replicas travel, and what one rank has to do with that. Worked out once; not to be written to.
+    """The travels of replicas, and one rank's part in them. Worked out once; not to be written to.
 
     Attributes:
         placement: whose replicas travel.
@@ -101,24 +101,24 @@ class Travels:
 
     @cached_property
     def leaving(self) -> Ints:
-        """Own experts that others want, int64 ``[L]``."""
+        """Own experts of which others need replicas, int64 ``[L]``."""
         sent = np.concatenate([stage.experts[stage.sources == self.rank] for stage in self.stages])
         return np.unique(sent[self.placement.owner_array[sent] == self.rank])
 
     @cached_property
     def places(self) -> Ints:
-        """Where :attr:`leaving` are among the own ones, int64 ``[L]``."""
+        """Positions of :attr:`leaving` among the own experts, int64 ``[L]``."""
         # Own experts are the first slots.
         return places_of(self.leaving, self.placement.slots_on(self.rank), len(self.placement.holders))
 
     @cached_property
     def there(self) -> tuple[StageOfRank, StageOfRank]:
-        """Each stage as experts travel; at hand are :attr:`leaving`, and behind them :attr:`replicas`."""
+        """Stages as experts travel; at hand are :attr:`leaving`, and behind them :attr:`replicas`."""
         return self._seen_from(np.concatenate([self.leaving, self.replicas]))
 
     @cached_property
     def slots(self) -> tuple[StageOfRank, StageOfRank]:
-        """Each stage, at hand are the rank's slots; as gradients return, what arrived leaves."""
+        """Stages with the rank's slots at hand; as gradients return, a slot that arrived leaves."""
         return self._seen_from(self.placement.slots_on(self.rank))
 
     @cached_property
@@ -131,17 +131,17 @@ class Travels:
 
     @cached_property
     def parts(self) -> tuple[Parts, Parts]:
-        """What comes back in each stage of :attr:`slots`."""
+        """Gradients that come back in each stage of :attr:`slots`."""
         slots = len(self.placement.slots_on(self.rank))
         first, second = (Parts.of(stage, self.summed, slots) for stage in self.slots)
         return first, second
 
     def prepare(self) -> None:
-        """Work out all that a step asks for."""
+        """Work out all arrays that a step asks for."""
         _ = self.places, self.there, self.parts
 
     def experts_sent(self, *, homeward: bool) -> int:
-        """Copies of experts that the rank sends; with ``homeward`` gradients of such."""
+        """Return how many copies of experts the rank sends; with ``homeward`` how many gradients of replicas."""
         if homeward:
             return sum(sum(stage.receive) for stage in self.slots)
         return sum(sum(stage.send) for stage in self.there)
@@ -166,7 +166,7 @@ def _of_rank(at_hand: Ints, stage: Stage, rank: int, placement: Placement) -> St
 
 
 def rounds_of(lengths: Ints) -> tuple[int, ...]:
-    """How many slots have more than 0 parts, more than 1 and so on, from how many each has.
+    """Return how many slots have more than 0 parts, more than 1 and so on, from the number of parts of each.
 
     >>> rounds_of(np.array([2, 0, 1]))
     (2, 1)
@@ -176,14 +176,14 @@ def rounds_of(lengths: Ints) -> tuple[int, ...]:
 
 
 def places_of(experts: Ints, among: Ints, num_experts: int) -> Ints:
-    """Where each of ``experts`` is in ``among``."""
+    """Return the position of each of ``experts`` in ``among``."""
     where = np.zeros(num_experts, dtype=np.int64)
     where[among] = np.arange(len(among))
     return where[experts]
 
 
 def stages_of(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
-    """Between nodes first, then inside them: an expert crosses to a node once and fans out there.
+    """Return the stages, between nodes and then inside them: an expert crosses to a node once and fans out there.
 
     In each node the first holder in rank order receives the expert from its owner and passes it on; in the owner's
     node the owner does. So no rank gets an expert twice, and the number of copies that travel is the number of
@@ -197,7 +197,7 @@ Hops = tuple[Ints, Ints, Ints]
 
 
 def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
-    """The same two stages in any order: experts, sources and destinations."""
+    """Return the stages of :func:`stages_of` in any order: experts, sources and destinations of each."""
     experts, ranks = placement.pairs
     owners = placement.owner_array[experts]
     if topology.num_nodes == 1:
@@ -205,7 +205,7 @@ def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
         nothing = np.zeros(0, dtype=np.int64)
         return (nothing, nothing, nothing), (experts[travels], owners[travels], ranks[travels])
     nodes = topology.nodes
-    # The first holder of each expert on each node; on the owner's node the owner.
+    # Leaders are the first holder of each expert on each node; on the owner's node the owner.
     visits = experts * topology.num_nodes + nodes[ranks]
     first, line = _runs(visits) if topology.in_order else _firsts(visits)
     leaders = np.where(nodes[ranks[first]] == nodes[owners[first]], owners[first], ranks[first])[line]
@@ -218,13 +218,13 @@ def hops(placement: Placement, topology: Topology) -> tuple[Hops, Hops]:
 
 
 def _runs(values: Ints) -> tuple[Ints, Ints]:
-    """Where each value of an ascending array begins, and the number of its run for every element."""
+    """Return where each value of an ascending array begins, and the number of its run for every element."""
     begins = changes(values)
     return np.flatnonzero(begins), np.cumsum(begins) - 1
 
 
 def _firsts(values: Ints) -> tuple[Ints, Ints]:
-    """As :func:`_runs`, for values in any order."""
+    """Return what :func:`_runs` does, for values in any order."""
     _, first, line = np.unique(values, return_index=True, return_inverse=True)
     return first, line
 
