@@ -1,4 +1,4 @@
-"""A graph of some experts of a list alone, which data have chosen, is refused."""
+"""Refuse a graph of some experts of a list alone, if data have chosen them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_chosen_experts(graph: Graph, world: World, frame: FrameType) -> None:
     """Raise if a captured graph has some experts of a list, and data decide which; see ``untraced_loops``.
 
     Args:
-        frame: what runs around what was captured.
+        frame: the frame that runs around the code that was captured.
 
     Raises:
         UntracedReadError: with the line of the loop, and the one where data decide.

@@ -1,7 +1,7 @@
-"""Names of a function whose values come from data, and so may differ between ranks; read off its syntax tree.
+"""Find the names in a function whose values come from data, and so may differ between ranks, by its syntax tree.
 
-Ranks have the same program, options and weights, and other tokens. What is computed from tensors may differ between
-them, and so may sizes, which data give to parts of a batch. Numbers of experts and options are the same.
+Ranks have the same program, options and weights, and other tokens. Values that are computed from tensors may differ
+between them, and so may sizes, which data give to parts of a batch. Numbers of experts and options are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hecate.private import buffers_of, children_of, parameters_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# What all ranks know alike of a tensor, and of any value.
+# Attributes and methods of a tensor, and functions of any value, whose results are the same on all ranks.
 _SAME = {"dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 _SAME_METHODS = {"dim", "is_floating_point", "is_complex"}
 _SAME_FUNCTIONS = {"isinstance", "hasattr", "callable", "type"}
@@ -34,18 +34,18 @@ class DataNames:
     Order does not matter: a name comes from data if any assignment in the function gives it such a value.
 
     Args:
-        function: its tree.
+        function: the tree of the function.
         line: the line.
-        values: what names have there, as far as it is known.
-        names: what is known to come from data.
-        assumed: arguments of which nothing is known, so that they may.
+        values: values of names in that line, as far as they are known.
+        names: names that are known to come from data.
+        assumed: arguments of which nothing is known, so that they may come from data.
     """
 
     def __init__(
         self, function: Function, line: int, values: Mapping[str, Any], names: set[str], assumed: set[str]
     ) -> None:
         self.names, self._assumed, self._values = names | assumed, assumed, values
-        # Names that data may have left None.
+        # Names of which data decide whether they are None.
         self._chosen: set[str] = set()
         nodes = list(ast.walk(function))
         known = -1
@@ -54,14 +54,14 @@ class DataNames:
             for node in nodes:
                 for target, value in _assignments(node):
                     self._bind(target, value)
-                # What is around the line is the same for all that happens in it.
+                # A branch around the line is the same for all code in it.
                 if isinstance(node, (ast.If, ast.While)) and not holds(node, line) and self.reads(node.test):
                     for target in (target for inner in ast.walk(node) for target, _ in _assignments(inner)):
                         self.names.update(_written(target))
                         self._chosen.update(_written(target))
 
     def reads(self, node: ast.AST) -> bool:
-        """Whether an expression reads what comes from data."""
+        """Return whether an expression reads a value that comes from data."""
         match node:
             case ast.Name(id=name):
                 return name in self.names or _has_tensor(self._values.get(name))
@@ -89,7 +89,7 @@ class DataNames:
         return any(map(self.reads, ast.iter_child_nodes(node)))
 
     def picks(self, call: ast.Call) -> bool:
-        """Whether data say which module a call calls, or gives to what it calls."""
+        """Return whether data decide which module a call calls, or passes as an argument."""
         if isinstance(call.func, ast.Name) and call.func.id not in self._assumed and self.reads(call.func):
             return True
         if isinstance(call.func, (ast.Subscript, ast.Call)) and self.reads(call.func):
@@ -98,7 +98,7 @@ class DataNames:
         return any(isinstance(self.value(node.value), nn.Module) for node in indexed)
 
     def value(self, node: ast.AST) -> Any:
-        """What a chain of attributes has; of a container, one of what is in it."""
+        """Return the value of a chain of attributes, any one for an element; ``_UNKNOWN`` if it is not known."""
         match node:
             case ast.Name(id=name):
                 return self._values.get(name, _UNKNOWN)
@@ -115,7 +115,7 @@ class DataNames:
         return _UNKNOWN
 
     def _bind(self, target: ast.AST, value: ast.expr) -> None:
-        """Take in an assignment, or what a loop gives to its target; numbers of turns do not come from data."""
+        """Take in an assignment, or the values of a loop's target; numbers of turns do not come from data."""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
         match value:
             case ast.Call(func=ast.Name(id="enumerate"), args=[over, *_]) if len(parts) == 2:
@@ -135,13 +135,13 @@ class DataNames:
 
 
 def holds(node: ast.AST, line: int) -> bool:
-    """Whether a line is one of a node's."""
+    """Return whether a line is one of a node's."""
     first, last = getattr(node, "lineno", line + 1), getattr(node, "end_lineno", line)
     return bool(first <= line <= last)
 
 
 def _assignments(node: ast.AST) -> list[_Assignment]:
-    """What a node alone, without those in it, writes to, and what it writes there."""
+    """Return the targets and values of assignments that a node makes itself, without the nodes in it."""
     match node:
         case ast.Assign(targets=targets, value=value):
             return [(target, value) for target in targets]
@@ -162,7 +162,7 @@ def _assignments(node: ast.AST) -> list[_Assignment]:
 
 
 def _written(target: ast.AST) -> Iterator[str]:
-    """Names and attributes that an assignment writes to; of an element, what has it."""
+    """Yield the names and attributes that an assignment writes to; for an element, its container."""
     match target:
         case ast.Tuple(elts=parts) | ast.List(elts=parts):
             for part in parts:
@@ -176,10 +176,10 @@ def _written(target: ast.AST) -> Iterator[str]:
 
 
 def _has_tensor(value: Any, depth: int = 3) -> bool:
-    """Whether a value is a tensor or an array, or has one in it."""
+    """Return whether a value is a tensor or an array, or has one in it."""
     values = value.values() if isinstance(value, dict) else value
     if isinstance(value, (dict, list, tuple, set)):
-        # Containers may have themselves in them.
+        # A container may have itself in it.
         return depth > 0 and any(_has_tensor(one, depth - 1) for one in values)
     return hasattr(type(value), "__array__")
 

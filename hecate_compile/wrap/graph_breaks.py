@@ -32,7 +32,7 @@ class _Breaks(logging.Handler):
     """Notices graph breaks in torch's log.
 
     Attributes:
-        causes: by file and line of all code that was being traced, where the innermost of it broke.
+        causes: the place where the innermost code broke, by file and line of all code that was being traced.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def places_in(trace: str) -> list[Place]:
-    """The user's lines of a stack as torch prints it, from the outside in."""
+    """Return the user's lines of a stack as torch prints it, from the outside in."""
     return list(filter(_is_of_user, ((file, int(line)) for file, line in _STACK.findall(trace))))
 
 
 def python_around(frame: FrameType | None) -> str:
-    """The user's line that runs as Python around ``frame``, and the graph break because of which; lines of text."""
+    """Return as text the user's line that runs as Python around ``frame``, and the graph break that caused it."""
     text: list[str] = []
     for found in user_frames(frame):
         if not text:
@@ -93,7 +93,7 @@ def python_around(frame: FrameType | None) -> str:
 
 
 def break_near(file: str, line: int) -> str:
-    """The graph break in the function that has a line; "" if none was heard."""
+    """Return the graph break in the function that has a line; "" if none was noticed."""
     function = innermost(file, line, ast.FunctionDef)
     lines = range(function.lineno, (function.end_lineno or line) + 1) if function is not None else range(0)
     cause = _breaks.within(file, lines)
@@ -101,7 +101,7 @@ def break_near(file: str, line: int) -> str:
 
 
 def innermost(file: str, line: int, kind: type[_Node]) -> _Node | None:
-    """The smallest function or class that has a line."""
+    """Return the innermost function or class that has a line; None if there is none."""
     nodes = (node for node in _nodes_of(file) if isinstance(node, kind))
     around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or line)]
     return max(around, key=lambda node: node.lineno, default=None)
@@ -109,7 +109,7 @@ def innermost(file: str, line: int, kind: type[_Node]) -> _Node | None:
 
 @lru_cache(maxsize=64)
 def _nodes_of(file: str) -> tuple[ast.AST, ...]:
-    """The syntax tree of a file, flat; nothing of what has no source."""
+    """Return all nodes of a file's syntax tree; none if it has no source."""
     try:
         return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:
@@ -117,7 +117,7 @@ def _nodes_of(file: str) -> tuple[ast.AST, ...]:
 
 
 def shown(file: str, line: int) -> str:
-    """A line of code with its place, for messages."""
+    """Return a line of code with its place, for messages."""
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
