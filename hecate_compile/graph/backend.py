@@ -66,7 +66,7 @@ class GraphRecord:
 
 @dataclass(eq=False)
 class Backend:
-    """Called by Dynamo with every graph of the model.
+    """The backend that Dynamo calls with every graph of the model.
 
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
@@ -297,6 +297,6 @@ def _tokens(gm: GraphModule) -> int:
 
 
 def _of_model(node: Node, facts: GraphFacts) -> bool:
-    """Return whether an input is a parameter, buffer or other attribute of the model, and no forward's argument."""
+    """Return whether an input is a parameter, buffer or attribute of the model, and no argument of its forward."""
     source = dynamo_source(node)
     return facts.same_on_all_ranks(node) or (source is not None and is_of_model(source.name))

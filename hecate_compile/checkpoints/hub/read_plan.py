@@ -210,7 +210,7 @@ def _is_numbered(names: Sequence[str]) -> bool:
 
 
 def _can_become(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether values may be cast: floats to floats, but for those of one byte, which are quantized."""
+    """Return whether a dtype may become another: the same one, or floats, but for those of one byte (quantized)."""
     floats = source.is_floating_point and target.is_floating_point
     return source == target or (floats and min(source.itemsize, target.itemsize) > 1)
 
