@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 seconds["without"] = time.perf_counter() - begin
                 continue
             monitor = hecate.monitor(model, folder)
-            forward.before = watch.around(forward.before)
+            forward.between.watcher = watch.around(forward.between.watcher)
             log, close = watch.around(monitor.log), watch.around(monitor.close)
             dist.barrier()
             begin = time.perf_counter()

@@ -86,7 +86,7 @@ def capture(
     state = compiled_model_of(model, "capture")
     device, alone = state.world.device, state.world.size == 1
     problem = ""
-    if not alone and not state.forward.carrier.counts_stay:
+    if not alone and not state.forward.between.carrier.counts_stay:
         problem = (
             'with transport="collectives" the host says in each layer how many rows come, and is not there when a '
             'CUDA graph is replayed. Use hecate.Config(transport="symmetric")'
@@ -159,7 +159,7 @@ def stats(model: nn.Module) -> Stats:
         ValueError: the model was not compiled.
     """
     state = compiled_model_of(model, "stats")
-    state.forward.carrier.settle(whole=True)
+    state.forward.between.carrier.settle(whole=True)
     if state.world.group is not None:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hecate.compiled_model import is_compiled
@@ -16,7 +17,7 @@ from hecate.passes import REQUIRED, STAGES, name_of
 from hecate.private import OptimizedModule, compiled_call
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.warn import warn_together
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import World, local_device
 from hecate.wrap.attention_config import AttentionConfig, attention_config
 
 
@@ -143,3 +144,17 @@ def warn_float16(model: nn.Module, world: World) -> None:
             world.rank,
             stacklevel=4,
         )
+
+
+def device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Return the device of the model; for one on the meta device, the one where it should be."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"hecate.compile: the model is spread over {sorted(map(str, devices))}. Move it to one device per rank."
+        )
+    if devices:
+        return devices.pop()
+    if mesh is None or mesh.device_type == "cuda":
+        return local_device()
+    return torch.device(mesh.device_type)

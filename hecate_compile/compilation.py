@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from hecate.checks import (
     check_no_optimizer,
     check_usable,
     describe_model,
+    device_of,
     warn_float16,
 )
 from hecate.compiled_model import CompiledModel
@@ -32,13 +34,14 @@ from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.world import World, find_topology, find_world, local_device
+from hecate.runtime.comm.world import World, find_topology, find_world
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.training.additions import Additions
+from hecate.training.between_forwards import BetweenForwards
 from hecate.training.buffers import Buffers
 from hecate.training.clip_grad_norm import watch_clipping
 from hecate.training.drift import DriftCheck
@@ -193,7 +196,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
-    world = find_world(mesh, _device_of(model, mesh))
+    world = find_world(mesh, device_of(model, mesh))
     shard_dense = config.dense == "shard" and world.size > 1
     agree(
         [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],
@@ -293,24 +296,28 @@ def _forward(
     )
     shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
     measures = config.rates is None and can_measure(placer, world)
+    between = BetweenForwards(
+        model=weakref.ref(model),
+        world=world,
+        has_shards=bool(sharded.layers or shards),
+        carrier=sharded.carrier,
+        buffers=buffers,
+        additions=additions,
+        drift=DriftCheck(lambda: additions.records, sync, every=config.compare_every, in_forwards=in_graphs),
+        owner_mover=owner_mover,
+        hidden_time=HiddenTime(placer, world) if measures else None,
+    )
     return CompiledForward(
         traces,
-        model=model,
-        world=world,
+        between=between,
         records=(*sharded.layers, *shards),
         experts=found.experts,
         step=sharded.step,
-        owner_mover=owner_mover,
-        hidden_time=HiddenTime(placer, world) if measures else None,
         precision=config.mixed_precision,
-        additions=additions,
         outside_gradients=outside_gradients,
-        drift=DriftCheck(lambda: additions.records, sync, every=config.compare_every, in_forwards=in_graphs),
         same_batches=SameBatches(world, enabled=in_graphs),
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,
-        buffers=buffers,
-        carrier=sharded.carrier,
     )
 
 
@@ -332,17 +339,3 @@ def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule]
         if config.attention is None or config.experts is not None or error.passed_over or counts_experts(described):
             raise
         return [], []
-
-
-def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """Return the device of the model; for one on the meta device, the one where it should be."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
-    if len(devices) > 1:
-        raise ValueError(
-            f"hecate.compile: the model is spread over {sorted(map(str, devices))}. Move it to one device per rank."
-        )
-    if devices:
-        return devices.pop()
-    if mesh is None or mesh.device_type == "cuda":
-        return local_device()
-    return torch.device(mesh.device_type)

@@ -103,7 +103,9 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
     if not is_compiled(model):
         return None
     compiled = compiled_model_of(model, "save")
-    compiled.forward.carrier.settle(whole=True)
+    between = compiled.forward.between
+    between.carrier.settle(whole=True)
+    hidden_time = between.hidden_time
     layers = _layers(compiled)
     names = {layer.id: layer.name for layer in layers}
     return {
@@ -113,14 +115,14 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
         "placer": compiled.placer.state_dict(),
         "policy": {names[id]: memory for id, memory in compiled.placer.policy.state_dict().items() if id in names},
         "owner_mover": compiled.owner_mover.state_dict(),
-        "hidden_time": compiled.forward.hidden_time.state_dict() if compiled.forward.hidden_time else None,
+        "hidden_time": hidden_time.state_dict() if hidden_time is not None else None,
     }
 
 
 def forget_last_forward(model: nn.Module) -> None:
     """Drop counts of the last forward that the host has not read yet: they are of the run before the load."""
     if is_compiled(model):
-        compiled_model_of(model, "load").forward.carrier.forget()
+        compiled_model_of(model, "load").forward.between.carrier.forget()
 
 
 def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
@@ -156,8 +158,9 @@ def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
     for name, layer in layers.items():
         layer.placer.load_state_dict(state["layers"][name])
     compiled.owner_mover.load_state_dict(state["owner_mover"])
-    if compiled.forward.hidden_time is not None and state["hidden_time"] is not None:
-        compiled.forward.hidden_time.load_state_dict(state["hidden_time"])
+    hidden_time = compiled.forward.between.hidden_time
+    if hidden_time is not None and state["hidden_time"] is not None:
+        hidden_time.load_state_dict(state["hidden_time"])
     return True
 
 

@@ -128,7 +128,7 @@ def _meet(directory: str | os.PathLike[str], model: nn.Module | None, step: int,
     ranks = ranks_of(model, function)
     ranks.agree(directory=directory, step=step)
     if model is not None and is_compiled(model):
-        compiled_model_of(model, function).forward.drift.before_save()
+        compiled_model_of(model, function).forward.between.drift.before_save()
     return ranks
 
 

@@ -32,7 +32,7 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
         if inner == [""]:
             transformers_trainer.adopt()
             if False in (kwargs.get("broadcast_buffers"), kwargs.get("forward_sync_buffers")):
-                compiled_model_of(module, "compile").forward.buffers.enabled = False
+                compiled_model_of(module, "compile").forward.between.buffers.enabled = False
             _say_where_module_is(module)
             return module
         if inner:

@@ -74,7 +74,7 @@ def monitor(
         ImportError: ``tensorboard=True`` without the package tensorboard.
     """
     state = compiled_model_of(model, "monitor")
-    if state.forward.before is not None:
+    if state.forward.between.watcher is not None:
         raise ValueError("hecate.monitor: this model is monitored already; close the other monitor first")
     if timeline_every < 1 or (first_step or 0) < 0:
         raise ValueError(
@@ -125,7 +125,7 @@ class Monitor:
         self._steps = StepLog(state, place.first_step, timeline_every)
         self._flushed = time.monotonic()
         self._failed = False
-        state.forward.before = self._before_forward
+        state.forward.between.watcher = self._before_forward
 
     def __enter__(self) -> Monitor:
         return self
@@ -202,7 +202,7 @@ class Monitor:
 
     def _let_go(self) -> None:
         """Take the monitor off the model, and close its files and folder."""
-        self._state.forward.before = None
+        self._state.forward.between.watcher = None
         # On a full disk the rest of the buffers does not fit either.
         with suppress(Exception):
             self._place.opened.close()

@@ -159,7 +159,7 @@ class CapturedStep:
         self._inputs = tuple(value.detach().clone() for value in inputs)
         self._loss: Tensor | None = None
         self._replays: tuple[Callable[[], None], ...] = ()
-        self._follows = compiled.carrier.replays(placer)
+        self._follows = compiled.between.carrier.replays(placer)
         self._figures: list[_Figures] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         # Kept, so that an equal address is equal memory: else ranks could come to different answers.
@@ -170,7 +170,7 @@ class CapturedStep:
         for _ in range(max(1, warm_up)):
             recorder.warm_up(self._run_both)
         self._clear_gradients()
-        compiled.carrier.settle(whole=True)
+        compiled.between.carrier.settle(whole=True)
         self._check_averages()
         self._all_layers = tuple(dict.fromkeys(layers))
         # At one rank none is placed, nor are those that gather their experts.
@@ -190,7 +190,7 @@ class CapturedStep:
                 "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
             )
         # Step 1: the work between two steps, and the placements of this one.
-        compiled.begin(_TRAINING)
+        compiled.between(_TRAINING)
         placements = {layer: layer.placer.take() for layer in self._layers}
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
@@ -215,7 +215,7 @@ class CapturedStep:
             for layer, placement in placements.items():
                 count_experts_sent(layer, placement, gathers=self._gathers)
             self._follows.tell_again(forward_ends)
-        compiled.carrier.settle()
+        compiled.between.carrier.settle()
         for layer in self._layers:
             layer.placer.plan_ahead()
         if compiled.after is not None:
@@ -236,7 +236,7 @@ class CapturedStep:
                 # Run once without recording: kernels are compiled and tuned for the sizes of this room.
                 self._recorder.warm_up(self._run_both)
                 self._check_averages()
-                self._compiled.carrier.forget()
+                self._compiled.between.carrier.forget()
                 self._clear_gradients()
                 with keeping_constants() as self._constants:
                     self._replays = self._recorder.record(self._run_forward, self._run_backward)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from hecate.graph.numbers_in_graphs import CAPTURED
@@ -29,14 +27,8 @@ from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.comm.program import count_forward
 from hecate.runtime.comm.watch import telling
-from hecate.runtime.comm.world import World
-from hecate.runtime.state.layer import Carrier
-from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
-from hecate.training.additions import Additions
-from hecate.training.buffers import Buffers
-from hecate.training.drift import DriftCheck
-from hecate.training.move_owners import OwnerMover
+from hecate.training.between_forwards import BetweenForwards
 from hecate.training.outside_gradients import OutsideGradients
 from hecate.training.same_batches import SameBatches
 from hecate.wrap.find_experts import ExpertsModule
@@ -48,28 +40,19 @@ class CompiledForward:
 
     Args:
         traces: the forward as torch.compile makes it.
-        model: the model whose forward it is.
-        world: the ranks that share it, with the queue of its collectives.
+        between: acts before each forward.
         records: records that its graphs name by number. A loss keeps them for its backward, in case the model goes
             first.
         experts: modules whose shards Dynamo must see without gradients.
         step: tells everything else of the model what runs now.
-        owner_mover: may move experts before a training forward.
-        hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
-        additions: takes in parameters that were added to the model.
         outside_gradients: averages gradients that do not come from the compiled forward alone.
-        drift: compares now and then the parameters that all ranks have whole.
         same_batches: compares the inputs of the first training forwards.
         check_compiled: called once, after the first forward; raises if its graphs are not what was asked for.
-        buffers: gives all ranks rank 0's buffers.
-        carrier: carries the rows of its layers.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        hidden_time, outside_gradients, drift, buffers, carrier: as given.
-        before: called at the start of every forward, when the queue and the layers still have what the forward and
-            backward before it left; see :func:`hecate.monitor`.
+        between, outside_gradients: as given.
         after: called at the end of every forward; see :func:`hecate.record`.
         recording: a forward is recorded to be replayed; the work between two is up to the code that replays it.
     """
@@ -78,32 +61,20 @@ class CompiledForward:
         self,
         traces: Traces,
         *,
-        model: nn.Module,
-        world: World,
+        between: BetweenForwards,
         records: Sequence[object],
         experts: Sequence[ExpertsModule],
         step: CurrentStep,
-        owner_mover: OwnerMover,
-        hidden_time: HiddenTime | None,
         precision: Any,
-        additions: Additions,
         outside_gradients: OutsideGradients,
-        buffers: Buffers,
-        carrier: Carrier,
-        drift: DriftCheck,
         same_batches: SameBatches,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
     ) -> None:
         self._traces, self._experts, self._step = traces, experts, step
-        # Weak: the model holds this.
-        self._model, self._world = weakref.ref(model), world
-        self._owner_mover, self.hidden_time, self._precision = owner_mover, hidden_time, precision
-        self._additions, self.outside_gradients, self.drift = additions, outside_gradients, drift
-        self._check_compiled, self._one_graph = check_compiled, one_graph
-        self.buffers, self.carrier, self._same_batches = buffers, carrier, same_batches
+        self.between, self.outside_gradients, self._precision = between, outside_gradients, precision
+        self._same_batches, self._check_compiled, self._one_graph = same_batches, check_compiled, one_graph
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
-        self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
         self.recording = False
 
@@ -118,7 +89,7 @@ class CompiledForward:
             self._traces.before_forward()
         mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
-            self.begin(mode)
+            self.between(mode)
             self._same_batches.before_forward(mode, args, kwargs)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -131,7 +102,7 @@ class CompiledForward:
         self._traces.after_forward(training=training)
         if not training and not self.recording:
             # No optimizer will ask whether there was room for all rows.
-            self.carrier.settle()
+            self.between.carrier.settle()
         self._keep_records(out)
         self.outside_gradients.after_forward(out)
         # Step 5: a recorder of routing, and the output's dtype.
@@ -139,42 +110,9 @@ class CompiledForward:
             self.after()
         return self._cast_output(out)
 
-    def begin(self, mode: StepMode) -> None:
-        """Do the work that lies between two forwards."""
-        if mode.training or self._records:
-            # Without shards a rank can evaluate alone when the others are gone.
-            self._world.check()
-        self._check_device()
-        # Step 1: the host learns what the last forward has left on the device. A monitor sees the last step whole,
-        # before this forward begins.
-        self.carrier.settle()
-        if self.before is not None:
-            self.before()
-        # Step 2: between two steps, parameters may have been added and buffers may have become other than rank 0's,
-        # experts may change owners, and rates may become known.
-        self.buffers.before_forward(mode)
-        self._additions.before_forward()
-        self.buffers.after_additions()
-        self.drift.before_forward(mode)
-        self._owner_mover.before_forward(mode)
-        if self.hidden_time is not None:
-            self.hidden_time.before_forward(mode)
-
-    def _check_device(self) -> None:
-        """Refuse a model that was moved, which one parameter tells; a single rank, which sends nothing, may move."""
-        model, world = self._model(), self._world
-        parameter = next(model.parameters(), None) if model is not None and world.group is not None else None
-        if parameter is not None and parameter.device != world.device:
-            raise RuntimeError(
-                f"hecate: on rank {world.rank} the model was on {world.device} in hecate.compile and is on "
-                f"{parameter.device} now, but what ranks send each other is where it was. Move it before "
-                "hecate.compile, model.to(device) with this rank's device; transformers.Trainer and accelerate "
-                "move it to a GPU by themselves, unless they are told to use the CPU."
-            )
-
     @contextmanager
     def _running(self, mode: StepMode) -> Iterator[None]:
-        self._world.queue.begin_step()
+        self.between.world.queue.begin_step()
         self._step.mode = mode
         try:
             with dynamo_config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
@@ -207,7 +145,7 @@ class CompiledForward:
         for value in tree_leaves(out):
             node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
             if node is not None:
-                node.metadata["hecate"] = self._records, self._additions.records
+                node.metadata["hecate"] = self._records, self.between.additions.records
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self._precision
