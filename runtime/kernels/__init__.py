@@ -5,18 +5,18 @@
 | ``gather_rows`` | rows picked, packed and cast | ``[R,H], [n] -> [n,H]`` |
 | ``scatter_rows`` | rows brought to their places and cast | ``[n,H], [n] -> [R,H]`` |
 | ``pack_experts`` | experts picked into one buffer, and back, tensor by tensor | ``[E,...], [n] -> [n,width]`` |
-| ``sum_replicas`` | what came added to each slot, in order | ``[S,...], [m,width], [S+1], [m]``, in place |
+| ``sum_replicas`` | parts of gradients added to each slot, in order | ``[S,...], [m,width], [S+1], [m]``, in place |
 | ``expand_segments`` | ranges joined to one index | ``[G], [G] -> [n]`` |
 | ``grouped_mm`` | rows times the matrices of their slots | ``[R,K], [E_r,K,N], [K',K,N], [S] -> [R,N]`` |
 | ``weight_grads`` | the gradient of those matrices | ``[R,K], [R,N], [S] -> [E_r,K,N], [K',K,N]`` |
-| ``clear_rows`` | zeros where torch's own product leaves what was there | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
-| ``launch``, ``operands`` | where kernels run and how they are tuned; what they ask of tensors | |
+| ``clear_rows`` | zeros where torch's own product leaves memory unwritten | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
+| ``launch``, ``operands`` | where kernels run, how they are tuned, and their operands | |
 
 A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, and for dtypes that it does not take,
-the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called
-with any tensors that its docstring allows, and CPUs compute what they would without this folder.
+the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called with
+any tensors that its docstring allows, and CPUs compute what they would without this folder.
 
-They know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
+Kernels know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
 only while one is tuned. Those of one-sided exchanges are in ``hecate.runtime.one_sided``, those of attention in
 ``hecate.runtime.attention``.
 """

@@ -1,4 +1,4 @@
-"""Zeros where a grouped product of torch leaves memory as it was; what it wrote is not touched."""
+"""Zeros where a grouped product of torch leaves memory unwritten; written memory is not touched."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from hecate.runtime.kernels.grouped_mm import check_offsets
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS
 
-# One: mostly there is nothing to clear, and a program that has nothing to do ends at once.
+# A single configuration: mostly there is nothing to clear, and a program that has nothing to do ends at once.
 CONFIGS = ({"BLOCK_ROWS": 16, "BLOCK_COLS": 256, "num_warps": 4},)
 PIECES = ({"BLOCK": 4096, "num_warps": 4},)
 # Programs that share the matrix of a slot.
@@ -53,7 +53,7 @@ def clear_rows_behind(rows: Tensor, offs: Tensor, lost: Tensor | None = None) ->
 
 
 def clear_rows_behind_reference(rows: Tensor, offs: Tensor, lost: Tensor | None = None) -> None:
-    """:func:`clear_rows_behind` in plain torch."""
+    """Clear rows as :func:`clear_rows_behind` does, in plain torch."""
     behind = torch.arange(rows.shape[0], device=rows.device) >= offs[-1]
     rows.masked_fill_(behind.unsqueeze(1), 0)
     if lost is not None:
@@ -96,7 +96,7 @@ def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
 
 
 def clear_empty_slots_reference(matrices: Tensor, offs: Tensor) -> None:
-    """:func:`clear_empty_slots` in plain torch."""
+    """Clear matrices as :func:`clear_empty_slots` does, in plain torch."""
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
     matrices.masked_fill_(empty[:, None, None], 0)
 

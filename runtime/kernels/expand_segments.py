@@ -6,7 +6,7 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index
 
-# One: a few microseconds are not worth a trial.
+# A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"BLOCK": 512, "num_warps": 4},)
 
 
@@ -58,7 +58,7 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
 
 
 def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tensor:
-    """:func:`expand_segments` in plain torch."""
+    """Join ranges as :func:`expand_segments` does, in plain torch."""
     position = torch.arange(total, dtype=torch.int64, device=starts.device)
     if total == 0:
         return position
@@ -72,7 +72,7 @@ def expand_segments_reference(starts: Tensor, ends: Tensor, total: int) -> Tenso
 def _expand_segments(starts, ends, out, segments, total, steps, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < total
-    # The first range that ends behind the position: the answer is in [low, high]. Empty ranges are never it.
+    # The binary search finds the first range that ends behind the position, which is in [low, high] and never empty.
     low = tl.zeros((BLOCK,), dtype=tl.int32)
     high = tl.zeros((BLOCK,), dtype=tl.int32) + segments
     for _step in range(steps):

@@ -1,4 +1,4 @@
-"""Rows picked and packed for their way to other ranks, in the dtype that travels."""
+"""Rows picked and packed for their way to other ranks, in the dtype in which they travel."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def gather_rows(
     used: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The rows ``index`` of ``rows``, one behind the other.
+    """Return the rows ``index`` of ``rows``, one behind the other.
 
     >>> gather_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])).tolist()
     [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]
@@ -69,7 +69,7 @@ def gather_rows(
 
 
 def gather_rows_reference(rows: Tensor, index: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """:func:`gather_rows` in plain torch."""
+    """Gather rows as :func:`gather_rows` does, in plain torch."""
     if rows.dtype == dtype:
         return torch.index_select(rows, 0, index, out=out)
     picked = rows.index_select(0, index)

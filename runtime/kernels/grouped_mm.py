@@ -1,7 +1,7 @@
-"""Rows times the matrices of their slots, own experts and replicas as two operands.
+"""Grouped products: rows times the matrices of their slots, own experts and replicas as two operands.
 
-Offsets stay on the device. Each slot's rows are cut into tiles, and a program finds out from the offsets which tile
-is its own: the host launches as many as there can be at most, and those without a tile end at once.
+Offsets stay on the device. Each slot's rows are cut into tiles, and a program finds its tile from the offsets: the
+host launches as many as there can be at most, and those without a tile end at once.
 """
 
 import math
@@ -29,7 +29,7 @@ CONFIGS = (
 
 
 def takes_products(*operands: Tensor) -> bool:
-    """Whether the kernels of grouped products take these: floats of one dtype, where kernels run."""
+    """Tell whether the kernels of grouped products take these operands: floats of one dtype, where kernels run."""
     first = operands[0]
     return (
         runs_on(first.device) and first.dtype in FLOATS and all(operand.dtype == first.dtype for operand in operands)
@@ -37,7 +37,7 @@ def takes_products(*operands: Tensor) -> bool:
 
 
 def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
-    """Each row times the matrix of its slot: own experts first, replicas behind them. Sums are in float32.
+    """Multiply each row by the matrix of its slot: own experts first, replicas behind them. Sums are in float32.
 
     >>> x, own = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.eye(2).unsqueeze(0)
     >>> grouped_mm(x, own, 10 * own, torch.tensor([1, 2])).tolist()
@@ -99,7 +99,7 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
 
 
 def grouped_mm_reference(x: Tensor, operands: Sequence[Tensor], offs: Tensor) -> Tensor:
-    """:func:`grouped_mm` in plain torch, which reads the offsets on the host: a product for each slot with rows."""
+    """Multiply as :func:`grouped_mm` does, slot by slot in plain torch, which reads the offsets on the host."""
     out = x.new_empty((x.shape[0], operands[0].shape[2]))
     start = 0
     for w, end in zip(chain.from_iterable(operands), offs.tolist(), strict=True):
@@ -111,7 +111,7 @@ def grouped_mm_reference(x: Tensor, operands: Sequence[Tensor], offs: Tensor) ->
 
 
 def check_product(who: str, x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> None:
-    """Raise TypeError or ValueError for what no grouped product can be made of."""
+    """Raise TypeError or ValueError for operands of which no grouped product can be made."""
     if x.dim() != 2 or own.dim() != 3 or own.shape[1:] != replicas.shape[1:] or x.shape[1] != own.shape[1]:
         raise ValueError(
             f"{who}: expected [R, K], [E_r, K, N], [K', K, N], got {list(x.shape)}, {list(own.shape)}, "
@@ -135,10 +135,10 @@ def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> N
 
 
 def precision(exact: str) -> str:
-    """How a kernel multiplies float32; Triton has TF32 for few GPUs of AMD.
+    """Return Triton's name of the way in which a kernel multiplies float32; Triton has TF32 for few GPUs of AMD.
 
     Args:
-        exact: how, if TF32 is too little: "ieee", number by number, or "tf32x3", by three products of TF32, which
+        exact: the way if TF32 is too little: "ieee", number by number, or "tf32x3", by three products of TF32, which
             has the smaller error and is four times as fast where tiles fit (docs/gpu.md).
     """
     if on_amd():
@@ -147,12 +147,12 @@ def precision(exact: str) -> str:
 
 
 def widens(dtype: torch.dtype) -> bool:
-    """Whether operands must be made float32 before they are multiplied: the interpreter cannot multiply bfloat16."""
+    """Tell whether operands must be float32 before they are multiplied: the interpreter cannot multiply bfloat16."""
     return INTERPRETED and dtype == torch.bfloat16
 
 
 def fits_registers(given: Mapping[str, Any]) -> bool:
-    """Whether a configuration of a product of ``x`` does without memory beside registers and tiles.
+    """Tell whether a configuration of a product of ``x`` does without memory beside registers and tiles.
 
     float32 without TF32 is multiplied number by number, in a loop that is written out: larger tiles have no room,
     and take seconds to compile.
@@ -196,8 +196,8 @@ def _grouped_mm(
     tile = tl.program_id(0) // blocks
     n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # Which slot the tile belongs to. One more slot stands for the rows beyond the last offset. How many slots there
-    # are changes from step to step, and must not make another kernel.
+    # The slot of the tile; one more slot stands for the rows behind the last offset. The number of slots changes from
+    # step to step, and must not make another kernel.
     before = tl.zeros((), dtype=tl.int32)
     slot = tl.zeros((), dtype=tl.int32)
     begin = tl.zeros((), dtype=tl.int32)
@@ -211,7 +211,7 @@ def _grouped_mm(
         ends = tl.where(s < slots, ends, rows)
         tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
         behind = before + tl.cumsum(tiles, 0)
-        # True for one slot in all; a slot without tiles is never it.
+        # ``chosen`` is true for exactly one slot, which has tiles.
         chosen = (behind > tile) & (behind - tiles <= tile)
         slot += tl.sum(tl.where(chosen, s, 0), 0)
         begin += tl.sum(tl.where(chosen, begins, 0), 0)

@@ -1,10 +1,10 @@
-"""Where kernels run, and how they are declared, tuned and launched.
+"""Launches of kernels: where they run, and how they are declared, tuned and launched.
 
-Two environment variables, both read once:
+Two environment variables are read once:
 
-- ``HECATE_KERNELS=0``: references everywhere. To find out whether a kernel is wrong.
-- ``HECATE_AUTOTUNE=0``: the first configuration of each kernel. Sums in a grouped matmul depend on the configuration
-  in their last bits, so this is also for runs that must repeat bit by bit.
+- ``HECATE_KERNELS=0`` uses references everywhere, to find out whether a kernel is wrong.
+- ``HECATE_AUTOTUNE=0`` uses the first configuration of each kernel. Sums in a grouped matmul depend on the
+  configuration in their last bits, so this is also for runs that must repeat bit by bit.
 """
 
 import logging
@@ -22,11 +22,11 @@ try:
     import triton
     import triton.language as tl
 except ModuleNotFoundError as missing:
-    # One that is there and broken would otherwise look like a slow GPU.
+    # A broken Triton must raise: it would otherwise look like a slow GPU.
     if missing.name != "triton":
         raise
     triton = None
-    # Kernels name the type of their constants when they are defined, which they are without Triton, too.
+    # Kernels name the type of their constants when they are defined, also without Triton.
     tl = SimpleNamespace(constexpr=int)
 
 # Triton decides by this variable when a kernel is defined.
@@ -48,19 +48,19 @@ _OF_TRITON = ("num_warps", "num_stages")
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels run on tensors of ``device``: on CUDA, and under the interpreter on the CPU."""
+    """Tell whether kernels run on tensors of ``device``: on CUDA, and under the interpreter on the CPU."""
     if triton is None or not _ALLOWED:
         return False
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
 def on_amd() -> bool:
-    """Whether "cuda" is ROCm: torch calls AMD's GPUs so, too, and gives them capabilities of their own."""
+    """Tell whether "cuda" is ROCm: torch gives AMD's GPUs that name, too, and capabilities of their own."""
     return torch.version.hip is not None
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU, such as (9, 0); None for any other device."""
+    """Return the capability of an NVIDIA GPU, such as (9, 0); None for any other device."""
     return None if device.type != "cuda" or on_amd() else torch.cuda.get_device_capability(device)
 
 
@@ -105,30 +105,30 @@ def tuned(
 
 
 def rows_class(rows: int) -> int:
-    """Which numbers of rows share a configuration: what is fastest for 64 of them is not for 65,536.
+    """Return the class of ``rows``, for which one configuration is fastest: that for 64 is not for 65,536.
 
-    A class spans a factor of four, since what a step adds or takes away matters little, and ends between powers of
+    A class spans a factor of four, since small changes from step to step matter little, and ends between powers of
     two, near which numbers of rows mostly are.
-
-    >>> rows_class(64), rows_class(30_000), rows_class(60_000), rows_class(65_536)
-    (3, 8, 8, 8)
     """
     return (rows + rows // 2).bit_length() // 2
 
 
 def _beginning_anywhere(names: Sequence[str]) -> dict[str, Any]:
-    """By default Triton compiles another kernel for a tensor that begins at 16 bytes than for one that does not."""
+    """Return the option that keeps Triton from compiling another kernel where a tensor does not begin at 16 bytes."""
     option = "do_not_specialize_on_alignment"
     return {option: list(names)} if option in signature(triton.jit).parameters else {}
 
 
 def jit(function: Any) -> Any:
-    """Declare a part that kernels call."""
+    """Declare a function that kernels call."""
     return function if triton is None else triton.jit(function)
 
 
 def _milliseconds(run: Callable[[], object], quantiles: Sequence[float]) -> Sequence[float]:
-    """Of a trial: Triton's own way, which ends with some configurations that do not compile, and not with others."""
+    """Time a trial in Triton's own way, and return infinite times for configurations that do not compile.
+
+    Triton's way ends with an error for some such configurations, and not for others.
+    """
     from triton.compiler import CompilationError
     from triton.runtime import driver
 
@@ -136,7 +136,7 @@ def _milliseconds(run: Callable[[], object], quantiles: Sequence[float]) -> Sequ
         times: Sequence[float] = driver.active.get_benchmarker()(run, quantiles=quantiles)
         return times
     except (CompilationError, RuntimeError) as error:
-        # Of other errors that are no better, such as too little memory, nothing is known to be the configuration's.
+        # Other errors, such as too little memory, are not known to be the configuration's.
         if not isinstance(error, CompilationError) and "PassManager" not in str(error):
             raise
         _log.warning("hecate: a configuration of a kernel does not compile and is left out: %s", error)
@@ -173,12 +173,12 @@ def launch(
             kernel.fn[(grid(numbers),)](*args, **constants, **numbers)
 
 
-# The numbers of each case's configuration. Triton's tuner would look for them in every launch.
+# The constants of each case's configuration. Triton's tuner would look for them in every launch.
 _CHOSEN: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def _case(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors."""
+    """Return the case that a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors."""
     if len(kernel.configs) == 1:
         return (kernel,)
     given = dict(zip(kernel.arg_names, args, strict=False))

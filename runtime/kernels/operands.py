@@ -1,22 +1,22 @@
-"""What kernels ask of their tensors."""
+"""Operands of kernels: their layouts, and checks."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# What kernels load and store. Sums are in float32.
+# Dtypes that kernels load and store. Sums are in float32.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def flat_rows(rows: Tensor) -> Tensor:
-    """``[R, ...]`` as ``[R, width]`` with each row in one piece; a copy only where memory has gaps inside rows."""
+    """Return ``[R, ...]`` as ``[R, width]``, each row in one piece; a copy only if memory has gaps inside rows."""
     flat = rows.reshape(rows.shape[0], rows.shape[1:].numel())
     return flat if flat.shape[1] < 2 or flat.stride(1) == 1 else flat.contiguous()
 
 
 def room_for(who: str, shape: Sequence[int], dtype: torch.dtype | None, like: Tensor, out: Tensor | None) -> Tensor:
-    """``out``, if it is contiguous and of ``shape`` on the device of ``like``; a new tensor if it is None.
+    """Return ``out``, if it is contiguous and of ``shape`` on the device of ``like``; a new tensor if it is None.
 
     Args:
         dtype: of the result; None for that of ``out``, or else of ``like``.

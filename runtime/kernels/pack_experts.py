@@ -1,4 +1,4 @@
-"""All tensors of an expert in one row of one buffer, and back."""
+"""Packing of all tensors of an expert into one row of one buffer, and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,7 +25,7 @@ def pack_experts(
     in_first: int | None = None,
     ascending: bool = False,
 ) -> Tensor:
-    """The experts ``index``, each as one row with its part of every tensor.
+    """Pack the experts ``index``, each into one row with its part of every tensor.
 
     >>> matrices, biases = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([[5.0], [6.0]])
     >>> pack_experts([matrices, biases], torch.tensor([1, 0])).tolist()
@@ -61,7 +61,7 @@ def pack_experts(
     index, begin = index.contiguous(), 0
     for place, width in enumerate(widths):
         first = flat_rows(tensors[place])
-        # The kernel takes two operands; without more experts it never looks at the second.
+        # The kernel takes two operands; without more experts it never reads the second.
         second = flat_rows(behind[place]) if behind else first[:0]
         if out.shape[0] * width > 0:
             launch(
@@ -91,7 +91,7 @@ def pack_experts_reference(
     *,
     ascending: bool = False,
 ) -> Tensor:
-    """:func:`pack_experts` in plain torch."""
+    """Pack experts as :func:`pack_experts` does, in plain torch."""
     parts = []
     if in_first is None or not behind:
         in_first = int((index < tensors[0].shape[0]).sum()) if behind else None
@@ -101,12 +101,12 @@ def pack_experts_reference(
         else:
             part = (_join if ascending else _pick)(first, behind[place], index, in_first)
         parts.append(part.to(dtype).reshape(index.shape[0], first.shape[1:].numel()))
-    # One part is a copy already.
+    # A single part is a copy already.
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
-    """:func:`_pick` where ``index`` ascends."""
+    """Pick rows as :func:`_pick` does, where ``index`` ascends."""
     if in_first == len(index):
         return first.index_select(0, index)
     in_second = second.index_select(0, index[in_first:] - len(first))
@@ -114,11 +114,11 @@ def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor
 
 
 def _pick(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
-    """The rows ``index`` of both, one behind the other."""
+    """Return the rows ``index`` of both tensors, of which ``second`` stands behind ``first``."""
     out, is_first = first.new_empty((index.shape[0], *first.shape[1:])), index < first.shape[0]
     in_second = index.shape[0] - in_first
     for tensor, start, here, count in ((first, 0, is_first, in_first), (second, len(first), ~is_first, in_second)):
-        # Of a known length, so nothing is read on the host.
+        # Its length is known, so nothing is read on the host.
         chosen = torch.nonzero_static(here, size=count).flatten()
         out.index_copy_(0, chosen, tensor.index_select(0, index.index_select(0, chosen) - start))
     return out
@@ -173,14 +173,14 @@ def unpack_experts(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> 
 
 
 def unpack_experts_reference(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> None:
-    """:func:`unpack_experts` in plain torch."""
+    """Unpack experts as :func:`unpack_experts` does, in plain torch."""
     parts = packed.split(widths_of(tensors), dim=1)
     for part, tensor in zip(parts, tensors, strict=True):
         tensor.index_copy_(0, index, part.reshape(part.shape[0], *tensor.shape[1:]))
 
 
 def widths_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How many numbers an expert has in each of ``tensors`` ``[E, ...]``."""
+    """Return how many numbers an expert has in each of ``tensors`` ``[E, ...]``."""
     return [tensor.shape[1:].numel() for tensor in tensors]
 
 
@@ -210,7 +210,7 @@ def _pack_experts(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(index + row)
-    # Only one of the two loads reads anything.
+    # Only one of the two loads reads memory.
     in_first = (c < width) & (expert < first_count)
     in_second = (c < width) & (expert >= first_count)
     one = tl.load(first + expert * first_stride + c, mask=in_first, other=0.0)

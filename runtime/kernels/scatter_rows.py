@@ -1,4 +1,4 @@
-"""Rows that came back, brought to where they left from."""
+"""Rows brought back to the places from which they left."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, fla
 def scatter_rows(
     rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Put row i of ``rows`` at ``index[i]``; rows where none came are zero.
+    """Put row i of ``rows`` at ``index[i]`` of a tensor that is zero elsewhere.
 
     >>> scatter_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 0]), 3).tolist()
     [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
@@ -62,10 +62,11 @@ def scatter_rows(
 def scatter_rows_reference(
     rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """:func:`scatter_rows` in plain torch."""
+    """Scatter rows as :func:`scatter_rows` does, in plain torch."""
     cast = rows.to(dtype)
     if rows.shape[0] == num_rows:
-        # Rows for all places. On a CPU torch reads rows up to three times as fast as it writes them.
+        # There are rows for all places, so they are gathered. On a CPU torch reads rows up to three times as fast as
+        # it writes them.
         inverse = torch.empty_like(index).scatter_(0, index, torch.arange(num_rows, device=index.device))
         return torch.index_select(cast, 0, inverse, out=out)
     out = cast.new_empty((num_rows, *rows.shape[1:])) if out is None else out

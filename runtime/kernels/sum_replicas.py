@@ -1,4 +1,4 @@
-"""Gradients that came from replicas, added to the slots that they belong to."""
+"""Gradients of replicas added to the slots to which they belong."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def sum_replicas(
 ) -> None:
     """Add to each slot its parts, one after the other in the given order, in place.
 
-    So the sum does not depend on when it is made. A slot without parts is left as it is.
+    The order makes the sum the same each time. A slot without parts is left as it is.
 
     >>> totals, parts = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0], [30.0]])
     >>> sum_replicas(totals, parts, torch.tensor([0, 2, 3]), torch.tensor([0, 2, 1]))
@@ -71,14 +71,14 @@ def sum_replicas(
 def sum_replicas_reference(
     totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor, rounds: Sequence[int] | None = None
 ) -> None:
-    """:func:`sum_replicas` in plain torch.
+    """Add parts as :func:`sum_replicas` does, in plain torch.
 
-    First the first part of each slot, then the second, and so on: within such a round no slot occurs twice.
+    First come the first parts of all slots, then the second ones, and so on: in such a round no slot occurs twice.
     """
     begins, lengths = starts[:-1], starts.diff()
     flat = totals.view(totals.shape[0], totals.shape[1:].numel())
     for turn, count in enumerate(rounds_of(lengths.cpu().numpy()) if rounds is None else rounds):
-        # Of a known length, so nothing is read on the host.
+        # Its length is known, so nothing is read on the host.
         slots = torch.nonzero_static(lengths > turn, size=count).flatten()
         chosen = order.index_select(0, begins.index_select(0, slots) + turn)
         flat.index_add_(0, slots, parts.index_select(0, chosen).to(totals.dtype))

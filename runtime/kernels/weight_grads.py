@@ -1,4 +1,4 @@
-"""The gradient of every slot's matrix, own experts and replicas as two results."""
+"""Gradients of every slot's matrix, own experts and replicas as two results."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -65,7 +65,7 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
 
 
 def weight_grads_reference(left: Tensor, right: Tensor, offs: Tensor, outs: Sequence[Tensor]) -> None:
-    """:func:`weight_grads` in plain torch, which reads the offsets on the host."""
+    """Compute :func:`weight_grads` in plain torch, which reads the offsets on the host."""
     start = 0
     for out, end in zip(chain.from_iterable(outs), offs.tolist(), strict=True):
         if start < end:
@@ -121,7 +121,7 @@ def _weight_grads(
     begin = tl.load(offs + slot - 1, mask=slot > 0, other=0).to(tl.int32)
     end = tl.load(offs + slot).to(tl.int32)
 
-    # A slot without rows runs no turn, and its sum is zero.
+    # A slot without rows runs no iteration, and its sum is zero.
     total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
     for start in range(begin, end, BLOCK_ROWS):
         r = start + tl.arange(0, BLOCK_ROWS)

@@ -9,7 +9,7 @@
 | ``device_dispatch`` | from counts to tickets on the device: ``balance_rows``, ``split_rows``, ``ticket_segments`` |
 | ``device_tables`` | a placement on the device |
 | ``replays`` | placements under launches that are recorded once |
-| ``late_news`` | what the device has and the host learns later |
+| ``late_news`` | numbers of the device that the host learns later |
 
 Its Triton kernels are here, one a file, each with a plain reference beside it, as in ``hecate.runtime.kernels``:
 
@@ -23,5 +23,5 @@ Its Triton kernels are here, one a file, each with a plain reference beside it, 
 | ``post_words``, ``wait_words`` | how far others may go on, and have come | ``[W]``, ``[places,W]``, in place |
 | ``links`` | what these four have in common | |
 
-Which order of putting, posting, waiting and taking is right, and why, says ``transport``.
+``transport`` says in which order to put, post, wait and take, and why it is right.
 """

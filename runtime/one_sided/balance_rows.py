@@ -1,8 +1,9 @@
-"""How many rows of each expert each of its holders computes, found on the device as the planner's ``balance`` does.
+"""Balance on the device: how many rows of each expert each holder computes, as the planner's ``balance`` finds them.
 
-Two kernels. The first has a program for each expert: all its rows are its owner's, and where others hold it too, they
-start where the planner starts. The second is one program, since each expert's split depends on those before it; its
-lanes are the ranks. It takes as long as its longest chain, so 32 bits must do, whose sums and quotients are short.
+There are two kernels. The first has a program for each expert: all its rows are its owner's, and where others hold it
+too, they start where the planner starts. The second is one program, since each expert's split depends on those before
+it; its lanes are the ranks. It takes as long as its longest chain, so it uses 32 bits, whose sums and quotients are
+short.
 """
 
 import torch
@@ -21,7 +22,7 @@ from hecate.runtime.placement.planner.balance import (
     even_out,
 )
 
-# One each: a few microseconds are not worth a trial. Sums over ranks stay inside a warp.
+# A single configuration each: a few microseconds are not worth a trial. Sums over ranks stay inside a warp.
 START_CONFIGS = ({"BLOCK": 128, "num_warps": 1},)
 EVEN_OUT_CONFIGS = ({"BLOCK": 16, "num_warps": 1},)
 
@@ -115,7 +116,7 @@ def balance_rows(counts: Tensor, owners: Tensor, replicated: Tensor, parts: Tens
 
 
 def balance_rows_reference(counts: Tensor, owners: Tensor, replicated: Tensor, parts: Tensor) -> Tensor:
-    """:func:`balance_rows` by the planner's own sweeps, on the host."""
+    """Balance rows as :func:`balance_rows` does, by the planner's own sweeps on the host."""
     totals = counts.sum(0)
     alone = torch.zeros_like(counts[:, :1]).view(-1).index_add_(0, owners, totals)
     busiest = int(alone.max())
@@ -207,7 +208,7 @@ def _even_out(
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
     line = tl.arange(0, BLOCK)
-    # Rows of each rank if owners compute everything, those that nobody else can take, and its level.
+    # Rows of each rank if owners compute everything, rows that no other rank can take, and the rank's level.
     owned = tl.zeros((RANKS,), dtype=tl.int32)
     for begin in range(0, experts, BLOCK):
         expert = begin + line
@@ -238,7 +239,7 @@ def _even_out(
             holds = mine >= 0
             if tl.max((holds & (level > bound)).to(tl.int32), 0) > 0:
                 below = level - mine
-                # The surface if all share. Whoever is above it gets no rows, which lowers it, until nobody is.
+                # The surface if all share. A rank above it gets no rows, which lowers it, until no rank is above it.
                 under = holds
                 sharing = tl.sum(under.to(tl.int32), 0)
                 whole = total + tl.sum(tl.where(under, below, 0), 0)
@@ -251,19 +252,19 @@ def _even_out(
                     surface = whole // sharing
                     under = under & (below <= surface)
                     left = tl.sum(under.to(tl.int32), 0)
-                # What is over goes to the first, a row to each.
+                # The remainder goes to the first ranks, a row to each.
                 more = tl.cumsum(under.to(tl.int32), 0) <= whole - surface * sharing
                 mine = tl.where(under, surface - below + more.to(tl.int32), 0)
                 level = tl.where(holds, below + mine, level)
                 tl.store(at, mine, mask=holds)
-        # Another sweep reads what this one wrote, maybe in other lanes.
+        # The next sweep reads the numbers that this one wrote, maybe in other lanes.
         tl.debug_barrier()
         highest = tl.max(level, 0)
         stalled = highest.to(tl.int64) * THAN > previous.to(tl.int64) * SLOW
         previous = highest
         sweep = tl.where(stalled, SWEEPS, sweep + 1)
 
-    # If not, owners have all rows, as they are written already.
+    # Otherwise owners have all rows, as they are written already.
     if previous <= tl.max(owned, 0):
         for begin in range(0, blocks, BLOCK):
             block = begin + line

@@ -1,20 +1,20 @@
-"""Exchanges in which the host never learns how many rows go where: one-sided, with a bound of the rows that come.
+"""The one-sided carrier, with a bound of the rows that come: the host never learns how many rows go where.
 
 With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients (``experts``) travel over
 :class:`~hecate.runtime.one_sided.exchanges.Exchanges`. Counts stay on the device, and tickets are made there
 (``device_dispatch``). A rank that has R rows has room for so many percent of R, so every shape is known before
-anything has run. What comes lies in the front of that room; behind it zeros are written, and nowhere else.
+anything has run. Rows that come lie in the front of that room; behind them zeros are written, and nowhere else.
 
 **The host learns late.** Counts, and whether there was room, are copied to the host while it goes on, and read at
 :meth:`OneSided.settle`: when the next forward begins, before an optimizer steps or a scaler looks at gradients, when
 statistics or a checkpoint ask, and at the end of a forward without gradients. There all ranks are at the same place,
-and read the same. If the device is still at it then, the host waits for that copy alone, which lies in the forward.
+and read the same. If the device has not come so far, the host waits for that copy alone, which lies in the forward.
 
-**More rows than there is room for.** Nothing of such an exchange travels, on no rank. What each gets instead is NaN,
+**More rows than there is room for.** Nothing of such an exchange travels, on no rank. Each rank gets NaN instead,
 so no loss and no gradient of that step can pass for a right one, and ``settle`` raises before an optimizer takes
-them: nothing is lost, and the step can be made again. An optimizer whose step is compiled does not ask, nor does who
-updates parameters by hand: there the next forward raises. Not taken: a fallback to collectives for such a step, which
-would need a second graph, since shapes are fixed in this one.
+them: nothing is lost, and the step can be made again. An optimizer whose step is compiled does not ask, nor does code
+that updates parameters by hand: there the next forward raises. A fallback to collectives for such a step would need a
+second graph, since shapes are fixed in this one; there is none.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class OneSided:
     """The :class:`~hecate.runtime.state.layer.Carrier` of ``Config(transport="symmetric")``.
 
     Args:
-        room_percent: of the rows that a rank has it has room for so many percent.
+        room_percent: a rank has room for so many percent of the rows that it has itself.
 
     Attributes:
-        recorded: while launches are recorded, what they read in place of the placements that graphs carry.
+        recorded: while launches are recorded, the tables that they read in place of the placements that graphs carry.
     """
 
     counts_stay = True
@@ -62,13 +62,13 @@ class OneSided:
         self.exchanges, self.room_percent = exchanges, room_percent
         self.news = LateNews(exchanges.transport)
         self.recorded: Recorded | None = None
-        # Of each layer the last one.
+        # The last placement of each layer, with its tables.
         self._tables: dict[int, tuple[Placement, LayerTables]] = {}
         settle_before_optimizers(self)
 
     @classmethod
     def between(cls, world: World, topology: Topology, room_percent: int) -> OneSided:
-        """Over memory that the ranks of ``world`` share. A collective.
+        """Create a carrier over memory that the ranks of ``world`` share. A collective.
 
         Raises:
             ValueError: they are too many, on several nodes, or on a device of another kind.
@@ -81,7 +81,7 @@ class OneSided:
 
     def place(self, layer: Layer) -> tuple[Tensor, Tensor]:
         if self.recorded is not None:
-            # Whoever replays this takes placements. Graphs carry the first, and for how many replicas there is room.
+            # Replays take placements. Graphs carry the first one, and the number of replicas for which there is room.
             tables = self.recorded.layers[layer.id]
             layer.replicas = tables.placement.num_replicas
             return torch.from_numpy(tables.first.matrix.copy()), torch.full((tables.room.replicas,), -1, device="cpu")
@@ -116,7 +116,7 @@ class OneSided:
         return Job(layer.world.queue, run, finish=finish, label=placer.label("gather_counts"))
 
     def signature(self, plans: int) -> Tensor:
-        """What travels with counts, int64 ``[3]`` on the device: a digest of plans, and proof of all collectives."""
+        """Return int64 ``[3]`` on the device, which travels with counts: digest of plans and proof of collectives."""
         world = self.exchanges.world
         return collectives.on_device(np.array([plans, *collectives.proof(world)], dtype=np.int64), world.device)
 
@@ -124,7 +124,7 @@ class OneSided:
         return self.signature(plans) if self.recorded is None else self.recorded.signature
 
     def tables_of(self, placement: Placement, layer: Layer) -> LayerTables:
-        """A placement on the device."""
+        """Return the tables of a placement on the device."""
         if self.recorded is not None:
             return self.recorded.layers[layer.id].tables
         known = self._tables.get(layer.id)
@@ -140,7 +140,7 @@ class OneSided:
     ) -> list[Tensor]:
         percent = self.room_percent
         ticket = bounded_ticket(counts, self.tables_of(placement, layer).rows, rows=rows, percent=percent)
-        # A copy: a graph may use the memory of its values again.
+        # The splits are copied: a graph may use the memory of its values again.
         layer.arrived = ticket.splits[1].clone()
 
         def tell(numbers: Tensor) -> None:
@@ -242,7 +242,7 @@ def _no_room(what: str, excess: list[int], own: list[int], percent: int) -> str:
     room = own[rank] * percent // 100
     wanted = [(rows, rows * percent // 100 + more) for rows, more in zip(own, excess, strict=True) if more]
     if all(rows for rows, _ in wanted):
-        # Rounded up, with two places.
+        # The percentage is rounded up, with two places.
         enough = max(-(-100 * all_rows // rows) for rows, all_rows in wanted)
         advice = (
             f"Config(capacity={enough / 100:g}) would have been enough; with as many tokens on every rank, capacity="
@@ -262,5 +262,5 @@ def _no_room(what: str, excess: list[int], own: list[int], percent: int) -> str:
 
 
 def _lands_as(dtype: torch.dtype, wire: torch.dtype) -> torch.dtype:
-    """What rows of ``dtype`` are written as: no kernel casts float64."""
+    """Return the dtype in which rows of ``dtype`` are written: no kernel casts float64."""
     return dtype if dtype in FLOATS else wire

@@ -1,7 +1,7 @@
-"""From counts on a device to an exchange's ticket there: ``assign_tokens`` and ``make_tickets`` without the host.
+"""Dispatch on the device, from counts to an exchange's ticket: ``assign_tokens``, ``make_tickets`` without the host.
 
 Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. The operators use
-it with ``Config(transport="symmetric")``; else exchanges take their split sizes from the host.
+this with ``Config(transport="symmetric")``; else exchanges take their split sizes from the host.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class DeviceTables:
         replicas: int = 0,
         replicated: int = 0,
     ) -> DeviceTables:
-        """The tables on ``device``, without waiting for what it does meanwhile.
+        """Return the tables on ``device``, without waiting for what it does meanwhile.
 
         Args:
-            replicas: with room for so many beside own experts; 0 for as many as there are.
-            replicated: with room for so many experts that have some; 0 for as many as there are.
+            replicas: with room for so many replicas beside own experts; 0 for as many as there are.
+            replicated: with room for so many experts that have replicas; 0 for as many as there are.
         """
         order, experts = np.argsort(topology.position), len(placement.holders)
         copied = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
         slots, parts = placement.slots_on(rank), _parts(placement, topology, copied)
         vacant = max(0, placement.owners.counts[rank] + replicas - len(slots))
         lines = max(0, replicated - len(copied))
-        # As many for all placements with this room. Rank 0 owns them, alone.
+        # There are as many of them for all placements with this room. Rank 0 owns them, alone.
         nobody = np.arange(experts, experts + max(replicated, min(replicas, 1)))
         whole = np.tile(np.minimum(np.arange(topology.world_size + 1), 1) << PARTS_BITS, (lines, 1))
         return cls(
@@ -83,7 +83,7 @@ class DeviceTables:
 
 
 def _parts(placement: Placement, topology: Topology, replicated: list[int]) -> Ints:
-    """Running ends, so a rank that holds nothing has an empty part."""
+    """Return where each rank's part of each expert ends; a rank that does not hold it has an empty part."""
     ends = np.zeros((len(replicated), topology.world_size + 1), dtype=np.int64)
     for line, expert in zip(ends, replicated, strict=True):
         ranks = placement.holders[expert]
@@ -94,15 +94,15 @@ def _parts(placement: Placement, topology: Topology, replicated: list[int]) -> I
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceTicket:
-    """As :class:`~hecate.runtime.ops.ticket.Ticket`, all of it on the device, with indices as long as capacities.
+    """A :class:`~hecate.runtime.ops.ticket.Ticket` that is all on the device, with indices as long as capacities.
 
     Attributes:
         slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``.
         splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
         send_index: which row goes at each position of the send buffer, int64 ``[send capacity]``.
         receive_index: which received row goes at each position of the slot order, int64 ``[receive capacity]``.
-            Behind what is used both have zeros: all of an index may be gathered by, and nobody may read what comes
-            there. To scatter by them is wrong.
+            Both have zeros behind their used part: rows may be gathered by the whole index, but no one may read those
+            behind that part, and to scatter by it is wrong.
         used: how many positions of both would be used, int64 ``[2]``. If that is more than there are, indices are cut
             off, and the exchange must not be made.
     """
@@ -134,10 +134,10 @@ class BoundedTicket:
 
 
 def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, percent: int) -> BoundedTicket:
-    """What :func:`device_quotas` and :func:`device_ticket` make, if every rank has room.
+    """Return the ticket of :func:`device_quotas` and :func:`device_ticket`, empty unless every rank has room.
 
     A rank has room for so many percent of the rows that it has itself. All ranks know the counts of all, so all of
-    them see who has not, and none begins what another refuses.
+    them see which rank lacks room, and none begins an exchange that another refuses.
 
     Args:
         counts: rows that each rank has for each expert that exists, int64 ``[W, E]``.
@@ -145,7 +145,7 @@ def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, per
     """
     counts = torch.nn.functional.pad(counts, (0, len(tables.owners) - counts.shape[1]))
     wanted, sends, receives = device_quotas(counts, tables)
-    # What a rank has for experts is at most all its rows, so the bound is at most the room.
+    # A rank's rows for experts are at most all its rows, so the bound is at most the room.
     excess = (wanted.sum(0) - counts.sum(1) * percent // 100).clamp_min(0)
     room = room_for(rows, percent)
     ticket = device_ticket(sends, receives, tables, send_capacity=rows, receive_capacity=room)
@@ -159,12 +159,12 @@ def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, per
 
 
 def room_for(rows: int, percent: int) -> int:
-    """How many rows may come to a rank that has ``rows`` itself; of symbols, too."""
+    """Return how many rows may come to a rank that has ``rows`` itself, which may be a symbol."""
     return rows * percent // 100
 
 
 def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What all ranks compute, and what one rank sends and receives: the planner's ``Quotas``, on the device.
+    """Compute all ranks' shares, and one rank's sends and receives: the planner's ``Quotas``, on the device.
 
     Args:
         counts: rows that each rank has for each expert, int64 ``[W, E]``; fewer than 2**31 together.
@@ -185,7 +185,7 @@ def device_ticket(
     send_capacity: int,
     receive_capacity: int,
 ) -> DeviceTicket:
-    """What ``make_tickets`` makes of one rank's quotas.
+    """Make the ticket of one rank's quotas on the device, as ``make_tickets`` does on the host.
 
     Args:
         sends, receives: as :func:`device_quotas` returns them.

@@ -1,8 +1,8 @@
-"""A placement as tables on a rank's device: what one-sided exchanges of rows and of experts read.
+"""Tables of a placement on a rank's device, which one-sided exchanges of rows and of experts read.
 
-Tables are as long as a placement needs. With more :class:`Room` they are longer, and what is left over names nobody:
-experts that do not exist, to which no rows go, and places that no rank reads. Tables with the same room have the same
-shapes, so that another placement can be written over one, under kernels that have been launched with its address.
+Tables are as long as a placement needs. With more :class:`Room` they are longer, and the rest names no rank: experts
+that do not exist, to which no rows go, and places that no rank reads. Tables with the same room have the same shapes,
+so that another placement can be written over one, under kernels that have been launched with its address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = TypeVar("Part", DeviceTables, "ExpertTables")
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """For which placements of the same owners tables are long enough. The same on all ranks.
+    """Lengths of tables, which decide for which placements of the same owners they have room. The same on all ranks.
 
     Attributes:
         replicas: most that a rank holds.
@@ -40,7 +40,7 @@ class Room:
 
     @classmethod
     def needed(cls, placement: Placement) -> Room:
-        """No more than ``placement`` takes."""
+        """Return the room that ``placement`` needs, and no more."""
         experts, ranks = placement.pairs
         size, owners = placement.owners.world_size, placement.owner_array[experts]
         away = ranks != owners
@@ -52,7 +52,7 @@ class Room:
 
     @classmethod
     def generous(cls, placement: Placement) -> Room:
-        """Twice what ``placement`` takes, and at least one replica, but no more than can be."""
+        """Return twice the room that ``placement`` needs, and at least one replica, but no more than can be."""
         need, counts = cls.needed(placement), placement.owners.counts
         replicas = min(2 * max(1, need.replicas), max(1, len(placement.holders) - min(counts)))
         leaving = min(2 * max(1, need.leaving), (len(counts) - 1) * min(replicas, max(counts)))
@@ -61,17 +61,17 @@ class Room:
         )
 
     def joined(self, other: Room) -> Room:
-        """For what either has room for."""
+        """Return the room for placements for which either has room."""
         return Room(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
     def holds(self, need: Room) -> bool:
-        """Whether what needs ``need`` has room."""
+        """Tell whether tables with this room have the room ``need``."""
         return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertTables:
-    """Which experts travel to replicas, and their gradients back, on one node.
+    """Tables of the experts that travel to replicas, and of their gradients back, on one node.
 
     Attributes:
         travels: whether any do, at any rank.
@@ -97,7 +97,7 @@ class ExpertTables:
 
     @classmethod
     def from_placement(cls, placement: Placement, layer: Layer, room: Room | None = None) -> ExpertTables:
-        """The tables on the host."""
+        """Return the tables on the host."""
         rank = layer.world.rank
         # On one node an expert travels once, straight from its owner.
         travels = layer.placer.travels(placement)
@@ -106,7 +106,7 @@ class ExpertTables:
         owned = placement.owners.counts[rank]
         summed = travels.summed if room is None else np.arange(owned)
         _, parts = travels.parts if room is None else (None, Parts.of(mine, summed, owned + len(travels.replicas)))
-        # Who owns nothing has nothing to leave, not even in places that nobody reads.
+        # A rank that owns nothing has nothing to leave, not even in places that no rank reads.
         places = len(mine.leave) if room is None else room.leaving if owned else 0
         return cls(
             travels=room is not None or len(stage.experts) > 0,
@@ -124,14 +124,14 @@ class ExpertTables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerTables:
-    """All of a placement that is on the device."""
+    """All tables of a placement for one rank."""
 
     rows: DeviceTables
     experts: ExpertTables
 
     @classmethod
     def from_placement(cls, placement: Placement, layer: Layer, room: Room | None = None) -> LayerTables:
-        """The tables of one rank on the host, with more room than the placement takes if ``room`` says so."""
+        """Return the tables of one rank on the host, with more room than the placement takes if ``room`` says so."""
         more = (0, 0) if room is None else (room.replicas, room.replicated)
         rows = DeviceTables.from_placement(
             placement, layer.placer.model.topology, layer.world.rank, _HOST, replicas=more[0], replicated=more[1]
@@ -139,15 +139,15 @@ class LayerTables:
         return cls(rows=rows, experts=ExpertTables.from_placement(placement, layer, room))
 
     def on(self, device: torch.device) -> LayerTables:
-        """The same on ``device``, without waiting for what it does meanwhile."""
+        """Return these tables on ``device``, without waiting for what it does meanwhile."""
         return self.within(on_device(self.joined(), device))
 
     def joined(self) -> Ints:
-        """All numbers of tables on the host, behind each other."""
+        """Return all numbers of tables on the host, behind each other."""
         return joined(self._numbers)
 
     def within(self, numbers: torch.Tensor) -> LayerTables:
-        """The same as parts of ``numbers``, which are :meth:`joined` on a device."""
+        """Return these tables as parts of ``numbers``, which are :meth:`joined` on a device."""
         others = iter(parts_of(numbers, self._numbers))
         return LayerTables(rows=_with_tensors(self.rows, others), experts=_with_tensors(self.experts, others))
 
@@ -162,7 +162,7 @@ _HOST = torch.device("cpu")
 
 
 def _with_tensors(part: Part, others: Iterator[torch.Tensor]) -> Part:
-    """``part`` with the next of ``others`` for each of its tensors."""
+    """Return ``part`` with the next of ``others`` in place of each of its tensors."""
     changes: dict[str, Any] = {name: next(others) for name, value in vars(part).items() if _is_tensor(value)}
     return replace(part, **changes)
 
@@ -172,5 +172,5 @@ def _is_tensor(value: object) -> bool:
 
 
 def _fill(numbers: Ints, length: int) -> Ints:
-    """``numbers`` and zeros behind them."""
+    """Pad ``numbers`` with zeros to ``length``."""
     return np.pad(numbers, (0, length - len(numbers)))

@@ -1,7 +1,7 @@
-"""Exchanges of rows between ranks as one-sided writes, all steps of them.
+"""Exchanges of rows between ranks as one-sided writes, with all their steps.
 
 **Ranks that do not come.** Where the host waits, it raises at once, with what is known of them. Where kernels wait,
-what comes out is NaN, and the host learns of it as of all else (``late_news``).
+the results are NaN, and the host learns of it as of all else (``late_news``).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from hecate.runtime.one_sided.links import Rows
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import shared_windows, symmetric_windows
 
-# Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, of all
-# links together: the more ranks there are, the fewer rows go to each. With this, 65,536 rows of 4 KB and room for
-# twice as many take 6 chunks among 8 ranks, as all of them may go over one link. Not tuned.
+# Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, bytes
+# of all links together: the more ranks there are, the fewer rows go to each. With this, 65,536 rows of 4 KB and room
+# for twice as many take 6 chunks among 8 ranks, as all of them may go over one link. Not tuned.
 _SEGMENT, _SEGMENTS = 2**20, 3 * 2**28
-# The part of a group's timeout after which a kernel gives up. Behind one that waits stand other collectives, whose
-# watchdog would end the process and could not say who was late.
+# The part of a group's timeout after which a kernel gives up. Other collectives wait behind it on the stream, and
+# their watchdog would end the process and could not say who was late.
 _PATIENCE = 0.9
-# Most bytes of the pieces that an expert travels in: it is megabytes, and kernels take rows of some thousand numbers.
+# Most bytes of a piece of an expert: an expert is megabytes, and kernels take rows of some thousand numbers.
 _PIECE = 2**14
 
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """What all layers of a model exchange rows and replicas through."""
+    """Exchanges of rows and replicas, for all layers of a model."""
 
     world: World
     transport: Transport
 
     @classmethod
     def between(cls, world: World) -> Exchanges:
-        """Over memory that the ranks of ``world`` share. A collective.
+        """Create exchanges over memory that the ranks of ``world`` share. A collective.
 
         Raises:
             RuntimeError: they cannot share it.
@@ -53,7 +53,7 @@ class Exchanges:
         if world.device.type == "cpu":
             return cls(world, Transport(shared_windows(world, _SEGMENT), seconds=seconds))
         transport = Transport(symmetric_windows(world, segment_on_gpu(world.size)), seconds=seconds)
-        # What it keeps was made on the stream of the compute, and exchanges run on another.
+        # The transport's tensors were made on the stream of the compute, and exchanges run on another.
         torch.cuda.synchronize(world.device)
         return cls(world, transport)
 
@@ -68,9 +68,10 @@ class Exchanges:
         expects: Tensor,
         excess: Tensor | None = None,
     ) -> None:
-        """All :meth:`Transport.steps`. What comes fills the front of ``arriving``, and behind it are zeros.
+        """Run all :meth:`Transport.steps`. Rows that come fill the front of ``arriving``, and behind them are zeros.
 
-        If rows did not come it raises. Where the host does not wait, all is NaN then, and 0 in whole numbers.
+        If rows did not come it raises. Where the host does not wait, ``arriving`` is all NaN then, and 0 in whole
+        numbers.
 
         Args:
             excess: rows for which each rank has no room, int64 ``[W]``. If there are any, all is NaN as well.
@@ -78,7 +79,7 @@ class Exchanges:
         group, rows = self.world.group, arriving.tensor
         steps = partial(self.transport.steps, leaving, sends, arriving, most=most, wire=wire, expects=expects)
         if group is not None:
-            # As one row of it: ranks need not have as many.
+            # It is recorded as one row: ranks need not have equally many.
             begin("one_sided", rows.new_empty((), dtype=wire).expand(rows.shape[1:]), group)
         if not _host_waits(self.world.device):
             _walk(steps())
@@ -94,7 +95,7 @@ class Exchanges:
         clear_rows_behind(flat_rows(rows), expects.sum(0, keepdim=True), lost)
 
     def carry(self, experts: Tensor, sends: Tensor, receives: Tensor, *, room: int, most: int) -> Tensor:
-        """Experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view; zeros behind what comes.
+        """Bring experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view, filled up with zeros.
 
         Args:
             experts: rank by rank, and perhaps others behind those that leave.
@@ -115,18 +116,18 @@ class Exchanges:
 
 
 def segment_on_gpu(ranks: int) -> int:
-    """Bytes of a chunk of each of so many links."""
+    """Return the bytes of a chunk of each link among so many ranks."""
     return max(_SEGMENT, _SEGMENTS // ranks)
 
 
 def piece_of(width: int, dtype: torch.dtype, segment: int) -> int:
-    """Numbers of ``dtype`` in the pieces that an expert of ``width`` travels in, of ``segment`` bytes at most.
+    """Return how many numbers of ``dtype`` a piece of an expert of ``width`` has, with at most ``segment`` bytes.
 
     >>> piece_of(3 * 2048 * 768, torch.bfloat16, 2**22), piece_of(10_007, torch.float32, 2**20)
     (8192, 3336)
 
-    The most that make up a whole expert, if that is not few; else about as many in each, and the last is not full.
-    Pieces begin at multiples of 16 bytes, which is what kernels load at once.
+    They are the most that divide a whole expert, if that is not few; else about as many in each, and the last is not
+    full. Pieces begin at multiples of 16 bytes, which kernels load at once.
     """
     most, step = max(1, min(_PIECE, segment) // dtype.itemsize), max(1, 16 // dtype.itemsize)
     if width <= most:
@@ -137,11 +138,11 @@ def piece_of(width: int, dtype: torch.dtype, segment: int) -> int:
 
 
 def _walk(steps: Iterator[object]) -> None:
-    """Do all of them."""
+    """Do all steps."""
     for _ in steps:
         pass
 
 
 def _host_waits(device: torch.device) -> bool:
-    """Whether the host waits for other ranks in an exchange; else kernels do, and the host goes on."""
+    """Tell whether the host waits for other ranks in an exchange; else kernels do, and the host goes on."""
     return device.type != "cuda" or not runs_on(device)

@@ -1,8 +1,8 @@
 """SparseAllGather and SparseReduceScatter as one-sided writes on one node (paper, section 2).
 
-What ``sparse_collectives`` does with collectives, for ``Config(transport="symmetric")``. Who sends which expert to
-whom is in ``ExpertTables`` on the device, and kernels read it there: what is launched is the same for all placements
-that tables have room for. Sums are made in the order of ``sparse_collectives``: gradients are equal bit by bit.
+This is ``sparse_collectives`` for ``Config(transport="symmetric")``. Who sends which expert to whom is in
+``ExpertTables`` on the device, and kernels read it there: launches are the same for all placements for which tables
+have room. Sums are made in the order of ``sparse_collectives``: gradients are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hecate.runtime.ops.sparse_collectives import by_dtype, room_like, sum_dtype
 
 
 def gather(exchanges: Exchanges, tables: ExpertTables, shards: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Pack what leaves; what is returned sends it: a rank's replicas, ``[E_r, ...] -> [K, ...]`` of each tensor."""
+    """Pack experts that leave, and return a function that sends them: ``[E_r, ...] -> [K, ...]`` of each tensor."""
     groups = by_dtype([shard.dtype for shard in shards])
     widths, shapes = widths_of(shards), [shard.shape[1:] for shard in shards]
-    # Copies of what leaves: an optimizer may step before it has left.
+    # Experts that leave are copied: an optimizer may step before they have left.
     packed = [pack_experts([shards[place] for place in group], tables.leave) for group in groups]
     replicas = [shard.new_empty((tables.replicas, *shard.shape[1:])) for shard in shards]
 
@@ -42,7 +42,7 @@ def gather(exchanges: Exchanges, tables: ExpertTables, shards: Sequence[Tensor])
 def reduce(
     exchanges: Exchanges, tables: ExpertTables, own: Sequence[Tensor], replicas: Sequence[Tensor]
 ) -> Callable[[], list[Tensor]]:
-    """Pack gradients; what is returned sends them: the mean over ranks of the slots', at the owners.
+    """Pack gradients, and return a function that brings the mean over ranks of the slots' gradients to the owners.
 
     ``[E_r, ...], [K, ...] -> [E_r, ...]``.
     """

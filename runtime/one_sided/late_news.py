@@ -1,4 +1,4 @@
-"""Numbers that the device has and the host learns of later, without waiting for them now."""
+"""Late news: numbers that the device has and the host learns later, without waiting for them now."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hecate.runtime.one_sided.transport import Transport
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Numbers on their way to the host, behind the transport's faults, and who is told them.
+    """Numbers on their way to the host, behind the transport's faults in memory, with the function that takes them.
 
     Attributes:
-        there: an event behind the copy, or None where it has come.
+        there: an event after the copy, or None where it has come.
     """
 
     copy: Tensor
@@ -45,20 +45,23 @@ class LateNews:
         self.messages.append(Message(copy, numbers.shape, there, tell))
 
     def take(self) -> list[Message]:
-        """Take out what was sent: a recorded forward sends it in each replay, see :meth:`send_again`."""
+        """Return the messages so far, and forget them.
+
+        Each replay of a recorded forward sends its messages anew, see :meth:`send_again`.
+        """
         messages, self.messages = self.messages, []
         return messages
 
     def send_again(self, messages: list[Message], there: Any) -> None:
-        """The same numbers are on their way once more, behind the event ``there``; None where they have come."""
+        """Send messages again, which have come at the event ``there``, or have come already if it is None."""
         self.messages = [replace(one, there=there) for one in messages]
 
     def read(self) -> None:
-        """Tell everyone.
+        """Wait for all messages, and pass them on.
 
         Raises:
-            ExchangeFailed: rows did not come, or had no room. What was sent behind that is forgotten: it was computed
-                from NaN.
+            ExchangeFailed: rows did not come, or had no room. Later messages are forgotten: they were computed from
+                NaN.
         """
         faults = self.transport.faults
         for one in self.take():

@@ -1,7 +1,7 @@
-"""What the kernels that write into other ranks' memory have in common.
+"""Links between ranks: common parts of the kernels that write into other ranks' memory.
 
-A link leads from one rank to one other, or to itself. Its rows travel in chunks of what a segment of the window
-holds. Chunks are numbered from 1 on, for ever, and both links between two ranks have the same: chunk n lies at place
+A link leads from one rank to one other, or to itself. Its rows travel in chunks, each as large as a segment of the
+window. Chunks are numbered from 1 on, for ever, and both links between two ranks have the same: chunk n lies at place
 ``n % places``. A word names a chunk and how many rows the link has in this exchange.
 """
 
@@ -26,14 +26,14 @@ _PROGRAMS = 2048
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of all links of a rank, those that lead away from it and those that lead to it.
+    """A chunk of all links of a rank, those that lead away from it and those that lead to it.
 
     The two links between this rank and another take part if one of them has rows from ``first`` on; in the first
-    chunk all do. Both ranks know that alike. Nothing is done with a rank that did not come.
+    chunk all do. Both ranks know that alike. Ranks that did not come are left out.
 
     Attributes:
         sends: rows to each rank in this exchange, int64 ``[W]``, contiguous as the others.
-        receives: rows from each, int64 ``[W]``; known behind the wait of the first chunk.
+        receives: rows from each, int64 ``[W]``; known after the wait of the first chunk.
         told: chunks of which each rank has been told, with this one from its signal on, int64 ``[W]``.
         late: 1 for ranks that did not come in time, else 0, int64 ``[W]``.
         first: the first row of each link that this chunk has.
@@ -76,27 +76,27 @@ class Rows:
         return self.tensor.shape[0] if self.index is None else self.index.shape[0]
 
     def by_place(self) -> "Rows":
-        """The same rows, with an index of rows: kernels go through places.
+        """Return these rows with an index of rows, not of places: kernels go through places.
 
         >>> Rows(torch.empty(3, 1), torch.tensor([1, 5, 0]), by_row=True).by_place().index.tolist()
         [2, 0, 0]
 
-        What the index says of places to which no row goes means nothing.
+        Entries of the index for places to which no row goes mean nothing.
         """
         if self.index is None or not self.by_row:
             return self
         count = self.index.shape[0]
-        # Places that nobody reads fall together behind the others.
+        # Places that no rank reads fall together behind the others.
         rows = self.index.new_zeros(count + 1)
         rows.scatter_(0, self.index.clamp_max(count), torch.arange(count, device=self.index.device))
         return Rows(self.tensor, rows[:count])
 
 
 def as_numbers(tensor: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    """Rows flat, and what they are in a window: floats that kernels cast, or bytes that only move.
+    """Return rows flat, and their dtype in a window: floats that kernels cast, or bytes that only move.
 
     Raises:
-        TypeError: rows that no kernel casts have another dtype than what travels.
+        TypeError: rows that no kernel casts have another dtype than ``wire``.
     """
     flat = flat_rows(tensor)
     if tensor.dtype in FLOATS and wire in FLOATS:
@@ -107,12 +107,12 @@ def as_numbers(tensor: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
 
 
 def row_bytes(tensor: Tensor, wire: torch.dtype) -> int:
-    """Of one row in a window."""
+    """Return the bytes of one row in a window."""
     return tensor.shape[1:].numel() * wire.itemsize
 
 
 def capacity_of(window: Tensor, tensor: Tensor, wire: torch.dtype) -> int:
-    """How many rows a segment of ``window`` ``[places, W, bytes]`` holds."""
+    """Return how many rows a segment of ``window`` ``[places, W, bytes]`` holds."""
     return window.shape[2] // max(1, row_bytes(tensor, wire))
 
 
@@ -138,12 +138,12 @@ def check_window(who: str, window: Tensor) -> None:
 
 
 def padded(ranks: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return max(2, 1 << (ranks - 1).bit_length())
 
 
 def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
-    """For the references: places of which there are rows, and these rows, int64 ``[m], [m]``."""
+    """Return, for the references, the places of which there are rows, and these rows: int64 ``[m], [m]``."""
     count = torch.arange(rows.count, dtype=torch.int64, device=rows.tensor.device)
     index = count if rows.index is None else rows.index
     places, chosen = (index, count) if rows.by_row else (count, index)
@@ -152,17 +152,17 @@ def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
 
 
 def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> Callable[[Mapping[str, int]], int]:
-    """How many bring the rows of a chunk, for :func:`launch`: no more than it can have tiles."""
-    # A link that has rows behind the first has the first ones, too. Each may have a tile that is not full.
+    """Return the number of programs for the rows of a chunk, for :func:`launch`: no more than it can have tiles."""
+    # A link with rows behind the first chunk has that chunk full, too. Each link may have a tile that is not full.
     most = min(ranks * capacity, rows.count - first)
     return lambda meta: min(_PROGRAMS, (-(-most // meta["BLOCK_ROWS"]) + ranks) * -(-width // meta["BLOCK_COLS"]))
 
 
 @jit
 def share_out(counts, late, shift, first, capacity, ranks, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Of a chunk, link by link from ``shift`` on: which link, its rows in all and here, and where its tiles end.
+    """Return for each link, from ``shift`` on, its number, its rows in all and in the chunk, and where its tiles end.
 
-    Not all ranks begin with the link to the same one.
+    Ranks begin with different links, so that not all write to the same rank.
     """
     p = tl.arange(0, RANKS)
     link = (p + shift) % ranks
@@ -186,9 +186,9 @@ def locate(
     RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Of one tile of a chunk: its link, its rows' numbers in the chunk, which rows they are, which it has."""
+    """Return the link of a tile of a chunk, its rows' numbers in the chunk, which rows they are, and which exist."""
     p = tl.arange(0, RANKS)
-    # Links of which no tile is left.
+    # Count the links of which no tile is left.
     before = tl.sum((ends <= tile).to(tl.int32), 0)
     begin = tl.max(tl.where(p < before, ends, 0), 0)
     own = tl.sum(tl.where(p == before, link, 0), 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
 from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, check_links, padded
 
-# One: a few microseconds are not worth a trial.
+# A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"num_warps": 1},)
 # A word has one writer, so it need not be exchanged: GPUs that reach each other over PCIe may have no atomics there.
 _RELEASE = """{
@@ -22,7 +22,7 @@ mov.u32 $0, 0;
 def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: int) -> None:
     """Tell each rank of the chunk: write its number and the rows of the link on that rank's board.
 
-    What this rank's earlier launches wrote or read is written and read before a word is seen.
+    Writes and reads of this rank's earlier launches are done before a word is seen.
 
     >>> boards = [torch.zeros(2, 2, dtype=torch.int64) for _ in range(2)]
     >>> addresses, told = torch.tensor([board.data_ptr() for board in boards]), torch.tensor([0, 4])
@@ -65,7 +65,7 @@ def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: 
 
 
 def post_words_reference(chunk: Chunk, boards: Sequence[Tensor], rank: int) -> None:
-    """:func:`post_words` in plain torch, which reads the numbers on the host."""
+    """Post words as :func:`post_words` does, in plain torch, which reads the numbers on the host."""
     sends, told = chunk.sends.tolist(), chunk.told.tolist()
     for peer in torch.nonzero(chunk.links).flatten().tolist():
         number = told[peer] + 1
@@ -96,7 +96,7 @@ def _post_words(
     number = tl.load(told + p, mask=inside, other=0) + 1
     word = tl.load(addresses + p, mask=goes, other=0) + ((number % PLACES) * ranks + rank) * 8
     value = (number << BITS) + count
-    # Release at the reach of the system: behind all that earlier kernels of this stream did.
+    # Release at the scope of the system: after all work of earlier kernels of this stream.
     if RELEASE is not None:
         # Threads that have the same word store the same.
         tl.inline_asm_elementwise(

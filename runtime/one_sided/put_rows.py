@@ -1,4 +1,4 @@
-"""Rows picked and written into the windows of the ranks that they go to."""
+"""Rows picked and written into the windows of the ranks to which they go."""
 
 from collections.abc import Sequence
 
@@ -88,7 +88,7 @@ def put_rows(
 
 
 def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank: int, wire: torch.dtype) -> None:
-    """:func:`put_rows` in plain torch, which reads the counts on the host."""
+    """Put rows as :func:`put_rows` does, in plain torch, which reads the counts on the host."""
     counts, capacity = chunk.sends.tolist(), capacity_of(windows[rank], rows.tensor, wire)
     places, chosen = rows_by_place(rows, sum(counts))
     by_place = rows.tensor.new_empty((sum(counts), *rows.tensor.shape[1:]))

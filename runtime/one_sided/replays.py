@@ -23,10 +23,10 @@ class FixedTables:
 
     Attributes:
         room: of all placements that come.
-        tables: what is launched reads them; all are parts of ``numbers``.
+        tables: what launches read; all are parts of ``numbers``.
         numbers: int64 ``[n]``.
-        placement: what they say now.
-        first: what they said when the launches were recorded, and graphs carry.
+        placement: the one in the tables now.
+        first: the one when the launches were recorded, which graphs carry.
     """
 
     room: Room
@@ -37,10 +37,10 @@ class FixedTables:
 
     @classmethod
     def of(cls, placement: Placement, layer: Layer, before: FixedTables | None = None) -> FixedTables:
-        """Tables that say ``placement``, with room for others.
+        """Return tables of ``placement``, with room for others.
 
         Args:
-            before: tables that had no room. With the same owners, what these had room for has room.
+            before: tables without room for it. With the same owners, the new ones have room for all that these had.
         """
         # Where a policy makes no replicas, graphs have no slots for any.
         room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
@@ -51,11 +51,11 @@ class FixedTables:
         return cls(room, host.within(numbers), numbers, placement, placement)
 
     def has_room_for(self, placement: Placement) -> bool:
-        """Whether they can say ``placement``; the same on all ranks."""
+        """Tell whether the tables have room for ``placement``; the same on all ranks."""
         return placement.owners == self.first.owners and self.room.holds(Room.needed(placement))
 
     def write(self, placement: Placement, layer: Layer) -> None:
-        """Say ``placement`` from now on, for what is launched behind this."""
+        """Write ``placement`` into the tables, for launches after this."""
         if placement != self.placement:
             host = LayerTables.from_placement(placement, layer, self.room)
             self.numbers.copy_(on_device(host.joined(), layer.world.device), non_blocking=True)
@@ -64,11 +64,11 @@ class FixedTables:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What recorded launches read in place of the placements that graphs carry.
+    """Tables that recorded launches read in place of the placements that graphs carry.
 
     Attributes:
         layers: by their numbers.
-        signature: what travels with counts, int64 ``[3]``; see ``OneSided.signature``.
+        signature: the numbers that travel with counts, int64 ``[3]``; see ``OneSided.signature``.
     """
 
     layers: dict[int, FixedTables]
@@ -76,13 +76,13 @@ class Recorded:
 
 
 class Recordable(Protocol):
-    """A carrier whose operators read ``recorded`` while launches are recorded, if there is something."""
+    """A carrier whose operators read ``recorded``, if it is set, while launches are recorded."""
 
     recorded: Recorded | None
     news: LateNews
 
     def signature(self, plans: int) -> torch.Tensor:
-        """A digest of plans, and proof of all collectives, int64 ``[3]`` on the device."""
+        """Return a digest of plans, and proof of all collectives, int64 ``[3]`` on the device."""
 
 
 class FollowedTables:

@@ -1,4 +1,4 @@
-"""Who sends how many rows of each expert to whom, found on the device."""
+"""Splits on the device: who sends how many rows of each expert to whom."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from hecate.runtime.kernels.operands import check_index, check_turned
 # A program compares each rank with each other one.
 MOST_RANKS = 128
 
-# One: a few microseconds are not worth a trial.
+# A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"num_warps": 4},)
 
 
 def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What one rank sends and receives, if as many rows as can be stay on their rank, and then on their node.
+    """Return one rank's sends and receives, if as many rows as possible stay on their rank, and then on their node.
 
     What is left lies on one line, rank by rank, and what is still wanted on another; where both lines meet, rows go
     from the one to the other. First each node has two such lines, then all ranks have two together.
@@ -69,7 +69,7 @@ def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, ran
 def split_rows_reference(
     counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """:func:`split_rows` in plain torch."""
+    """Split rows as :func:`split_rows` does, in plain torch."""
     have, want = counts.t()[:, order], wanted[:, order]
     me = (order == rank).to(torch.int64)
     kept = torch.minimum(have, want)
@@ -96,7 +96,7 @@ def _times(rows: Tensor, which: Tensor) -> Tensor:
 
 
 def _met(rows: Tensor, behind: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each rank's rows begin and end on its line, as far as both lines meet."""
+    """Return where each rank's rows begin and end on its line, as far as both lines meet."""
     before = _times(rows, behind)
     return torch.minimum(before, amount), torch.minimum(before + rows, amount)
 
@@ -117,14 +117,14 @@ def _split_rows(counts, wanted, order, nodes, sends, receives, rank, ranks, expe
     me = inside & (who == rank)
     near = node == tl.sum(tl.where(me, node, 0), 0)
 
-    # Rows stay where they are.
+    # Step 1: rows stay where they are.
     kept = tl.minimum(have, want)
     have -= kept
     want -= kept
     sent = tl.where(me, kept, 0)
     got = sent
 
-    # In nodes. The lines of a node begin at its first rank.
+    # Step 2: in nodes. The lines of a node begin at its first rank.
     other = tl.load(nodes + p, mask=inside, other=-1)
     same = node[:, None] == other[None, :]
     earlier = same & (p[None, :] < p[:, None])
@@ -140,7 +140,7 @@ def _split_rows(counts, wanted, order, nodes, sends, receives, rank, ranks, expe
     have -= last - first
     want -= end - start
 
-    # Anywhere.
+    # Step 3: anywhere.
     last = tl.cumsum(have, 0)
     first = last - have
     end = tl.cumsum(want, 0)

@@ -82,7 +82,7 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
 
 
 def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
-    """:func:`take_rows` in plain torch, which reads the counts on the host."""
+    """Take rows as :func:`take_rows` does, in plain torch, which reads the counts on the host."""
     counts, capacity = chunk.receives.tolist(), capacity_of(window, rows.tensor, wire)
     places, chosen = rows_by_place(rows, sum(counts))
     number, links = chunk.told.tolist(), chunk.links.tolist()

@@ -1,4 +1,4 @@
-"""From what a rank sends and receives to the segments of an exchange's indices, found on the device.
+"""Segments of an exchange's indices, found on the device from the rows that a rank sends and receives.
 
 ``expand_segments`` writes the indices of these segments. A program is one expert that leaves, or one slot that fills,
 and its lanes are the other ranks; each adds up what lies before it by itself.
@@ -13,7 +13,7 @@ from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
 from hecate.runtime.one_sided.split_rows import MOST_RANKS
 
-# One: a few microseconds are not worth a trial.
+# A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"BLOCK": 16, "num_warps": 4},)
 
 
@@ -40,7 +40,7 @@ class TicketSegments(NamedTuple):
 
 
 def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tensor) -> TicketSegments:
-    """Order what leaves by (destination, slot there), and what arrives by (slot, source).
+    """Order rows that leave by (destination, slot there), and rows that arrive by (slot, source).
 
     Rank 0 of two has 5 rows of expert 0 and 2 of expert 1. It owns the first, sends the rows of the second to rank 1,
     which owns it, and gets 3 rows of the first.
@@ -70,7 +70,7 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
     if not runs_on(sends.device) or ranks > MOST_RANKS:
         return ticket_segments_reference(sends, receives, owners, slots)
     held, lanes = slots.shape[0], 1 << (ranks - 1).bit_length()
-    # Nobody writes zeros where there are no experts or no slots.
+    # No program writes zeros where there are no experts or no slots.
     make = sends.new_empty if experts > 0 and held > 0 else sends.new_zeros
     splits, used = make(2 * ranks + 2).split([2 * ranks, 2])
     found = TicketSegments(
@@ -118,7 +118,7 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
 
 
 def ticket_segments_reference(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tensor) -> TicketSegments:
-    """:func:`ticket_segments` in plain torch."""
+    """Find segments as :func:`ticket_segments` does, in plain torch."""
     rank = torch.arange(sends.shape[1], dtype=torch.int64, device=sends.device)
     # A rank's rows lie by expert; of one expert, those for the first rank come first.
     order = torch.where(owners == rank[:, None], -1, owners).argsort(dim=1, stable=True)
@@ -139,7 +139,7 @@ def ticket_segments_reference(sends: Tensor, receives: Tensor, owners: Tensor, s
 
 
 def _before(lengths: Tensor) -> Tensor:
-    """The sum of what lies before each of them, line by line."""
+    """Return the sum of all lengths before each of them, line by line."""
     return (lengths.reshape(-1).cumsum(0) - lengths.reshape(-1)).view(lengths.shape)
 
 
@@ -151,8 +151,8 @@ def _leaving(sends, owners, starts, ends, splits, used, ranks, experts, RANKS: t
     rows = tl.load(sends + expert * ranks + rank, mask=inside, other=0)
     owner = tl.load(owners + expert)
     own = owner == rank
-    # Rows of earlier experts; to each rank, all rows, and those of experts with an earlier slot there; how many those
-    # experts are.
+    # Rows of earlier experts; for each rank all rows, and those of experts with an earlier slot there; and the number
+    # of those experts.
     first = tl.sum(rows, 0) * 0
     total = rows * 0
     before = rows * 0
@@ -199,7 +199,7 @@ def _arriving(
     inside = rank < ranks
     expert = tl.load(slots + slot)
     rows = tl.load(receives + rank * experts + expert, mask=inside, other=0)
-    # From each rank: all rows, and those for earlier slots.
+    # For each rank: all rows from it, and those for earlier slots.
     total = rows * 0
     before = rows * 0
     for least in range(0, held, BLOCK):

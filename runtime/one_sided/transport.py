@@ -12,20 +12,20 @@ links between two ranks chunk n goes at the same time. For it a rank does, one l
 | take | copies rows out of its own window |
 
 **A chunk is read as it was written.** A word has one writer, and numbers on it only grow. A reader takes chunk n
-behind the source's signal n, which is posted behind the rows. The next chunk at that place is n + 2; its source puts
-it behind its wait for the reader's signal n + 1, which the reader posts behind its take of chunk n. So what was
-written late is never read early, a signal of an earlier exchange names a smaller number, and no unread row is written
-over, in whatever order memory becomes visible.
+after the source's signal n, which is posted after the rows. The next chunk at that place is n + 2; its source puts
+it after its wait for the reader's signal n + 1, which the reader posts after its take of chunk n. So no row is read
+before it is written, a signal of an earlier exchange names a smaller number, and no unread row is written over, in
+whatever order memory becomes visible.
 
-**More rows than fit.** A signal tells all rows of its link. Behind the first wait both ranks know the rows of both
+**More rows than fit.** A signal tells all rows of its link. After the first wait both ranks know the rows of both
 links between them, and so how many chunks these have: no less than one, and as many as the longer one begins of
 ``capacity`` rows each. Two ranks do not wait for the further chunks of others: a rank may go through more chunks than
 its links have, and ranks need not agree on how many.
 
 **Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Only wait waits, for
 signals of the same chunk, which are above it: of all steps that are left the smallest can run. While a rank waits,
-one warp for each other rank is busy, and no launch that others wait for is behind it: all of this holds for ranks on
-streams of one GPU, too. Each launch does what it can do at once and ends, so launches may run one after the other,
+one warp for each other rank is busy, and no launch for which others wait comes after it: all of this holds for ranks
+on streams of one GPU, too. Each launch does what it can do at once and ends, so launches may run one after the other,
 as in the interpreter. If a rank does not come at all, a wait ends after some time: that rank is late, nothing is
 written to it or read from it from then on, and :meth:`Transport.check` names it.
 
@@ -63,8 +63,8 @@ class Transport:
         self.windows, self._seconds = windows, seconds
         zeros = torch.zeros((3, windows.size), dtype=torch.int64, device=windows.device)
         self._told, self._late, self._exceeded = zeros.unbind()
-        # Of each rank, whether it came too late and how many rows were left behind or not expected, int64 [2, W]: all
-        # zero if it is well. Read by the host, or copied to it beside other numbers.
+        # Whether each rank came too late, and how many rows were left behind or not expected, int64 [2, W]: all zero
+        # if all is well. Read by the host, or copied to it beside other numbers.
         self.faults = zeros[1:]
         everything = (windows.data, windows.signals)
         pointers = torch.tensor([[part.data_ptr() for part in parts] for parts in everything], device="cpu")
@@ -121,7 +121,7 @@ class Transport:
             wait_words(windows.signals[rank], chunk, seconds=self._seconds, stop=stop)
             yield "take", chunk
             take_rows(windows.data[rank], arriving, chunk, wire)
-        # Rows that were left behind, if any: here, there, and of a link.
+        # Rows that were left behind, if any: here, at the other rank, and of a link.
         behind = torch.maximum(sends.sum() - leaving.count, receives.sum() - arriving.count)
         behind = torch.maximum(behind, torch.maximum(sends, receives) - most)
         if expects is not None:
@@ -129,7 +129,7 @@ class Transport:
         self._exceeded.copy_(torch.maximum(self._exceeded, behind))
 
     def missing(self, step: str, chunk: Chunk) -> list[int]:
-        """For which ranks a step that :meth:`steps` is about to do would wait now. Waits for the device."""
+        """Return the ranks for which a step that :meth:`steps` is about to do would wait. Waits for the device."""
         if step != "wait":
             return []
         came = has_come(self.windows.signals[self.windows.rank], chunk)

@@ -9,18 +9,18 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import INTERPRETED, launch, runs_on, tl, tuned
 from hecate.runtime.one_sided.links import COUNT_BITS, Chunk, check_links
 
-# One: a program waits for one word.
+# A single configuration: a program waits for one word.
 CONFIGS = ({"num_warps": 1},)
-# The reference looks often at first, then after a part of the time that it has waited, and lets others run meanwhile.
+# The reference polls often at first, then after a part of the time that it has waited, and lets others run meanwhile.
 _PAUSE, _PART, _LONGEST_PAUSE = 20e-6, 1 / 16, 2e-3
 
 Stop = Callable[[], bool]
 
 
 def wait_words(board: Tensor, chunk: Chunk, *, seconds: float, stop: Stop | None = None) -> None:
-    """Wait until each rank has told of the chunk, and read how many rows come; who does not is late from then on.
+    """Wait until each rank has told of the chunk, and read how many rows come; ranks that do not tell become late.
 
-    What others wrote before their words is seen by this rank's later launches.
+    Writes of others before their words are seen by this rank's later launches.
 
     >>> board = torch.tensor([[0, 0], [(1 << COUNT_BITS) + 7, 0]])
     >>> sends, receives, late = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
@@ -60,7 +60,7 @@ def wait_words(board: Tensor, chunk: Chunk, *, seconds: float, stop: Stop | None
 
 
 def has_come(board: Tensor, chunk: Chunk) -> Tensor:
-    """Whose words a wait would not wait for now, bool ``[W]``."""
+    """Tell for each rank whether a wait would end now because its word has come, bool ``[W]``."""
     return _words(board, chunk) >> COUNT_BITS >= chunk.told
 
 
@@ -69,7 +69,7 @@ def _words(board: Tensor, chunk: Chunk) -> Tensor:
 
 
 def wait_words_reference(board: Tensor, chunk: Chunk, seconds: float, stop: Stop | None = None) -> None:
-    """:func:`wait_words` in plain torch, which waits on the host."""
+    """Wait as :func:`wait_words` does, in plain torch, on the host."""
     links, begin, polls = chunk.links, time.monotonic(), 0
     while True:
         waited = time.monotonic() - begin
@@ -102,7 +102,7 @@ def _wait_words(
     if (tl.load(late + link) == 0) & ((longer > first) | (first == 0)):
         number = tl.load(told + link)
         place = board + (number % PLACES) * ranks + link
-        # Adding nothing reads a word with acquire: what was written before it is seen behind it.
+        # Adding 0 reads a word with acquire: writes before the word are seen after this.
         word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
         begin = number * 0
         waited = number * 0
@@ -111,7 +111,7 @@ def _wait_words(
         while ((word >> BITS) < number) & (waited < limit):
             word = tl.atomic_add(place, 0, sem="acquire", scope="sys")
             if TIMED:
-                # Nanoseconds of a clock that goes on when programs take turns.
+                # These are nanoseconds of a clock that goes on when programs take turns.
                 waited = tl.extra.cuda.globaltimer() - begin
             else:
                 waited += 1

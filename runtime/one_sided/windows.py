@@ -1,4 +1,4 @@
-"""Memory that every rank of a machine may write to: one window of each rank, and who owns which part of it.
+"""Memory to which every rank of a machine may write: one window of each rank, with a part for each writer.
 
 A window has two places, a place has a segment for each source, and a segment holds a chunk of rows. Beside them lies
 a board with a word for each place and source, in which sources say what they have put there. Each byte has one
@@ -22,11 +22,11 @@ from hecate.private import symmetric_memory
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.world import World
 
-# A rank that says what it has put has taken what was put before; so what is put next has another place than the last.
+# Two places suffice: a rank that signals a chunk has taken the chunk before, so the next one may use its place.
 PLACES = 2
-# A segment has a multiple of so many bytes, which are 16 numbers of any dtype: kernels move vectors.
+# Segments are multiples of so many bytes, which are 16 numbers of any dtype: kernels move vectors.
 ALIGNMENT = 128
-# Where Linux keeps files in memory, and processors that store in order and load in order.
+# The folder where Linux keeps files in memory, and processors that store in order and load in order.
 _SHARED = Path("/dev/shm")
 _IN_ORDER = ("x86_64", "amd64")
 _NO_PROBLEM = "-"
@@ -42,7 +42,7 @@ class Windows:
         rank: whose view it is; the tensors with its number are its own memory.
         data: of each rank, uint8 ``[places, W, segment]``.
         signals: of each rank, int64 ``[places, W]``; zero at the beginning.
-        owner: what keeps the memory of others mapped.
+        owner: the object that keeps the memory of others mapped.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Windows:
 
 
 def local_windows(world_size: int, segment: int, device: torch.device, *, places: int = PLACES) -> list[Windows]:
-    """Windows of ranks that are all in this process: each rank's view of the same memory.
+    """Return windows of ranks that are all in this process: each rank's view of the same memory.
 
     Args:
         segment: bytes of a chunk, rounded up to what vectors need.
@@ -77,7 +77,7 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
 
 
 def symmetric_windows(world: World, segment: int) -> Windows:
-    """Windows of processes with a GPU each that reaches the others' memory. A collective.
+    """Create windows of processes with a GPU each that reaches the others' memory. A collective.
 
     Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run over NVLink yet.
 
@@ -94,38 +94,38 @@ def symmetric_windows(world: World, segment: int) -> Windows:
         memories = [handle.get_remote_tensor(peer, mine.shape, mine.dtype) for peer in range(world.size)]
         if memories[world.rank].data_ptr() != mine.data_ptr():
             raise RuntimeError("symmetric memory maps this rank's window to another address than its own")
-        # Nobody puts before all words are zero.
+        # No rank may put before all words are zero.
         torch.cuda.synchronize(world.device)
         return handle, memories
 
-    # A rank without room does not come to the rendezvous, so nobody does.
+    # If a rank has no room, no rank comes to the rendezvous.
     mine = _on_all(lambda: symmetric_memory().empty(size, dtype=torch.uint8, device=world.device).zero_(), world)
     handle, memories = _on_all(exchange, world)
     return _view(world.rank, memories, segment, PLACES, owner=(handle, mine))
 
 
 def shared_windows(world: World, segment: int) -> Windows:
-    """Windows of processes of one machine, in memory that they share: on CPUs. A collective.
+    """Create windows of processes of one machine, in memory that they share: on CPUs. A collective.
 
     Each rank makes a file in memory, and all ranks map all files. A file has no name any more when this returns, so
     it goes with the last process that maps it.
 
     Words are posted by plain stores here. They are whole, since a word is 8 bytes at a multiple of 8; and on an x86,
-    stores are seen in the order in which they are made, and loads are made in order. So who sees a word sees what was
-    written before it. Other processors promise less and are refused.
+    stores are seen in the order in which they are made, and loads are made in order. So a rank that sees a word sees
+    all that was written before it. Other processors promise less and are refused.
 
     Raises:
         RuntimeError: on all ranks; another kind of processor, no room in /dev/shm, or ranks on several machines.
     """
     segment = _aligned(segment)
     size = _bytes_of(world.size, segment, PLACES)
-    # Here all ranks are there, so that a file has its name for a moment only.
+    # All ranks have come after this, so that a file has its name for a moment only.
     _on_all(_check_order, world)
     path = _SHARED / f"hecate-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         _on_all(lambda: _make_file(path, size), world)
         paths = [Path(text.decode()) for text in gather_texts(str(path).encode(), world)]
-        # Behind this all ranks have mapped all files, and all words are zero.
+        # After this all ranks have mapped all files, and all words are zero.
         memories = _on_all(lambda: _map_files(paths, size), world)
     finally:
         path.unlink(missing_ok=True)
@@ -138,11 +138,11 @@ def _check_order() -> None:
 
 
 def _make_file(path: Path, size: int) -> None:
-    """A file of zeros in memory."""
+    """Make a file of zeros in memory."""
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # All of it now: what has no room when it is written ends the process.
+            # All of it is allocated now: a write for which there is no room ends the process.
             os.posix_fallocate(number, 0, size)
         finally:
             os.close(number)
@@ -151,14 +151,14 @@ def _make_file(path: Path, size: int) -> None:
 
 
 def _map_files(paths: Sequence[Path], size: int) -> list[Tensor]:
-    """The memory of every rank."""
+    """Map the memory of every rank."""
     if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
         raise RuntimeError(f"the memory of ranks {missing} is on another machine")
     return [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
 
 
 def _on_all(make: Callable[[], T], world: World) -> T:
-    """What ``make`` returns here. A collective.
+    """Return the result of ``make`` here, if it succeeds on all ranks. A collective.
 
     Raises:
         RuntimeError: on all ranks, if ``make`` raises one on any of them.

@@ -151,8 +151,7 @@ def _balanced(
 
 
 def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Ints:
-    """Return the rows that each holder gets of ``rank``, ``[n]``. Holder ``ranks[i]`` wants ``quota[i]`` of
-    ``experts[i]``.
+    """Return rows of ``rank`` for each holder ``ranks[i]`` that computes ``quota[i]`` of ``experts[i]``, ``[n]``.
 
     First every rank keeps what it may. Then the rows of an expert that ranks have left lie on one line, rank by rank,
     and those that its holders still want on another, holder by holder. As many rows as the segment of a rank and that
