@@ -263,7 +263,7 @@ def _adopt_libraries(model: nn.Module, found: _Found) -> None:
         watch_scalers()
         leave_unwrapped()
         model_averaging.refuse_shards()
-        transformers_generate.adopt()
+        transformers_generate.adopt(model)
     transformers_trainer.adopt()
     accelerate_state.adopt()
 

@@ -82,11 +82,18 @@ class Traces:
         # Weak: the model holds this.
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
         self._communicates = backend.communicates and backend.world.group is not None
+        self._changes, self._parts = changes, dict[nn.Module, Traces]()
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
         self.refused: str | None = None
         self._here = self._hooks.now(model)
         # By the hooks that are in them, the last used last.
         self._traces: dict[Hooks, _Trace] = {self._here: self._trace()}
+
+    def of(self, part: nn.Module) -> Traces:
+        """Return those of a module inside the model, for who calls it instead of the model."""
+        if part not in self._parts:
+            self._parts[part] = Traces(part, self._backend, self._changes, fullgraph=self._fullgraph)
+        return self._parts[part]
 
     def before_forward(self) -> None:
         """Turn to graphs with the hooks that there are now. A collective if these changed: ranks compare them."""

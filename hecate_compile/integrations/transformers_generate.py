@@ -1,7 +1,8 @@
 """``model.generate`` of a model whose parameters are sharded: a rank that is done goes on with the others.
 
 Each forward communicates, and ranks' texts end at different tokens. transformers has ``synced_gpus`` for that and
-sets it for DeepSpeed and FSDP alone. Nothing here imports transformers unless the user has.
+sets it for DeepSpeed and FSDP alone. A model of PEFT generates with the model inside it, whose calls are then
+compiled, too. Nothing here imports transformers unless the user has.
 """
 
 from __future__ import annotations
@@ -9,21 +10,31 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from hecate.wrap.shard import shard_of
+from hecate.compiled_model import compiled_model_of
+from hecate.private import compiled_call, set_compiled_call
+from hecate.wrap.shard import Shard, shard_of
 
 _adopted: set[type] = set()
+# In a module that generates, inside a compiled model: which model that is.
+_KEY = "_hecate_generates_for"
 
 
-def adopt() -> None:
-    """Make ``generate`` keep ranks in step, if transformers' generation was imported; else do nothing."""
+def adopt(model: nn.Module) -> None:
+    """Make ``generate`` of a model, and of what is inside it, keep ranks in step; without transformers do nothing."""
     if "transformers.generation.utils" not in sys.modules:
         return
     mixin: Any = sys.modules["transformers.generation.utils"].GenerationMixin
+    for part in model.modules():
+        if part is not model and isinstance(part, mixin):
+            part.__dict__[_KEY] = weakref.ref(model)
     if mixin in _adopted:
         return
     _adopted.add(mixin)
@@ -32,17 +43,37 @@ def adopt() -> None:
 
     @functools.wraps(generate)
     def generate_in_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shard = _shard_in(self)
+        if shard is None:
+            return generate(self, *args, **kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
-        # The user's own argument wins.
-        if given.get("synced_gpus") is None and _shares(self):
+        # The user's own argument wins. transformers asks all ranks of the program if they are done.
+        if given.get("synced_gpus") is None and _all_have_a_part(shard):
             kwargs["synced_gpus"] = True
-        return generate(self, *args, **kwargs)
+        with _calls_compiled(self):
+            return generate(self, *args, **kwargs)
 
     mixin.generate = generate_in_step
 
 
-def _shares(model: nn.Module) -> bool:
-    """Return whether all ranks of the program share the model: transformers asks all of them if they are done."""
+@contextmanager
+def _calls_compiled(part: nn.Module) -> Iterator[None]:
+    """Compile the calls of a module inside a compiled model, which would read shards where nothing is traced."""
+    model = part.__dict__.get(_KEY, lambda: None)()
+    if model is None or compiled_call(part) is not None:
+        yield
+        return
+    set_compiled_call(part, compiled_model_of(model, "generate").forward.of(part))
+    try:
+        yield
+    finally:
+        set_compiled_call(part, None)
+
+
+def _shard_in(model: nn.Module) -> Shard | None:
     shards = (shard_of(parameter) for parameter in model.parameters())
-    shard = next((shard for shard in shards if shard is not None), None)
-    return shard is not None and shard.world.group is not None and shard.world.size == dist.get_world_size()
+    return next((shard for shard in shards if shard is not None), None)
+
+
+def _all_have_a_part(shard: Shard) -> bool:
+    return shard.world.group is not None and shard.world.size == dist.get_world_size()

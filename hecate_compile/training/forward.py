@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,15 @@ class CompiledForward:
         count_forward()
         with telling("in its forward"):
             return self._forward(args, kwargs)
+
+    def of(self, part: nn.Module) -> CompiledForward:
+        """Return what calling a module inside the model may call instead of its own forward.
+
+        It has graphs of its own. What comes between two forwards is the model's.
+        """
+        found = copy.copy(self)
+        found._traces = self._traces.of(part)
+        return found
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()

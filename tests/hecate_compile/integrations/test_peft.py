@@ -25,7 +25,7 @@ _HERE = "tests.hecate_compile.integrations.test_peft"
 FUSED = dict(target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 
 
-def adapted(kind: str) -> nn.Module:
+def adapted(kind: str, **options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if kind == "list":
@@ -33,7 +33,7 @@ def adapted(kind: str) -> nn.Module:
     else:
         model, targets = build(kind, layers=1), FUSED
     torch.manual_seed(1)
-    found = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **targets))
+    found = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **targets, **options))
     with torch.no_grad():
         for name, parameter in found.named_parameters():
             if "lora_B" in name:
@@ -99,6 +99,39 @@ def train(kind: str) -> dict[str, Any]:
     return found
 
 
+def generate() -> dict[str, Any]:
+    """Between two steps: what PEFT's models generate, which call the model inside them, as in one process."""
+    found: dict[str, Any] = {"texts": [], "losses": [], "graphs": []}
+    for task in (None, "CAUSAL_LM"):
+        reference: Any = adapted("qwen3_moe", task_type=task)
+        model: Any = hecate.compile(adapted("qwen3_moe", task_type=task), hecate.Config(backend="aot_eager"))
+        rank, size = dist_rank()
+        prompt = batch(5 + rank, rows=2)[:, :6]
+        options: dict[str, Any] = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+        # On rank 1 texts end earlier.
+        whole = reference.generate(input_ids=prompt, eos_token_id=None, **options)
+        options |= dict(eos_token_id=whole[:, 8].tolist() if rank else None, pad_token_id=0)
+        for step in range(2):
+            ids = batch(step, rows=4)
+            mine = ids.chunk(size)[rank]
+            loss = model(input_ids=mine, labels=mine).loss
+            loss.backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            found["losses"].append(
+                abs(float(mean) / size - float(reference(input_ids=ids, labels=ids).loss.detach()))
+            )
+            for one in (model, reference):
+                one.zero_grad()
+            texts, expected = (one.generate(input_ids=prompt, **options) for one in (model, reference))
+            found["texts"].append(torch.equal(texts, expected))
+            with model.disable_adapter(), reference.disable_adapter():
+                texts, expected = (one.generate(input_ids=prompt, **options) for one in (model, reference))
+            found["texts"].append(torch.equal(texts, expected))
+            found["graphs"].append(len(hecate.explain(model).graphs))
+    return found
+
+
 def dist_rank() -> tuple[int, int]:
     import os
 
@@ -120,6 +153,14 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
         # The list has no config that a plain model could be built from again.
         assert kind == "list" or (found["saved"] < 1e-5 and found["off"] < 1e-5)
         assert "adapter_model.safetensors" in found["files"]
+
+
+@pytest.mark.distributed
+def test_models_with_adapters_generate() -> None:
+    for found in run_ranks(f"{_HERE}:generate", 2, timeout=240):
+        assert all(found["texts"]) and max(found["losses"]) < 1e-5
+        # Behind the first step nothing is compiled again.
+        assert found["graphs"][::2] == found["graphs"][1::2], found["graphs"]
 
 
 def test_one_process() -> None:
