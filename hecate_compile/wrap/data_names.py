@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from hecate.private import buffers_of, children_of, parameters_of
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 # Attributes and methods of a tensor, and functions of any value, whose results are the same on all ranks.
 _SAME = {"dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 _SAME_METHODS = {"dim", "is_floating_point", "is_complex"}
@@ -42,7 +40,7 @@ class DataNames:
     """
 
     def __init__(
-        self, function: Function, line: int, values: Mapping[str, Any], names: set[str], assumed: set[str]
+        self, function: ast.FunctionDef, line: int, values: Mapping[str, Any], names: set[str], assumed: set[str]
     ) -> None:
         self.names, self._assumed, self._values = names | assumed, assumed, values
         # Names of which data decide whether they are None.
@@ -110,8 +108,8 @@ class DataNames:
                 return next((store[attribute] for store in stores if attribute in store), _UNKNOWN)
             case ast.Subscript(value=inner):
                 owner = self.value(inner)
-                owner = owner.values() if isinstance(owner, (dict, nn.ModuleDict)) else owner
-                return next(iter(owner), _UNKNOWN) if _is_container(owner) else _UNKNOWN
+                owner = list(owner.values()) if isinstance(owner, (dict, nn.ModuleDict)) else owner
+                return next(iter(owner), _UNKNOWN) if isinstance(owner, (list, tuple, nn.ModuleList)) else _UNKNOWN
         return _UNKNOWN
 
     def _bind(self, target: ast.AST, value: ast.expr) -> None:
@@ -125,12 +123,8 @@ class DataNames:
                     self._bind(part, one)
             case _ if self.reads(value):
                 self.names.update(_written(target))
-                chosen = (
-                    self.reads(value.test)
-                    if isinstance(value, ast.IfExp)
-                    else isinstance(value, (ast.Call, ast.BoolOp))
-                )
-                if chosen:
+                by_data = isinstance(value, ast.IfExp) and self.reads(value.test)
+                if by_data or isinstance(value, (ast.Call, ast.BoolOp)):
                     self._chosen.update(_written(target))
 
 
@@ -182,7 +176,3 @@ def _has_tensor(value: Any, depth: int = 3) -> bool:
         # A container may have itself in it.
         return depth > 0 and any(_has_tensor(one, depth - 1) for one in values)
     return hasattr(type(value), "__array__")
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, tuple, nn.ModuleList)) or type(value).__name__ in ("dict_values", "odict_values")

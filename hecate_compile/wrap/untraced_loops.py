@@ -21,7 +21,7 @@ from torch import nn
 
 from hecate.private import parameters_of
 from hecate.runtime.state.layer import Layer
-from hecate.wrap.data_names import DataNames, Function, holds
+from hecate.wrap.data_names import DataNames, holds
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.graph_breaks import Place, innermost, places_in, python_around, shown, user_frames
 from hecate.wrap.shard import shard_of
@@ -37,13 +37,13 @@ class _Line:
 
     Attributes:
         function: the tree of the function that has it.
-        values: what names have there, as far as it is known.
+        values: what local names have, as far as it is known.
         owner: the module that the function is a method of.
         frame: None if the line was traced; then only ``self`` is known.
     """
 
     place: Place
-    function: Function
+    function: ast.FunctionDef
     values: Mapping[str, Any]
     owner: nn.Module | None
     frame: FrameType | None = None
@@ -57,13 +57,14 @@ def chosen_by_data(frame: FrameType, layer: Layer, traces: Iterable[str]) -> str
     """The lines of a loop that calls experts of a list by what data say; None if there is none.
 
     Args:
-        frame: what runs the code that was traced.
+        frame: the frame that called what was traced.
         layer: that of the experts.
         traces: the stacks of that code, as torch prints them, where it reads their parameters.
     """
     running = [line for found in user_frames(frame) if (line := _running(found)) is not None]
+    modules = list(_from_experts_out(running, layer))
     for trace in dict.fromkeys(traces):
-        traced = [_traced(place, running, layer) for place in places_in(trace)]
+        traced = [_traced(place, modules) for place in places_in(trace)]
         lines = [line for line in reversed(traced) if line is not None] + running
         found = _chosen_between(_inside_owner(_folded(lines), layer))
         if found is not None:
@@ -78,18 +79,29 @@ def _running(frame: FrameType) -> _Line | None:
         return None
     names = (*frame.f_code.co_varnames[:1], "self")
     owner = next((value for name in names if isinstance(value := frame.f_locals.get(name), nn.Module)), None)
-    return _Line(place, function, ChainMap(frame.f_locals, frame.f_globals), owner, frame)
+    return _Line(place, function, frame.f_locals, owner, frame)
 
 
-def _traced(place: Place, running: list[_Line], layer: Layer) -> _Line | None:
-    """A line of what was traced; a module of the class whose method it is in stands for its ``self``."""
+def _from_experts_out(running: list[_Line], layer: Layer) -> Iterator[nn.Module]:
+    """Modules: the experts of a layer, those that have them, and then all within the outermost of these."""
+    root = next((line.owner for line in running if line.owner is not None and _contains(line.owner, layer)), None)
+    if root is None:
+        return
+    path = [root]
+    while not _has(path[-1], layer):
+        path.append(next(child for child in path[-1].children() if _contains(child, layer)))
+    yield from path[-1].modules()
+    yield from reversed(path)
+    yield from root.modules()
+
+
+def _traced(place: Place, modules: list[nn.Module]) -> _Line | None:
+    """A line of what was traced; the first module of the class whose method it is in stands for its ``self``."""
     function, cls = innermost(*place, ast.FunctionDef), innermost(*place, ast.ClassDef)
     if function is None:
         return None
-    around = (module for line in running if line.owner is not None for module in line.owner.modules())
-    alike = (m for m in around if cls is not None and cls.name in (base.__name__ for base in type(m).__mro__))
-    first = next(alike, None)
-    owner = next((m for m in alike if _contains(m, layer)), first) if not _contains(first, layer) else first
+    alike = (m for m in modules if cls is not None and cls.name in (base.__name__ for base in type(m).__mro__))
+    owner = next(alike, None)
     return _Line(place, function, {"self": owner} if owner is not None else {}, owner)
 
 
@@ -100,16 +112,16 @@ def _folded(lines: list[_Line]) -> list[_Line]:
         inner = folded[-1] if folded else outer
         if inner is outer or inner.function is not outer.function:
             folded.append(outer)
-        else:
-            values = ChainMap(dict(inner.values), dict(outer.values))
-            folded[-1] = replace(
-                inner, values=values, owner=inner.owner or outer.owner, frame=inner.frame or outer.frame
-            )
+            continue
+        # What runs knows better than what was traced.
+        first, second = (inner, outer) if inner.frame is not None else (outer, inner)
+        values, owner = {**second.values, **first.values}, first.owner or second.owner
+        folded[-1] = replace(inner, values=values, owner=owner, frame=first.frame)
     return folded
 
 
 def _inside_owner(lines: list[_Line], layer: Layer) -> list[_Line]:
-    """What runs in the code of the module that has the experts, and what it has called; from the inside out."""
+    """Lines of the code of the module that has the experts, and of what that has called; from the inside out."""
     owner: nn.Module | None = None
     inside = 0
     for count, line in enumerate(lines, 1):
@@ -130,13 +142,13 @@ def _has(module: nn.Module, layer: Layer) -> bool:
 
 
 def _has_list(module: nn.Module, layer: Layer) -> bool:
-    """Whether it is the list of a layer's experts, or has it as a child, or in a list."""
+    """Return whether a module is the list of a layer's experts, or has it as a child, or in a list."""
     lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)))
     return _has(module, layer) or any(_has_list(child, layer) for child in lists)
 
 
 def _chosen_between(lines: list[_Line]) -> str | None:
-    """The outermost loop and the first condition of data within it; ``lines`` are from the inside out."""
+    """Lines of text: the outermost loop and the first condition of data within it, if there are any."""
     loop: _Line | None = None
     caller: tuple[_Line, DataNames] | None = None
     for line in reversed(lines):
@@ -144,7 +156,7 @@ def _chosen_between(lines: list[_Line]) -> str | None:
         caller = line, data
         start: ast.AST = line.function
         if loop is None:
-            loops = [node for node in ast.walk(start) if isinstance(node, _Loop) and holds(node, line.number)]
+            loops = [node for node in ast.walk(start) if _is_loop(node) and holds(node, line.number)]
             if not loops:
                 continue
             loop, start = line, loops[0]
@@ -160,41 +172,48 @@ def _chosen_between(lines: list[_Line]) -> str | None:
 
 
 def _data_names(line: _Line, caller: tuple[_Line, DataNames] | None) -> DataNames:
-    """What comes from data in a function: tensors, and numbers that it is given, unless the call tells more."""
+    """Names that come from data in a function: tensors, and numbers that it is given, unless the call tells more."""
     arguments = line.function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if names[:1] in (["self"], ["cls"]):
         names = names[1:]
+    values = ChainMap(dict(line.values), line.frame.f_globals if line.frame is not None else {})
     known: set[str] = set()
     if caller is not None:
         if line.function in ast.walk(caller[0].function):
             known = caller[1].names
         given = _given(line.function, names, *caller)
         if given is not None:
-            return DataNames(line.function, line.number, line.values, known | given, set())
+            return DataNames(line.function, line.number, values, known | given, set())
     if line.frame is not None:
         assumed = {name for name in names if isinstance(line.values.get(name), int)}
     else:
         options = zip(reversed(names), reversed(arguments.defaults), strict=False)
         assumed = set(names) - {name for name, value in options if isinstance(value, ast.Constant)}
-    return DataNames(line.function, line.number, line.values, known, assumed)
+    return DataNames(line.function, line.number, values, known, assumed)
 
 
-def _given(function: Function, names: list[str], caller: _Line, data: DataNames) -> set[str] | None:
+def _given(function: ast.FunctionDef, names: list[str], caller: _Line, data: DataNames) -> set[str] | None:
     """The arguments of a function that come from data where it is called; None if the call is not found."""
     calls = [node for node in ast.walk(caller.function) if isinstance(node, ast.Call) and holds(node, caller.number)]
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == function.name]
     if function.name == "forward":
         named += [call for call in calls if isinstance(data.value(call.func), nn.Module)]
-    if not named or any(isinstance(one, ast.Starred) for call in named for one in call.args):
+    unpacks = (isinstance(one, ast.Starred) for call in named for one in call.args)
+    if not named or any(unpacks) or any(keyword.arg is None for call in named for keyword in call.keywords):
         return None
     pairs = [pair for call in named for pair in zip(names, call.args, strict=False)]
     pairs += [(keyword.arg, keyword.value) for call in named for keyword in call.keywords if keyword.arg is not None]
     return {name for name, value in pairs if data.reads(value)}
 
 
+def _is_loop(node: ast.AST) -> bool:
+    maps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "map"
+    return isinstance(node, _Loop) or maps
+
+
 def _conditions(node: ast.AST, line: int, *, looping: bool = False) -> Iterator[ast.expr]:
-    """What decides whether a line in ``node`` runs and, if it is in a loop, how often."""
+    """Expressions that decide whether a line in ``node`` runs and, if it is in a loop, how often."""
     match node:
         case ast.While(test=test):
             yield test
@@ -224,7 +243,7 @@ def _conditions(node: ast.AST, line: int, *, looping: bool = False) -> Iterator[
 
 
 def _leaving(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> Iterator[ast.expr]:
-    """What decides whether a statement skips those beside it. One that raises ends the program, and skips nothing."""
+    """Expressions that decide whether a statement skips those beside it. One that raises ends the program instead."""
     if not _leaves(node, kinds):
         return
     if isinstance(node, (ast.If, ast.While)):
@@ -243,7 +262,7 @@ def _leaves(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> bool:
 
 
 def _kinds_within(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> tuple[type[ast.stmt], ...]:
-    """What leaves an inner loop, too, and not only its turns."""
+    """Kinds of statements within ``node`` that leave it; an inner loop is not left by ending its turns."""
     return (ast.Return,) if isinstance(node, (ast.For, ast.While)) else kinds
 
 
