@@ -14,7 +14,7 @@ from hecate.compiled_model import is_compiled
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.passes import REQUIRED, STAGES, name_of
-from hecate.private import OptimizedModule, compiled_call
+from hecate.private import OptimizedModule, compiled_call, is_traceable_wrapper_subclass
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World, local_device
@@ -64,6 +64,25 @@ def _check_whole(model: nn.Module) -> None:
                 f"hecate.compile: {name} is a DTensor, {tensor.placements} on {tensor.device_mesh}. Load the model "
                 'whole, without a plan for tensor parallelism (tp_plan); hecate.Config(dense="shard") splits what is '
                 "outside of the experts over ranks"
+            )
+
+
+def check_one_piece(model: nn.Module, world: World) -> None:
+    """Refuse parameters that are several tensors in one, such as quantized ones: ranks cannot split or send them.
+
+    Raises:
+        ValueError: the first of them, with its class.
+    """
+    if world.size == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            kind = type(parameter.data)
+            raise ValueError(
+                f"hecate.compile: {name} is a {kind.__module__}.{kind.__name__}, several tensors in one, which ranks "
+                "can neither split nor send each other. Train with plain parameters, and quantize the weights "
+                "afterwards, in a model that was not compiled: one that reads what hecate.export wrote, or loads "
+                "model.state_dict()."
             )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hecate.checks import (
     check_attention,
     check_no_optimizer,
+    check_one_piece,
     check_usable,
     describe_model,
     device_of,
@@ -197,6 +198,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
     world = find_world(mesh, device_of(model, mesh))
+    check_one_piece(model, world)
     shard_dense = config.dense == "shard" and world.size > 1
     agree(
         [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],

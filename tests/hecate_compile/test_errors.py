@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hecate
 from hecate.passes import REQUIRED
@@ -406,6 +408,24 @@ def test_compile_of_what_others_have_split_or_wrapped() -> None:
         assert "PlainLanguageModel went through fully_shard (FSDP2)" in fsdp and 'Config(dense="shard")' in fsdp
         assert "hecate.compile: norms.1 went through fully_shard" in inner
         assert "hecate.compile: head.weight is a DTensor, (Shard(dim=0),)" in split and "tp_plan" in split
+
+
+def in_several_pieces() -> list[str]:
+    dist.init_process_group("gloo")
+    experts, dense = build("plain"), build("plain")
+    for module, key in ((experts.blocks[1], "w_in"), (dense.blocks[0].router, "weight")):
+        # As a quantized parameter has its numbers and their scales.
+        piece = getattr(module, key).detach()
+        setattr(module, key, nn.Parameter(TwoTensor(piece, piece.clone()), requires_grad=False))
+    return [message_of(lambda model=model: hecate.compile(model, EAGER)) for model in (experts, dense)]
+
+
+@pytest.mark.distributed
+def test_parameters_that_are_several_tensors_in_one() -> None:
+    for experts, dense in run_ranks(f"{_HERE}:in_several_pieces", 2, timeout=60):
+        assert experts.startswith("ValueError: hecate.compile: blocks.1.w_in is a torch.") and "TwoTensor" in experts
+        assert dense.startswith("ValueError: hecate.compile: blocks.0.router.weight is a torch.")
+        assert "quantize the weights afterwards" in experts and "quantize the weights afterwards" in dense
 
 
 def two_dimensional_mesh() -> list[str]:
