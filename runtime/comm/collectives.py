@@ -20,8 +20,7 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.topology import Topology
 
-# Up to so many bytes, gathering every rank's tensor and adding up takes less time than scattering shares and
-# gathering their sums.
+# Up to so many bytes, gathering all tensors and adding up is faster than scattering shares and gathering their sums.
 _STRAIGHT_BYTES = 2**14
 _JOINED: dict[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -30,8 +29,7 @@ _JOINED: dict[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]] =
 }
 # Tensors that a CUDA graph being captured will copy from the host; whoever captures it keeps them.
 _constants: list[torch.Tensor] | None = None
-# A gap behind a part of odd length lets the next begin at 16 bytes: Triton compiles another kernel where one does
-# not.
+# A gap behind a part of odd length lets the next begin at 16 bytes: else Triton compiles another kernel.
 _GAPS = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
