@@ -17,18 +17,18 @@ from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, name_in_model
 from hecate.passes.match import named
 
-# In the meta of a mask: the name of the layer that it is for.
+# Key in the meta of a mask, for the name of the layer that it is for.
 ATTENTION_OF = "hecate_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def attends(node: Node) -> bool:
-    """Whether a node is such a call."""
+    """Tell whether a node is a call of ``scaled_dot_product_attention``."""
     return calls(node, torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention)
 
 
 def operands_of_attention(node: Node) -> dict[str, Any]:
-    """The arguments that a call gives, by name."""
+    """Return the arguments that a call gives, by name."""
     return dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -46,18 +46,18 @@ def copy_place(node: Node, new: Node) -> None:
 
 
 def name_of_layer(node: Node, scope: Scope | None = None) -> str:
-    """The module that a node is in, or else the checkpointed layer whose body it is in; or else the node's name."""
+    """Return the module that a node is in, else the checkpointed layer whose body it is in; else its own name."""
     return next(_modules(node, scope), node.name)
 
 
 def number_of_layer(node: Node, scope: Scope) -> int | None:
-    """The first number in the module's name, or in that of the checkpointed layer whose body the node is in."""
+    """Return the first number in the module's name, or in that of the checkpointed layer around the node."""
     found = (re.search(r"(?:^|[.\['])(\d+)(?=$|[.\]'])", name) for name in _modules(node, scope))
     return next((int(match[1]) for match in found if match), None)
 
 
 def _modules(node: Node, scope: Scope | None) -> Iterator[str]:
-    """The module that a node is in, then those that call the checkpointed bodies around it; where they are known."""
+    """Yield the known modules of a node: its own, then those that call the checkpointed bodies around it."""
     here: Node | None = node
     while here is not None:
         stack = list((here.meta.get("nn_module_stack") or {}).values())
@@ -67,9 +67,9 @@ def _modules(node: Node, scope: Scope | None) -> Iterator[str]:
 
 
 def unrepeated(node: Node, facts: GraphFacts, *, until: Node) -> Node:
-    """The keys or values ``[b, Hk, S, D]`` that ``node`` is, each head repeated for its query heads; or ``node``.
+    """Return the keys or values ``[b, Hk, S, D]`` whose heads ``node`` repeats for their query heads; or ``node``.
 
-    Found by shapes: a dimension of one is put behind the heads, expanded and joined with them, or
+    They are found by shapes: a dimension of one is put behind the heads, expanded and joined with them, or
     ``repeat_interleave`` is called. A tensor that is changed in place before ``until`` is not read through.
     """
     source = _repeated_by_expand(node) or _repeated_by_interleave(node)
@@ -95,7 +95,7 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _repeated_by_expand(node: Node) -> Node | None:
-    """``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` is of x."""
+    """Return x if ``node`` is ``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)``."""
     whole = _shape(node)
     inner: Any = node
     while named(inner, *_VIEWS) and len(_shape(inner) or ()) == 4:
@@ -122,7 +122,7 @@ def _repeated_by_expand(node: Node) -> Node | None:
 
 
 def _repeated_by_interleave(node: Node) -> Node | None:
-    """``x.repeat_interleave(n, dim=1)`` is of x."""
+    """Return x if ``node`` is ``x.repeat_interleave(n, dim=1)``."""
     if not named(node, "repeat_interleave") or not node.args:
         return None
     given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)

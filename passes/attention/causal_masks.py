@@ -1,4 +1,4 @@
-"""Whether the mask of an attention call is causal, found out by computing it (``mask_cone``)."""
+"""Tells whether the mask of an attention call is causal, by computing it (``mask_cone``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hecate.passes.base import Refused
 
 
 class UnknownMask(Refused):
-    """What the mask says cannot be known before it is there: it depends on data, or on something that is not run."""
+    """Raised for a mask that cannot be known before it runs: it depends on data, or on something that is not run."""
 
 
 class CausalMasks:
-    """What was found out about masks; one mask serves many layers."""
+    """Answers about masks that were looked at; one mask serves many layers."""
 
     def __init__(self) -> None:
         self._answers: dict[Node, MaskCone | Refused] = {}
@@ -47,7 +47,7 @@ class CausalMasks:
 
 
 def _answer(mask: Node, scope: Scope) -> MaskCone | Refused:
-    """The cone of a causal mask, or why it is none."""
+    """Return the cone of a causal mask, or why it is none."""
     try:
         cone = MaskCone(mask, scope)
     except Refused as refused:
@@ -60,7 +60,7 @@ def _answer(mask: Node, scope: Scope) -> MaskCone | Refused:
 
 
 def _refuse_other_shapes(query: Any, key: Any, mask: torch.Tensor) -> None:
-    """Causal attention without a mask means: query i sees keys 0 to i, for as many queries as keys."""
+    """Raise unless there are as many queries as keys: query i of causal attention sees keys 0 to i."""
     if not isinstance(query, torch.Tensor) or not isinstance(key, torch.Tensor):
         raise Refused("nothing is known about the shapes of queries and keys")
     lengths = (query.shape[-2], key.shape[-2], *mask.shape[-2:])

@@ -19,7 +19,8 @@ from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
 from hecate.passes.fx import line_of
 
-# On a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer alone.
+# Key on a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer
+# alone.
 _LOOKED_AT = "hecate_mask_looked_at"
 
 
@@ -53,12 +54,15 @@ def _attends_with_mask(node: Node) -> bool:
 
 
 def _rewrite(node: Node) -> None:
-    """Change two arguments and no node: a rank with longer sequences may have to keep what another one drops, and the
-    operators of their graphs are compared."""
+    """Change two arguments and no node.
+
+    A rank with longer sequences may have to keep a mask that another one drops, and the operators of their graphs are
+    compared.
+    """
     change_operands(node, {"attn_mask": None, "is_causal": True})
 
 
 def _where(nodes: list[Node]) -> str:
-    """The first layer by its name, and how many more."""
+    """Return the name of the first layer, and how many more there are."""
     name = name_of_layer(nodes[0])
     return f"{name} and {len(nodes) - 1} more" if len(nodes) > 1 else name

@@ -1,4 +1,4 @@
-"""What a mask may be computed with: operators linear in positions, so that small sizes tell of large ones."""
+"""Operators with which a mask may be computed: linear in positions, so that small sizes tell of large ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINEAR = frozenset((
     "clone", "_to_copy", "cat", "stack", "index", "index_select", "gather", "cumsum",
 ))  # fmt: skip
 _SUMS = ("add", "sub", "rsub")
-# Whose results hold every whole number that a position or a count can be.
+# Dtypes that hold every whole number that a position or a count can be.
 _WIDE = frozenset((torch.bool, torch.int32, torch.int64, torch.float32, torch.float64))
 _KEEP_ROWS = frozenset(("expand", "unsqueeze", "alias", "detach", "_to_copy"))
 
@@ -70,7 +70,7 @@ class Watch(TorchDispatchMode):
 
 
 def _is_linear(name: str, args: Any, options: Mapping[str, Any], results: list[torch.Tensor]) -> bool:
-    """What else is asked of operators in ``_LINEAR``: no product, no quotient and no remainder in disguise."""
+    """Tell whether a call of an operator in ``_LINEAR`` is no product, no quotient and no remainder in disguise."""
     if name == "cumsum":
         return bool(args[0].dtype is torch.bool)
     if name in _SUMS:

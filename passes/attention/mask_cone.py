@@ -1,14 +1,14 @@
-"""What an attention mask says, found out by computing it.
+"""Cones of attention masks, by which the contents of a mask are found: it is computed.
 
-The *cone* of a mask is all that it is computed from. Where that is sizes and constants alone, the mask is the same in
-every step, and running its nodes shows it, however a library spells it:
+The *cone* of a mask is all nodes from which it is computed. Where that is sizes and constants alone, the mask is the
+same in every step, and running its nodes shows it, however a library spells it:
 
     queries = arange(s) ... le = keys <= queries ... mask = le.expand(2, 1, s, s)    at s = 3    1 0 0
                                                                                                  1 1 0
                                                                                                  1 1 1
 
-Sizes that the graph leaves open are chosen by whoever asks. What some sizes show holds for all others only as far as
-the operators allow it: :meth:`MaskCone.reach` says how far one has to look. Fixed sizes are run as they are.
+The caller chooses the sizes that the graph leaves open. Results at some sizes hold for all others only as far as the
+operators allow it: :meth:`MaskCone.reach` says which sizes have to be tried. Fixed sizes are run as they are.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class MaskCone:
             values = self._members.get(here, [])
 
     def reach(self) -> int:
-        """How large open sizes must be tried, so that nothing new can come beyond.
+        """Return how large open sizes must be tried, so that nothing new can come beyond.
 
         The values of a cone are linear in positions and sizes except at breaks: it may only add, compare, select and
         move positions, and count truths. Breaks lie no farther out than sums of its constants, twice as far for every
-        addition of two of its values. Asked right after the mask was run at small sizes, which shows the operators.
+        addition of two of its values. Call it right after the mask was run at small sizes, which shows the operators.
 
         Raises:
             Refused: an operator does more than that, such as a division, or a type has too few digits.
@@ -90,14 +90,14 @@ class MaskCone:
         for node in self._order:
             for size in sizes_of(value_of(node)):
                 coefficients(size)
-        # Of a fixed length the pattern is seen whole.
+        # The pattern at a fixed length is seen whole.
         fixed = {size for size in (self.queries, self.keys) if not symbols_in(size)}
         shapes = {c for node in self._order if _only_shapes(node) for c in _constants(node)} - fixed
         others = [c for node in self._order if not _only_shapes(node) for c in _constants(node) if c not in fixed]
         return 2 * math.ceil(sum(max(1, abs(c)) for c in (*shapes, *others))) * 2**self._watch.sums + 8
 
     def evaluate(self, batch: int, queries: int, keys: int) -> torch.Tensor:
-        """The mask at these sizes, on the CPU.
+        """Return the mask at these sizes, on the CPU.
 
         Raises:
             Refused: as :meth:`rows`.
@@ -105,7 +105,7 @@ class MaskCone:
         return torch.cat([rows for _, rows in reversed(list(self.rows(batch, queries, keys)))], dim=-2)
 
     def rows(self, batch: int, queries: int, keys: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The mask at these sizes in blocks of queries, from the last to the first, each with its first query.
+        """Yield the mask at these sizes in blocks of queries, from the last to the first, each with its first query.
 
         Raises:
             Refused: the graph has another size, or the mask cannot be computed.
@@ -186,7 +186,7 @@ class MaskCone:
             return as_number(value_of(node), numbers)
         if _reads_shape_only(node):
             like = value_of(node.args[0])
-            # One element in memory: whoever reads the shape reads nothing else.
+            # It is one element in memory: a node that reads the shape reads nothing else.
             zero = torch.zeros((), dtype=like.dtype, device="cpu")
             values[node] = zero.expand(as_number(tuple(like.shape), numbers))
         return self._call(node, *self._arguments(node, values))
@@ -194,7 +194,7 @@ class MaskCone:
     def _run_rows(
         self, node: Node, block: Mapping[Node, Any], shape: tuple[int, ...], queries: int, count: int
     ) -> Any:
-        """Some rows of a large value: fine where every row is computed from the same row of what is large."""
+        """Compute some rows of a large value, each from the same row of its large operands."""
         wanted = (*shape[:-2], count, shape[-1])
         self._watch.by_rows = True
         try:
@@ -223,7 +223,7 @@ class MaskCone:
 
 
 def _rows_of(value: Any, queries: int, first: int, count: int) -> Any:
-    """The rows of what is broadcast to a large value: its dimensions line up from the right, queries next to last."""
+    """Return rows of a value that is broadcast to a large one: dimensions line up from the right."""
     if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[-2] == queries:
         return value.narrow(-2, first, count)
     return value
@@ -234,14 +234,14 @@ _SHAPE_ONLY = (torch.full_like, torch.ones_like, torch.zeros_like)
 
 
 def _reads_shape_only(node: Node) -> bool:
-    """Whether a call uses nothing of its first operand but the shape, type and device."""
+    """Tell whether a call uses nothing of its first operand but the shape, type and device."""
     by_method = node.op == "call_method" and node.target in _SHAPE_ONLY_METHODS
     known = bool(node.args) and isinstance(value_of(node.args[0]), torch.Tensor)
     return known and (by_method or calls(node, *_SHAPE_ONLY))
 
 
 def _read_by(node: Node) -> list[Node]:
-    """The nodes that must be known before this one can be run."""
+    """Return the nodes that must be known before this one can be run."""
     if is_size(value_of(node)):
         return []
     if not _reads_shape_only(node):
@@ -284,17 +284,17 @@ def _refuse_data(node: Node) -> None:
 def _name_of_input(node: Node) -> str:
     source = dynamo_source(node)
     text = str(source.name if source is not None else node.target)
-    # The last key or attribute: L['kwargs']['attention_mask'].
+    # Takes the last key or attribute: L['kwargs']['attention_mask'].
     return text.rstrip("'])").rpartition("'")[2].rpartition(".")[2]
 
 
 def _only_shapes(node: Node) -> bool:
-    """Whether the numbers in a call only say what shape it makes."""
+    """Tell whether the numbers in a call only say what shape it makes."""
     return node.op == "call_method" and node.target in ("expand", "view", "reshape", "unsqueeze")
 
 
 def _constants(node: Node) -> list[float]:
-    """The numbers in a call, or in the size that it is; a truth is 1."""
+    """Return the numbers in a call, or in the size that it is; a truth is 1."""
     value = value_of(node)
     if is_size(value):
         return [c for size in sizes_of(value) for c in coefficients(size)]

@@ -1,4 +1,4 @@
-"""Sizes that a graph leaves open: what they are made of, and choosing numbers for them."""
+"""Sizes that a graph leaves open: their symbols and numbers, and choosing values for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from hecate.passes.base import Refused
 
-# Elements of a mask that is computed at all, in some seconds.
+# Most elements of a mask that is computed at all, in some seconds.
 MOST = 2**32
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is a size or some of them, which the graph knows in terms of its open sizes."""
+    """Tell whether a value is a size or some sizes, which the graph knows in terms of its open sizes."""
     if isinstance(value, (tuple, list)):
         return len(value) > 0 and all(map(is_size, value))
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
@@ -32,7 +32,7 @@ def symbols_in(size: Any) -> set[sympy.Symbol]:
 
 
 def coefficients(size: Any) -> list[float]:
-    """The numbers in a size, of which open ones must be linear in what is open."""
+    """Return the numbers in a size, which must be linear in the open sizes."""
     if not symbols_in(size):
         return []
     expr = size.node.expr
@@ -46,7 +46,7 @@ def coefficients(size: Any) -> list[float]:
 
 
 def solve(wanted: Iterable[tuple[int | torch.SymInt, int]]) -> dict[sympy.Symbol, int]:
-    """The open sizes for which sizes are what is wanted of them."""
+    """Return the open sizes for which each size has its wanted number."""
     found: dict[sympy.Symbol, int] = {}
     for size, number in wanted:
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
@@ -66,7 +66,7 @@ def solve(wanted: Iterable[tuple[int | torch.SymInt, int]]) -> dict[sympy.Symbol
 
 
 def as_number(size: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
-    """Sizes as numbers, once the open ones are chosen."""
+    """Return sizes as numbers, once the open ones are chosen."""
     if isinstance(size, (tuple, list)):
         return tuple(as_number(each, numbers) for each in size)
     if not isinstance(size, torch.SymInt):
@@ -78,7 +78,7 @@ def as_number(size: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def limits(size: int | torch.SymInt) -> tuple[int, int]:
-    """The smallest and the largest number that a size can be in its graph."""
+    """Return the smallest and the largest number that a size can be in its graph."""
     if not isinstance(size, torch.SymInt):
         return int(size), int(size)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
@@ -87,6 +87,6 @@ def limits(size: int | torch.SymInt) -> tuple[int, int]:
 
 
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal whatever the open ones are."""
+    """Tell whether two sizes are equal whatever the open ones are."""
     exprs = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in (a, b)]
     return bool(exprs[0] == exprs[1])

@@ -16,7 +16,7 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 @dataclass(eq=False)
 class Scope:
-    """A graph, and where its arguments come from: a checkpointed layer's body is called by the graph around it."""
+    """A graph, and where its arguments come from: the body of a checkpointed layer is called by the graph around."""
 
     gm: GraphModule
     call: Node | None = None
@@ -27,21 +27,21 @@ class Scope:
         self.facts = GraphFacts(self.gm.graph)
 
     def bodies(self) -> Iterator[Scope]:
-        """The bodies of checkpointed layers, and those inside them."""
+        """Yield the bodies of checkpointed layers, and those inside them."""
         sites: dict[str, list[Node]] = {}
         for node in self.gm.graph.nodes:
             if calls(node, _CHECKPOINT):
                 sites.setdefault(str(arg(node, 0).target), []).append(node)
         for name, (call, *others) in sites.items():
             body = getattr(self.gm, name, None)
-            # Of a body with several callers no argument is known.
+            # A body with several callers has arguments that are not known.
             if isinstance(body, GraphModule) and not others:
                 inner = Scope(body, call, self)
                 yield inner
                 yield from inner.bodies()
 
     def resolve(self, value: Node) -> tuple[Scope, Node]:
-        """The graph that computes a value, and the value in it; for an argument these are the caller's."""
+        """Return the graph that computes a value, and the value in it; for an argument these are the caller's."""
         if value.op != "placeholder" or self.call is None or self.outer is None:
             return self, value
         names = [node for node in self.gm.graph.nodes if node.op == "placeholder"]

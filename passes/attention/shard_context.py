@@ -43,7 +43,7 @@ from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionEr
 from hecate.runtime.attention.pattern import Pattern
 
 _LOOKED_AT = "hecate_context_looked_at"
-# How far behind a softmax its scores are looked for.
+# The most nodes among which a softmax's scores are looked for.
 _NEAR = 64
 
 
@@ -143,7 +143,7 @@ class _Work:
         return self.options.pattern(query_heads, key_heads)
 
     def _check(self, node: Node, scope: Scope, given: dict[str, Any], name: str, single: bool) -> Node | None:
-        """Raise unless a call is causal; returns the check of a mask that is known only when it is there."""
+        """Raise unless a call is causal; return the check of a mask that is known only when it runs."""
         mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
         if not isinstance(is_causal, bool):
             raise Refused("whether it is causal is computed")
@@ -164,7 +164,8 @@ class _Work:
                 self._masks.refuse_others(node, scope)
                 return None
             except UnknownMask:
-                # A check in each training step would cost as much as the mask; there one can leave it out.
+                # In training, a check in each step would cost as much as the mask; there a user can leave the mask
+                # out.
                 if torch.is_grad_enabled():
                     raise
                 if not same_size(value_of(given["query"]).shape[2], value_of(given["key"]).shape[2]):
@@ -180,7 +181,7 @@ class _Work:
 def _mask_of_stored(
     builder: Builder, given: dict[str, Any], source: Node, pattern: Pattern, checked: Node | None, single: bool
 ) -> Node:
-    """The mask of keys that come from a cache that keeps some."""
+    """Return the mask of keys that come from a cache that keeps some."""
     seen = arg(source, 2)
     if not single or list(arg(source, 3)) != pattern.numbers:
         raise Refused("its cache was made for other options. Make a new hecate.S2Cache of the compiled model")
@@ -191,9 +192,9 @@ def _mask_of_stored(
 
 
 def _from_store(key: Node) -> bool:
-    """Whether keys are made of what a sparse cache kept, without being just that: some of them are missing.
+    """Tell whether keys are made of a sparse cache's without being just these: some of them are missing.
 
-    What earlier layers kept gets here through their attention only, so the search ends there.
+    Keys that earlier layers stored get here through their attention only, so the search ends there.
     """
     waiting, seen = [key], {key}
     while waiting:
@@ -209,7 +210,7 @@ def _from_store(key: Node) -> bool:
 
 
 def _attends_by_hand(node: Node) -> bool:
-    """Whether it is the softmax of an attention that is written out, or an attention of another kind."""
+    """Tell whether a node is the softmax of an attention that is written out, or an attention of another kind."""
     if node.op == "call_function" and any(part in _called(node) for part in _OTHER_KINDS):
         return not attends(node)
     value = value_of(node)
@@ -218,7 +219,7 @@ def _attends_by_hand(node: Node) -> bool:
     return value.ndim >= 3 and _of_scores(node)
 
 
-# In the names of functions that attend, beside scaled_dot_product_attention.
+# Parts of the names of functions that attend, other than scaled_dot_product_attention.
 _OTHER_KINDS = (
     "scaled_dot_product",
     "multi_head_attention",
@@ -231,7 +232,7 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
 def _of_scores(node: Node) -> bool:
-    """Whether a product of values, neither of which is a matrix of weights, lies a few nodes behind.
+    """Tell whether a product of two values, neither a matrix of weights, is among a node's nearest sources.
 
     The search ends at linear layers: the scores of a router are one, and attention may lie behind it.
     """
@@ -252,7 +253,7 @@ def _of_scores(node: Node) -> bool:
 
 
 def _called(node: Node) -> str:
-    """The name of a function, an operator or a method."""
+    """Return the name of a function, an operator or a method; "" for other nodes."""
     if node.op not in ("call_function", "call_method"):
         return ""
     target: Any = node.target

@@ -73,7 +73,7 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
     heads, patterns = value_of(key).shape[1], Pattern(*numbers).patterns
     if single and heads % patterns:
         raise Refused(f"{heads} heads of keys have {patterns} patterns")
-    # Nothing is written before this line: who refuses leaves the graph as it was.
+    # Nothing is written before this line: a call that is refused leaves the graph unchanged.
     builder = Builder(gm.graph, before=node)
     query, key, value = (_cast(builder, x, dtype) for x in (query, key, value))
     if not single:
@@ -98,7 +98,7 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
 
 
 def _cast(builder: Builder, x: Node, dtype: torch.dtype) -> Node:
-    """As autocast casts the operands of attention."""
+    """Cast an operand of attention as autocast does."""
     if value_of(x).dtype == dtype:
         return x
     return builder.call(torch.ops.aten.to.dtype, x, dtype)

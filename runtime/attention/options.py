@@ -1,4 +1,4 @@
-"""The user's options for S2-Attention, and how they become the pattern of a layer."""
+"""Options of S2-Attention, and how they become the pattern of a layer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hecate.runtime.attention.pattern import Pattern
 
 Per = Literal["kv", "q"]
 
-# Strides above it save little: the local blocks and the reading of queries remain.
+# Larger strides save little: the local blocks and the reading of queries remain.
 _LARGEST_STRIDE = 16
 
 
 class UnsupportedAttentionError(ValueError):
-    """A layer's attention cannot have the pattern that ``Config(attention=...)`` asks for.
+    """Raised where a layer's attention cannot have the pattern that ``Config(attention=...)`` asks for.
 
-    An error and no warning: a layer that stayed as it is would make it another model.
+    It is an error and no warning: a layer left unchanged would make it another model.
     """
 
 
@@ -94,7 +94,7 @@ class S2Attention:
 
     @property
     def numbers_layers(self) -> bool:
-        """Whether it matters which layer is which."""
+        """Tell whether it matters which layer is which."""
         return bool(self.dense_layers)
 
     @property
@@ -103,18 +103,18 @@ class S2Attention:
         return int(found[1]) if found and int(found[1]) > 0 else None
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer with this number, from 0, keeps full attention."""
+        """Tell whether the layer with this number, from 0, keeps full attention."""
         if isinstance(self.dense_layers, str):
             assert self._every is not None
             return (layer + 1) % self._every == 0
         return layer in self.dense_layers
 
     def sparse_layers(self, layers: int) -> list[int]:
-        """Those of so many layers that do not keep full attention."""
+        """Return which of ``layers`` layers do not keep full attention."""
         return [number for number in range(layers) if not self.is_dense(number)]
 
     def described(self, query_heads: int | None, key_heads: int | None, layers: int | None) -> dict[str, Any]:
-        """What decides about the function of a model, as plain data; the same however it was written.
+        """Return the options that decide about a model's function as plain data, the same however they were written.
 
         Args:
             query_heads, key_heads, layers: of the model, where they are known.
@@ -138,7 +138,7 @@ class S2Attention:
         }
 
     def pattern(self, query_heads: int, key_heads: int) -> Pattern:
-        """The pattern of a layer with so many heads.
+        """Return the pattern of a layer with so many heads.
 
         Raises:
             ValueError: parts of the context are seen by no head, and that was not allowed; or every head would see

@@ -41,12 +41,12 @@ class Pattern:
 
     @property
     def numbers(self) -> list[int]:
-        """As an operator takes it; ``Pattern(*numbers)`` is this again."""
+        """Numbers of the pattern for an operator; ``Pattern(*numbers)`` is this again."""
         return [self.block, self.local, self.stride, self.offset, self.patterns]
 
     @property
     def step(self) -> int:
-        """By how much the residues of neighbouring patterns differ."""
+        """Difference between the residues of neighbouring patterns."""
         return max(1, self.stride // self.patterns)
 
     @property
@@ -55,11 +55,11 @@ class Pattern:
         return len({self.residue(h) for h in range(self.patterns)}) / self.stride
 
     def residue(self, pattern: int) -> int:
-        """The blocks j that a pattern sees wherever they are: those with ``j % stride`` equal to this."""
+        """Return the residue of a pattern's strided blocks j at any distance: ``j % stride`` is equal to it."""
         return -(pattern * self.step + self.offset) % self.stride
 
     def residues(self, heads: int) -> list[int]:
-        """The residue of each of ``heads`` heads, query or key heads, which have ``patterns`` patterns together.
+        """Return the residue of each of ``heads`` query or key heads, which have ``patterns`` patterns together.
 
         Raises:
             ValueError: the heads cannot have as many patterns.
@@ -69,11 +69,11 @@ class Pattern:
         return [self.residue(head // (heads // self.patterns)) for head in range(heads)]
 
     def attends(self, pattern: int, i: int, j: int) -> bool:
-        """Whether queries of block ``i`` see keys of block ``j``."""
+        """Tell whether queries of block ``i`` see keys of block ``j``."""
         return j <= i and (i - j < self.local or j % self.stride == self.residue(pattern))
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that must be computed for all patterns together, for ``tokens`` tokens."""
+        """Return how many blocks must be computed for all patterns together, for ``tokens`` tokens."""
         n = self.blocks_of(tokens)
         near = min(n, self.local)
         count = self.patterns * (near * n - near * (near - 1) // 2)
@@ -83,37 +83,37 @@ class Pattern:
         return count
 
     def share(self, tokens: int) -> float:
-        """Blocks computed, in parts of those that causal attention has; 1 / share bounds how much faster it is."""
+        """Return the blocks computed, in parts of those of causal attention; 1 / share bounds the speedup."""
         n = self.blocks_of(tokens)
         return self.blocks(tokens) / (self.patterns * n * (n + 1) // 2)
 
     def cache_share(self, tokens: int) -> float:
-        """The part of keys and values that a cache keeps."""
+        """Return the part of keys and values that a cache keeps."""
         return min(1.0, self.stored(tokens) / tokens)
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks of so many tokens, the last of which may not be full."""
+        """Return the number of blocks of so many tokens, the last of which may not be full."""
         return -(-tokens // self.block)
 
     # --- what a cache keeps of ``tokens`` tokens: groups of strided blocks, one block for each head, then the tokens
     # --- from the first local block on
 
     def first_local(self, tokens: Any) -> Any:
-        """The first block that is local to the last token; all blocks before it are whole."""
+        """Return the first block that is local to the last token; all blocks before it are whole."""
         first = (tokens - 1) // self.block - self.local + 1
         return _at_least_zero(first)
 
     def groups(self, tokens: Any) -> Any:
-        """Strided blocks of a head that have room; of the last one not every head has a block yet."""
+        """Return how many strided blocks of a head have room; some heads do not have the last one yet."""
         return (self.first_local(tokens) + self.stride - 1) // self.stride
 
     def stored(self, tokens: Any) -> Any:
-        """Tokens that a head has room for: at most ``(local + n / stride + 1) * block``, n the number of blocks."""
+        """Return the tokens for which a head has room: at most ``(local + n / stride + 1) * block`` with n blocks."""
         return self.groups(tokens) * self.block + tokens - self.first_local(tokens) * self.block
 
 
 def _at_least_zero(number: Any) -> Any:
     if isinstance(number, int):
         return max(0, number)
-    # Of a symbolic size, without a decision: a decision would be a graph for each outcome.
+    # A symbolic size is compared without a decision, which would be a graph for each outcome.
     return number.__sym_max__(0)

@@ -32,7 +32,7 @@ from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.ops.registration import define, differentiate
 
-# Longer rows do not fit into what a GPU's multiprocessor keeps.
+# Longer rows do not fit into the memory of a GPU's multiprocessor.
 _WIDEST = 256
 
 
@@ -41,7 +41,7 @@ def _fits_kernel(q: Tensor, v: Tensor) -> bool:
 
 
 def _why_dense(q: Tensor, v: Tensor) -> str:
-    """Why the kernels do not take what is on a GPU; empty if they do."""
+    """Say why the kernels do not take tensors on a GPU; "" if they do."""
     if not runs_on(q.device):
         return "Triton is missing, or HECATE_KERNELS=0"
     if q.dtype not in FLOATS:
@@ -79,7 +79,7 @@ def _attention(
 
 
 def _without_gaps(x: Tensor) -> Tensor:
-    """In the strides that the fake has, also of sizes that are one; mostly without a copy."""
+    """Return ``x`` in the strides that the fake has, also of sizes that are one; mostly without a copy."""
     steps = [1, *itertools.accumulate(reversed(x.shape[1:]), operator.mul)]
     return x.contiguous().as_strided(x.shape, steps[::-1])
 
@@ -88,7 +88,7 @@ def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, checked: Tensor | None, numbers: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     b, heads, length, _ = q.shape
-    # Token by token, as torch's own attention lays it out: what follows joins the heads.
+    # It lies token by token, as torch's own attention lays it out: the model then joins the heads.
     out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
     return out, q.new_empty((b, heads, length), dtype=s2_blocks.sum_dtype(q))
 
@@ -176,9 +176,9 @@ differentiate("s2_attention", _differentiated, _setup)
 
 
 def _cells(shape: Any, pattern: Pattern) -> Any:
-    """Scores that are computed for queries ``[b, heads, length, D]``; the length may be symbolic.
+    """Count the scores that are computed for queries ``[b, heads, length, D]``; the length may be symbolic.
 
-    Of strided blocks the mean over all residues, which is exact where heads have all of them equally often.
+    For strided blocks it is the mean over all residues, which is exact where heads have all of them equally often.
     """
     b, heads, length, _ = shape
     n = (length + pattern.block - 1) // pattern.block
@@ -190,7 +190,7 @@ def _cells(shape: Any, pattern: Pattern) -> Any:
 
 @register_flop_formula(torch.ops.hecate.s2_attention)
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, checked: Any, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scores and their product with values, two operations per multiply-add, of the blocks that are computed."""
+    """Count operations of scores and their product with values, two per multiply-add, in the computed blocks."""
     return 2 * _cells(q_shape, Pattern(*numbers)) * (q_shape[3] + v_shape[3])
 
 
@@ -206,5 +206,5 @@ def _backward_flops(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Scores again, gradients of weights, and of q, k and v."""
+    """Count operations of the scores, again, and of the gradients of weights, q, k and v."""
     return 2 * _cells(q_shape, Pattern(*numbers)) * (3 * q_shape[3] + 2 * v_shape[3])

@@ -29,7 +29,7 @@ from hecate.runtime.kernels.launch import launch
 
 @triton.jit
 def _rows_of(a_ptr, b_ptr, tile, length, B: tl.constexpr, D: tl.constexpr):
-    """Of a tile: its tokens, which of them are there, where their rows lie, and the rows of both operands."""
+    """Return a tile's tokens, which of them exist, the addresses of their rows, and the rows of both operands."""
     tokens = tile * B + tl.arange(0, B)
     there = tokens < length
     at = tokens.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
@@ -56,9 +56,9 @@ def _of_keys(
     B: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Add what one tile of queries says of a tile of keys."""
+    """Add one tile of queries' part to the gradients of a tile of keys."""
     rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
-    # Of a row that is none, every weight is exp(-inf) = 0.
+    # A row that does not exist has weights exp(-inf) = 0.
     lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
@@ -93,7 +93,7 @@ def s2_backward_keys(
     PARTS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Sums over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
+    """Sum over the heads of queries that share a head of keys; shapes and arguments as in ``s2_forward``."""
     tiles = tl.cdiv(length, B)
     tile = tl.program_id(0) % tiles
     j = tile // PARTS
@@ -152,7 +152,7 @@ def s2_backward_keys(
 def _of_queries(
     k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Add what one tile of keys says of a tile of queries."""
+    """Add one tile of keys' part to the gradients of a tile of queries."""
     keys, there, _, k, v = _rows_of(k_ptr, v_ptr, j, length, B, D)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:
@@ -183,7 +183,7 @@ def s2_backward_queries(
     PARTS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Shapes and arguments as in ``s2_forward``."""
+    """Compute gradients of queries; shapes and arguments as in ``s2_forward``."""
     tiles = tl.cdiv(length, B)
     tile = tiles - 1 - tl.program_id(0) % tiles
     i = tile // PARTS
@@ -210,7 +210,7 @@ def s2_backward_queries(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, of their shapes; arguments as in ``s2_blocks.backward``."""
+    """Return the gradients of q, k and v, of their shapes; arguments as in ``s2_blocks.backward``."""
     width = width_of(q, v)
     b, heads, length, _ = q.shape
     delta = (out.float() * grad.float()).sum(-1).contiguous()

@@ -32,20 +32,20 @@ from hecate.runtime.attention.pattern import Pattern
 _flash = flash_for_cpu.default
 _flash_backward = flash_for_cpu_backward.default
 
-# What the kernels take.
+# Dtypes that the kernels take.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Elements of the keys' gradients that are there at once before they are added up: each key is in ``local`` windows.
 _PIECE = 2**24
 
 
 def sum_dtype(q: Tensor) -> torch.dtype:
-    """In which the logarithm of a row's sum is kept."""
+    """Return the dtype of the logarithm of a row's sum."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Which blocks the parts are made of, for one length.
+    """The blocks of each part, for one length.
 
     Attributes:
         n: blocks.
@@ -58,7 +58,7 @@ class _Layout:
         query_there: ``[H, late]``.
         place: ``[H, late]``, where each late block of queries stands in that order.
         on_stairs: ``[H, late]``, whether it sees any strided block.
-        counts: of each head, its residue and its number of strided blocks that somebody sees.
+        counts: of each head, its residue and its number of strided blocks that some query sees.
     """
 
     n: int
@@ -100,7 +100,7 @@ def _layout(heads: int, n: int, pattern: Pattern) -> _Layout:
 
 
 def _prepared(x: Tensor, heads: int, tokens: int, width: int) -> Tensor:
-    """With a key head for each query head, whole blocks, one width and no gaps.
+    """Return ``x`` with a key head for each query head, whole blocks, one width and no gaps.
 
     Zeros behind the end change nothing: no query before them sees them. Zeros in the width neither.
     """
@@ -112,7 +112,7 @@ def _prepared(x: Tensor, heads: int, tokens: int, width: int) -> Tensor:
 
 
 def _windows(x: Tensor, layout: _Layout, pattern: Pattern) -> Tensor:
-    """The ``local`` blocks that end with each late block: an overlapping view ``[b H, late, local block, D]``."""
+    """Return a view of the ``local`` blocks that end with each late block: ``[b H, late, local block, D]``."""
     b, heads, tokens, width = x.shape
     block = pattern.block * width
     return x.as_strided(
@@ -121,7 +121,7 @@ def _windows(x: Tensor, layout: _Layout, pattern: Pattern) -> Tensor:
 
 
 def _window_mask(layout: _Layout, pattern: Pattern, dtype: torch.dtype) -> Tensor:
-    """Added to the scores of a window ``[1, 1, block, local block]``: its last block is causal."""
+    """Return the mask that is added to a window's scores ``[1, 1, block, local block]``: its last block is causal."""
     query = torch.arange(layout.early - pattern.block, layout.early, device="cpu")[:, None]
     hidden = torch.arange(layout.early, device="cpu") > query
     mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
@@ -129,18 +129,18 @@ def _window_mask(layout: _Layout, pattern: Pattern, dtype: torch.dtype) -> Tenso
 
 
 def _late(x: Tensor, layout: _Layout, pattern: Pattern) -> Tensor:
-    """The late blocks ``[b H, late, block, ...]``."""
+    """Return the late blocks ``[b H, late, block, ...]``."""
     return x[:, :, layout.early :].reshape(-1, layout.late, pattern.block, *x.shape[3:])
 
 
 def _gather(x: Tensor, layout: _Layout, blocks: Tensor) -> Tensor:
-    """Blocks of each head ``[b, H, count, block, ...]``, by their numbers ``[H, count]``."""
+    """Gather blocks of each head ``[b, H, count, block, ...]``, by their numbers ``[H, count]``."""
     b, heads, tokens = x.shape[:3]
     return x.view(b, heads, layout.n, tokens // layout.n, *x.shape[3:])[:, layout.heads, blocks]
 
 
 def _stairs(layout: _Layout, pattern: Pattern) -> Iterator[tuple[slice, slice]]:
-    """Queries and keys of each call, in tokens of the gathered ones."""
+    """Yield queries and keys of each call, in tokens of the gathered ones."""
     wide = pattern.stride * pattern.block
     for step in range(layout.steps):
         queries = slice(step * wide, min((step + 1) * wide, layout.late * pattern.block))
@@ -148,7 +148,7 @@ def _stairs(layout: _Layout, pattern: Pattern) -> Iterator[tuple[slice, slice]]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of each row's sum.
+    """Compute attention, and the logarithm of each row's sum.
 
     Args:
         q: ``[b, H, S, D]``.
@@ -162,7 +162,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> 
     tokens, width, width_out = layout.n * pattern.block, max(q.shape[3], v.shape[3]), v.shape[3]
     q, k, v = (_prepared(x, heads, tokens, width) for x in (q, k, v))
     start = layout.early
-    # Token by token, as torch's own attention lays it out.
+    # It lies token by token, as torch's own attention lays it out.
     out = q.new_empty((q.shape[0], tokens, heads, width)).transpose(1, 2)
     lse = q.new_empty((q.shape[0], heads, tokens), dtype=sum_dtype(q))
     out[:, :, :start], lse[:, :, :start] = _flash(
@@ -209,7 +209,7 @@ def _late_forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, of their shapes.
+    """Return the gradients of q, k and v, of their shapes.
 
     Args:
         grad, out: ``[b, H, S, Dv]``.
@@ -220,7 +220,7 @@ def backward(
     layout = _layout(heads, pattern.blocks_of(length), pattern)
     tokens, width = layout.n * pattern.block, max(width_in, width_out)
     grad, q, k, v, out = (_prepared(x, heads, tokens, width) for x in (grad, q, k, v, out))
-    # Of a row that is none, every weight is exp(-inf) = 0.
+    # A row that does not exist has weights exp(-inf) = 0.
     lse = F.pad(lse, (0, tokens - length), value=float("inf")).contiguous()
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     start = layout.early
@@ -242,7 +242,7 @@ _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _add_windows(
     gradients: tuple[Tensor, ...], operands: _Six, layout: _Layout, pattern: Pattern, scale: float
 ) -> None:
-    """Add the gradients of what late blocks saw in their windows, some heads at a time."""
+    """Add the gradients of late blocks' windows, some heads at a time."""
     grad, q, k, v, out, lse = operands
     late = [_late(x, layout, pattern) for x in (grad, q, out, lse)]
     windows = [_windows(x, layout, pattern) for x in (k, v)]
@@ -268,7 +268,7 @@ def _add_windows(
 def _add_stairs(
     gradients: tuple[Tensor, ...], operands: _Six, layout: _Layout, pattern: Pattern, scale: float
 ) -> None:
-    """Add the gradients of what late blocks saw in strided blocks."""
+    """Add the gradients of late blocks' strided blocks."""
     grad, q, k, v, out, lse = operands
     b, heads, _, width = q.shape
     block = pattern.block

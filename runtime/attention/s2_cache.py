@@ -1,4 +1,4 @@
-"""Keys and values that S2-Attention will look at again, and the attention of one new token to them.
+"""Keys and values that S2-Attention will need again, and the attention of one new token to them.
 
 | operator | shapes | backward |
 |---|---|---|
@@ -7,8 +7,8 @@
 
 A head keeps the tokens from the first local block on, and of the blocks before those of its residue. In memory the
 strided blocks come first, in order, with room for the same number in every head; a head that does not have the last
-one yet has zeros there, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t, and t is
-one behind a prompt. Keys carry their positions already, so their order here says nothing.
+one yet has zeros there, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t, and t is 1
+after a prompt. Keys carry their positions already, so their order here says nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from hecate.runtime.ops.registration import define
 
 
 def _refuse_several(old: Tensor | None, new: Tensor) -> None:
-    """In the fake too: raised while Dynamo traces, it ends the trace instead of cutting the model into pieces."""
+    """Raise if several tokens come after the prompt.
+
+    The fake raises, too: while Dynamo traces, that ends the trace instead of cutting the model into pieces.
+    """
     if old is not None and new.shape[2] != 1:
         raise UnsupportedAttentionError(
             "hecate.S2Cache: several tokens came at once behind the prompt. It takes one prompt and then one token "
@@ -104,6 +107,6 @@ define(
 
 @register_flop_formula(torch.ops.hecate.s2_decode)
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scores and their product with values, of all that is kept."""
+    """Count operations of scores and their product with values, over all stored keys."""
     b, heads, _, width = q_shape
     return 2 * b * heads * k_shape[2] * (width + v_shape[3])

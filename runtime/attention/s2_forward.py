@@ -19,26 +19,26 @@ from torch.nn import functional as F
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.kernels.launch import launch, on_amd
 
-# float32 as three products of TF32, which keep 22 of its 24 bits: number by number, the compiler for NVIDIA takes
-# minutes. AMD's has instructions for float32, and no three products.
+# float32 is multiplied as three products of TF32, which keep 22 of its 24 bits: number by number, the compiler for
+# NVIDIA takes minutes. AMD's has instructions for float32, and no three products.
 PRECISION = tl.constexpr("ieee" if on_amd() else "tf32x3")
 
 
 @triton.jit
 def residue_of(head, same, stride, step, offset):
-    """Of the blocks behind the local ones a head sees every ``stride``-th, from this one on."""
+    """Return the first block from which on a head sees every ``stride``-th of the blocks before the local ones."""
     return (stride - ((head // same) * step + offset) % stride) % stride
 
 
 @triton.jit
 def strided_tiles(i, residue, local, stride, PARTS: tl.constexpr):
-    """How many tiles of keys a head's strided blocks have in front of the local blocks of block ``i``."""
+    """Return how many tiles of keys a head's strided blocks have in front of the local blocks of block ``i``."""
     return (tl.maximum(i - local - residue + stride, 0) // stride) * PARTS
 
 
 @triton.jit
 def strided_tile(number, residue, stride, PARTS: tl.constexpr):
-    """Which tile of all is the one with this number of those."""
+    """Return the tile of keys that is a head's strided tile with this number."""
     return (residue + number // PARTS * stride) * PARTS + number % PARTS
 
 
@@ -46,7 +46,7 @@ def strided_tile(number, residue, stride, PARTS: tl.constexpr):
 def _look(
     q, k_ptr, v_ptr, j, out, most, total, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Take in one tile of keys; of the own one each query sees those up to itself."""
+    """Add one tile of keys; in the own tile each query sees the keys up to itself."""
     keys = j * B + tl.arange(0, B)
     d = tl.arange(0, D)
     there = keys < length
@@ -83,7 +83,7 @@ def s2_forward(
     PARTS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
+    """Compute attention of ``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
 
     Args:
         shared: heads of queries for each head of keys.
@@ -122,18 +122,18 @@ def s2_forward(
 
 
 def prepared(x: Tensor, width: int) -> Tensor:
-    """Of one width, without gaps. Zeros in the width change no product."""
+    """Return ``x`` padded to one width, without gaps. Zeros in the width change no product."""
     return (F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x).contiguous()
 
 
 def width_of(q: Tensor, v: Tensor) -> int:
-    """A power of two for queries, keys and values."""
+    """Return the width of queries, keys and values in kernels, a power of two."""
     width: int = triton.next_power_of_2(max(16, q.shape[3], v.shape[3]))
     return width
 
 
 def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[Any, ...]:
-    """What all kernels take behind the tensors: length, heads, and the pattern."""
+    """Return the arguments that all kernels take behind the tensors: length, heads, and the pattern."""
     heads = q.shape[1]
     return (
         q.shape[2],
@@ -149,19 +149,19 @@ def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[An
 
 
 def tile_of(block: int, width: int, itemsize: int) -> int:
-    """Tokens of a tile: a block of the pattern, or as large a part of it as fits.
+    """Return the tokens of a tile: a block of the pattern, or as large a part of it as fits.
 
-    Two bytes: 128 rows of 128 numbers are what has room in a multiprocessor of capability 8.0. float32: operands of
-    three products lie in registers, which larger tiles do not fit into (seen in what is compiled for 9.0).
+    With two bytes a number, 128 rows of 128 numbers have room in a multiprocessor of capability 8.0. With float32,
+    operands of three products lie in registers, into which larger tiles do not fit (seen in code compiled for 9.0).
     """
     fitting = min(128, 8192 // width) if itemsize == 2 else max(16, 1024 // width)
     return min(block, fitting)
 
 
 def options_of(tile: int, width: int, itemsize: int) -> dict[str, int]:
-    """Warps and stages that fit into a multiprocessor's memory, not tuned on any GPU.
+    """Return the warps and stages that fit into a multiprocessor's memory, not tuned on any GPU.
 
-    With four warps a tile of 128 times 64 numbers does not fit into their registers (seen in what is compiled for
+    With four warps a tile of 128 times 64 numbers does not fit into their registers (seen in code compiled for
     capability 9.0).
     """
     return {
@@ -171,7 +171,7 @@ def options_of(tile: int, width: int, itemsize: int) -> dict[str, int]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of each row's sum; shapes as in ``s2_blocks.forward``."""
+    """Compute attention, and the logarithm of each row's sum; shapes as in ``s2_blocks.forward``."""
     width = width_of(q, v)
     b, heads, length, _ = q.shape
     padded = [prepared(x, width) for x in (q, k, v)]

@@ -30,7 +30,7 @@ _PIECE = 2**24
 
 
 def visible(heads: int, queries: int, keys: int, pattern: Pattern, device: torch.device) -> Tensor:
-    """Which keys each of the last ``queries`` positions sees: bool ``[heads, queries, keys]``."""
+    """Return which keys each of the last ``queries`` positions sees: bool ``[heads, queries, keys]``."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
     i, j = query // pattern.block, key // pattern.block
@@ -39,7 +39,7 @@ def visible(heads: int, queries: int, keys: int, pattern: Pattern, device: torch
 
 
 def stored_visible(heads: int, tokens: int, pattern: Pattern, device: torch.device) -> Tensor:
-    """Of what a cache keeps, what is there: bool ``[heads, T]``. Some heads have a strided block less than others."""
+    """Return which stored keys exist: bool ``[heads, T]``. Some heads have a strided block less than others."""
     groups, first = pattern.groups(tokens), pattern.first_local(tokens)
     residues = on_device(np.array(pattern.residues(heads)), device, constant=True)[:, None]
     there = torch.arange(groups, device=device) * pattern.stride + residues < first
