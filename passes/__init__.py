@@ -108,7 +108,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="final, aot_eager", when="forward and backward, if they run node by node", entries=EAGER_PASSES),
 )
 
-# What cannot be switched off, and why.
+# Entries that cannot be switched off, each with the reason.
 REQUIRED = {
     "install_reads": "without it a module would read this rank's shard as if it were the whole parameter",
     "keep_plans": "without it a checkpointed layer would be computed again with the placement of a later step",
@@ -136,12 +136,12 @@ __all__ = [
 
 
 def name_of(entry: Pass | Rewrite) -> str:
-    """The name by which it is switched off."""
+    """Return the name by which an entry is switched off."""
     return entry.name if isinstance(entry, Rewrite) else entry.__name__
 
 
 def summary_of(entry: Pass | Rewrite) -> str:
-    """One line that says what it does; of a pass, the first of its module."""
+    """Return one line that says what an entry does; of a pass, the first of its module."""
     if isinstance(entry, Rewrite):
         return entry.does
     doc = getattr(sys.modules.get(entry.__module__), "__doc__", None) or ""

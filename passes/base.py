@@ -1,4 +1,4 @@
-"""What the runner hands to a pass, what a pass hands back, and what is remembered of it."""
+"""Interface of passes: what the runner hands to a pass, what a pass hands back, and what is remembered of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNKNOWN = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know besides the graph. Never the rank, never ownership: all ranks rewrite alike.
+    """Facts that a pass may know besides the graph. Never the rank, never ownership: all ranks rewrite alike.
 
     Attributes:
         world_size: W.
@@ -76,7 +76,7 @@ class PassContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """Something a pass saw and left alone.
+    """A place that a pass saw and left alone.
 
     Attributes:
         where: the module.
@@ -95,7 +95,7 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """Something a pass found out that a user may want to know.
+    """A finding of a pass that a user may want to know.
 
     Attributes:
         where: the module.
@@ -108,7 +108,7 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one pass did to one graph."""
+    """The result of one pass on one graph."""
 
     rewritten: int = 0
     skipped: tuple[Skip, ...] = ()
@@ -117,7 +117,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """One pass on one graph.
+    """A record of one pass on one graph.
 
     Attributes:
         seconds: time it took, verification included.
@@ -136,7 +136,7 @@ Pass = Callable[[GraphModule, PassContext], Outcome]
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """A rewrite of what is no graph yet. A room above this one does it, so the list has it by name.
+    """A rewrite of code that is no graph yet. A room above this one does it, so the list has it by name.
 
     Attributes:
         name: of the function that does it.
@@ -165,7 +165,7 @@ class Stage:
 
 
 class Refused(Exception):
-    """A pass does not understand what it sees; the message is the reason. The graph is unchanged.
+    """Raised by a pass that does not understand what it sees; the message is the reason. The graph is unchanged.
 
     Args:
         node: what it does not understand, if that is one node.

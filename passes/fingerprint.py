@@ -1,4 +1,4 @@
-"""A graph as lines of text that must be equal on all ranks."""
+"""Fingerprint of a graph: lines of text that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
 
 def fingerprint(gm: GraphModule) -> list[str]:
-    """Operators in order, parameter names, shapes and dtypes, and the width of the rows that collectives carry.
+    """Return operators in order, parameter names, shapes and dtypes, and the widths of the rows in collectives.
 
-    Left out is what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
+    Lines leave out what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
     many experts it owns, and what torch computes and asserts of sizes where it has seen several.
     """
     lines: list[str] = []
@@ -25,7 +25,7 @@ def fingerprint(gm: GraphModule) -> list[str]:
 
 
 def communicates(gm: GraphModule, *, training: bool) -> bool:
-    """Whether ranks meet in a graph, or in its backward. Of any other each rank may have its own."""
+    """Tell whether ranks meet in a graph, or in its backward; any other graph may differ between ranks."""
     nodes = (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
     return any(
         (training and calls(node, replicate, replicate_bucket))
@@ -68,7 +68,7 @@ def _placeholder(node: Node) -> str:
     source = dynamo_source(node)
     name = source.name if source is not None else node.name
     if "_parameters" in name:
-        # How many experts, or rows, of it a rank has is no symbol everywhere.
+        # Dimension 0 is left out: the experts, or rows, that a rank has are not a symbol everywhere.
         return f"parameter {name} {value.ndim}-D {_sizes(value)[1:]} {value.dtype}"
     return f"input {name} {value.ndim}-D {value.dtype}"
 

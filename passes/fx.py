@@ -24,12 +24,12 @@ from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, schema_
 
 log = logging.getLogger("hecate")
 
-# In the meta of a copy of a layer's body: the layer's number.
+# Key in the meta of a copy of a layer's body: the layer's number.
 BODY_OF = "hecate_layer"
 
 
 def arg(node: Any, index: int) -> Any:
-    """A positional argument of a node. FX types it as a union of everything; passes know what it is.
+    """Return a positional argument of a node. FX types it as a union of everything; passes know what it is.
 
     Raises:
         Refused: the call passes it by name, which no pass expects.
@@ -40,12 +40,12 @@ def arg(node: Any, index: int) -> Any:
 
 
 def operands(node: Node) -> list[Any]:
-    """All arguments, keyword ones after the positional ones."""
+    """Return all arguments, keyword ones after the positional ones."""
     return [*node.args, *node.kwargs.values()]
 
 
 def calls(node: Any, *targets: Any) -> bool:
-    """Whether ``node`` calls one of ``targets``; an operator packet stands for its default overload too."""
+    """Tell whether ``node`` calls one of ``targets``; an operator packet stands for its default overload too."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
     for target in targets:
@@ -61,7 +61,7 @@ def is_getitem(node: Any) -> bool:
 
 
 def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set[Node]:
-    """All nodes that depend on ``starts``, without ``starts`` themselves (unless on each other).
+    """Return all nodes that depend on ``starts``, without ``starts`` themselves (unless on each other).
 
     Args:
         until: the last node to look at; what depends on later ones is left out too.
@@ -70,7 +70,7 @@ def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set
 
 
 def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[Node]:
-    """All nodes that ``ends`` depend on, without ``ends`` themselves (unless on each other).
+    """Return all nodes that ``ends`` depend on, without ``ends`` themselves (unless on each other).
 
     Args:
         since: the first node to look at; what earlier ones depend on is left out too.
@@ -89,9 +89,9 @@ def _reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]
 
 
 def between(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
-    """All nodes on a path from one of ``starts`` to one of ``ends``, both sides' nodes only if they lie on one.
+    """Return all nodes on a path from one of ``starts`` to one of ``ends``, and these only if they lie on one.
 
-    Looks at nothing before the first start or after the last end, so its cost is that of the part, not of the graph.
+    It visits nothing before the first start or after the last end, so its cost is that of the part, not of the graph.
     """
     starts, ends = list(starts), list(ends)
     if not starts or not ends:
@@ -100,7 +100,7 @@ def between(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
 
 
 def computed_from(starts: Iterable[Node]) -> set[Node]:
-    """``starts``, and all nodes that are computed from them alone."""
+    """Return ``starts``, and all nodes that are computed from them alone."""
     found = set(starts)
     waiting = list(found)
     while waiting:
@@ -130,12 +130,13 @@ class CodeLine:
 
     @property
     def short(self) -> str:
-        """The file without its folders."""
+        """Name of the file without its folders, and the line."""
         return f"{Path(self.file).name}:{self.number}"
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+)(?:, in (?P<function>\S+))?\s*$')
-# What reads parameters, wraps loops or runs operators is no model's code. The three may be in three places.
+# Folders whose code is no model's: code that reads parameters, wraps loops or runs operators. The three may be in
+# three places.
 _OUR_FOLDERS = [
     folder
     for package in ("hecate", "hecate.passes", "hecate.runtime")
@@ -145,9 +146,9 @@ _NOT_A_MODEL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, *_
 
 
 def line_of(node: Node) -> CodeLine | None:
-    """The innermost line of code that a node comes from and that is neither torch's nor Hecate's: the model's.
+    """Return the innermost line of code of a node that is neither torch's nor Hecate's: the model's.
 
-    None if nobody knows.
+    It is None if it is not known.
     """
     frames: list[CodeLine] = []
     for line in (node.meta.get("stack_trace") or "").splitlines():
@@ -161,7 +162,7 @@ def line_of(node: Node) -> CodeLine | None:
 
 
 def describe(node: Node) -> str:
-    """A node as a user recognizes it: its call, and the line of model code it came from."""
+    """Return a node as a user recognizes it: its call, and the line of model code it came from."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     line = line_of(node)
     return f"{target} in '{line.code}' ({line.short})" if line is not None else f"{target} (%{node.name})"
@@ -170,10 +171,10 @@ def describe(node: Node) -> str:
 def skip_of(
     where: str, refused: Refused, *near: Node, reason: str = "", fallback: bool = True, fix: str = ""
 ) -> Skip:
-    """What a pass left alone, with the line of model code that it did not understand.
+    """Return a skip with the line of model code that a pass did not understand.
 
     Args:
-        near: what stands in the model's code nearby, if the reason is no single node.
+        near: nodes of the model's code nearby, if the reason is no single node.
         reason, fix: other words than those of ``refused``.
     """
     nodes = [refused.node, *near] if refused.node is not None else near
@@ -189,7 +190,7 @@ def note(node: Node, key: str, value: int | str) -> None:
 
 
 def is_view(node: Node) -> bool:
-    """Whether an ATen node returns a view of its input, at no cost."""
+    """Tell whether an ATen node returns a view of its input, at no cost."""
     schema = schema_of(node.target)
     return schema is not None and any(
         result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
@@ -201,7 +202,7 @@ _OWN = ("val", "example_value", "eager_input_vals")
 
 
 def fake_mode_of(graph: Graph) -> tuple[str, FakeTensorMode] | None:
-    """Where nodes of this graph have their fake values, "example_value" or "val", and the mode that made them."""
+    """Return the key of this graph's fake values, "example_value" or "val", and the mode that made them."""
     for node in graph.nodes:
         for key in ("example_value", "val"):
             if isinstance(value := node.meta.get(key), FakeTensor):
@@ -295,36 +296,36 @@ class Builder:
                 log.debug("hecate: nothing is known of what %s returns: %s", describe(node), error)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call of a function or operator."""
+        """Write a call of a function or operator."""
         with self.graph.inserting_after(self.last):
             return self._written(self.graph.call_function(target, args, kwargs))
 
     def method(self, name: str, *args: Any) -> Node:
-        """A call of a method of the first argument."""
+        """Write a call of a method of the first argument."""
         with self.graph.inserting_after(self.last):
             return self._written(self.graph.call_method(name, args))
 
     def copy(self, node: Node, new: Mapping[Node, Node]) -> Node:
-        """A copy of ``node`` with the arguments that ``new`` has for its own."""
+        """Write a copy of ``node`` with the arguments that ``new`` has for its own."""
         with self.graph.inserting_after(self.last):
             return self._written(self.graph.node_copy(node, lambda n: new.get(n, n)))
 
     def parts(self, whole: Node, count: int) -> list[Node]:
-        """The ``count`` results of ``whole``."""
+        """Write the ``count`` results of ``whole``."""
         return [self.call(operator.getitem, whole, index) for index in range(count)]
 
     def length(self, tensor: Node) -> Node:
-        """The size of dimension 0."""
+        """Write the size of dimension 0."""
         return self.call(torch.ops.aten.sym_size.int, tensor, 0)
 
 
-# What Dynamo calls the model that it captures. With a decorator around its forward that is the first of ``*args``
+# Dynamo's name of the model that it captures. With a decorator around its forward that is the first of ``*args``
 # (transformers from 5.24).
 _MODEL = re.compile(r"L\['(?:self'\]|args'\]\[0\](?=\.|$))")
 
 
 def is_of_model(source: str) -> bool:
-    """Whether a source is the model or something that it has.
+    """Tell whether a source is the model or something that it has.
 
     >>> is_of_model("L['args'][0].layers.0"), is_of_model("L['args'][0]['ids']"), is_of_model("L['ids']")
     (True, False, False)
@@ -333,7 +334,7 @@ def is_of_model(source: str) -> bool:
 
 
 def name_in_model(source: str) -> str:
-    """A source without the model in front.
+    """Return a source without the model in front.
 
     >>> name_in_model("L['self'].layers.0.norm"), name_in_model("L['args'][0].layers.0"), name_in_model("L['self']")
     ('layers.0.norm', 'layers.0', '(the model)')

@@ -1,4 +1,4 @@
-"""What graphs of this compiler must look like after every pass.
+"""Invariants that graphs of this compiler must hold after every pass.
 
 A captured graph (:func:`verify`):
 
@@ -79,7 +79,7 @@ def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
 
 
 def _node_route_of(node: Node) -> Node:
-    """The route behind the ticket of an exchange by nodes."""
+    """Return the route of the ticket of an exchange by nodes."""
     ticket: Any = node.args[1 : 1 + NODE_TICKET_PARTS]
     for index, part in enumerate(ticket):
         by_node = is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route_nodes)
@@ -104,8 +104,10 @@ def _check_offsets(node: Node) -> None:
 
 
 def _comes_from_slots(weight: Node) -> bool:
-    """Whether a weight is made from own experts and replicas; a collective that gathers parameters is looked into
-    no further."""
+    """Tell whether a weight is made from own experts and replicas.
+
+    A collective that gathers parameters is not looked behind.
+    """
     seen, stack = {weight}, [weight]
     while stack:
         node = stack.pop()
@@ -145,7 +147,7 @@ def verify_final(gm: GraphModule) -> None:
 
 
 def _start_behind(wait: Node) -> Node:
-    """The start that a wait is of."""
+    """Return the start of a wait."""
     token = wait.args[0]
     collective = wait_of(wait.target)
     if not isinstance(token, Node) or token.op != "call_function" or start_of(token.target) is None:
@@ -159,7 +161,7 @@ def _start_behind(wait: Node) -> Node:
 
 
 def _check_chain(starts: list[Node]) -> None:
-    """Before ``order_collectives`` no start names another; after it each names the one before it."""
+    """Check that no start names another, or, after ``order_collectives``, that each names the one before it."""
     named: list[Any] = [arguments_of(start)["after"] for start in starts]
     if not any(named):
         return

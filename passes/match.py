@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-# Methods that leave all values where they are, and what they are but for rounding.
+# Methods that leave all values in place and unchanged but for rounding.
 CASTS = (
     "to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "contiguous", "clone",
 )  # fmt: skip
@@ -40,37 +40,37 @@ _Matches = Callable[[Any, Found], bool]
 
 
 def name_of(node: object) -> str:
-    """The name of the function or method that a node calls; "" of all else."""
+    """Return the name of the function or method that a node calls; "" for all else."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 def named(node: object, *names: str) -> bool:
-    """Whether a node calls a function or method of one of these names."""
+    """Tell whether a node calls a function or method of one of these names."""
     return name_of(node) in names
 
 
 def is_cast(node: object) -> bool:
-    """Whether a method leaves all values where they are, and what they are but for rounding."""
+    """Tell whether a method leaves all values in place and unchanged but for rounding."""
     return isinstance(node, Node) and node.op == "call_method" and node.target in CASTS
 
 
 def uncast(node: Any) -> Any:
-    """What a node is a cast of, one that keeps whole numbers as they are: to no 16 bits."""
+    """Return the node of which ``node`` is a cast that keeps whole numbers exact, which excludes casts to 16 bits."""
     while is_cast(node) and not _rounds(node):
         node = node.args[0]
     return node
 
 
 def match(pattern: Pattern, value: Any) -> Found | None:
-    """What the names in a pattern stand for in ``value``, a node or an argument of one; None if it is another."""
+    """Return what the names in a pattern stand for in ``value``, a node or an argument; None if it differs."""
     found: Found = {}
     return found if _matches(pattern, value, found) else None
 
 
 def call(*names_and_arguments: Pattern, names: tuple[str, ...] = (), only: bool = False, bind: str = "") -> _Matches:
-    """A call by name.
+    """Return a pattern of a call by name.
 
     Args:
         names_and_arguments: the name, and patterns of the first positional arguments.
@@ -92,7 +92,7 @@ def call(*names_and_arguments: Pattern, names: tuple[str, ...] = (), only: bool 
 
 
 def one_of(*patterns: Pattern) -> _Matches:
-    """The first of several patterns that matches."""
+    """Return a pattern that matches as the first of several patterns that does."""
 
     def matches(value: Any, found: Found) -> bool:
         for pattern in patterns:
@@ -106,12 +106,12 @@ def one_of(*patterns: Pattern) -> _Matches:
 
 
 def casts(pattern: Pattern) -> _Matches:
-    """What matches, under casts that keep whole numbers as they are."""
+    """Return a pattern of values that match under casts which keep whole numbers exact."""
     return lambda node, found: _matches(pattern, uncast(node), found)
 
 
 def shaped(pattern: Pattern) -> _Matches:
-    """What matches, in any shape, and cast."""
+    """Return a pattern of values that match in any shape, and under casts."""
 
     def matches(node: Any, found: Found) -> bool:
         while named(node := uncast(node), *SHAPES) and node.args:

@@ -1,6 +1,7 @@
-"""Run the passes on one captured graph: the ceremony around every pass, in one place.
+"""Runs the passes on one captured graph: the ceremony around every pass, in one place.
 
-Switch off by name, time, verify, count, name what is new, dump. A pass itself only transforms.
+The runner switches passes off by name, takes their times, verifies, counts, names new values, and dumps. A pass
+itself only transforms.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run_passes(
                     outcomes.append(function(body, context))
                     check(body)
             except Exception:
-                # What it looks like is what one wants to see.
+                # The broken graph is dumped, since it shows what went wrong.
                 if dump:
                     dump.broken(index, name, gm)
                 raise
@@ -84,13 +85,13 @@ def run_passes(
 
 
 def _name_new(body: GraphModule, known: set[Node], name: str, layers: Mapping[int, str]) -> None:
-    """Say of new nodes who wrote them, and name them after what they are. Names are for people only."""
+    """Note on new nodes which pass wrote them, and name them by their values. Names are for people only."""
     with harmless("names of values"):
         name_values(body.graph, note_pass(body.graph.nodes, known, name), layers)
 
 
 def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph and every graph inside it, such as the body of a checkpointed layer."""
+    """Yield the graph and every graph inside it, such as the body of a checkpointed layer."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             yield module

@@ -1,1 +1,1 @@
-"""Questions about Dynamo's graph: where its experts are, what is done with their rows, and what that allows."""
+"""Questions about Dynamo's graph: where its experts are, what it does with their rows, and what that allows."""

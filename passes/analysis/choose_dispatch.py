@@ -1,8 +1,8 @@
-"""Whether the rows of a layer travel each by itself, or cross to each node once.
+"""Choice of how the rows of a layer travel: each by itself, or to each node once.
 
 With k choices that are spread evenly over N nodes, k (N - 1) / N rows of a token leave its node, to fewer than N - 1
 others. Crossing once saves the difference on the link between nodes. It costs a second hop for all rows inside nodes,
-which comes behind the first and not beside it, and more starts.
+which comes after the first and not beside it, and more starts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hecate.passes.base import PassContext, Refused, Skip
 from hecate.passes.fx import skip_of
 
 # Exchanges of a layer in forward and backward, and how many more collectives start when rows cross once: a second hop
-# of each, the weights there and their gradients back, and what relays must know.
+# of each, the weights there and their gradients back, and the messages to relays.
 _EXCHANGES, _MORE_STARTS = 4, 7
-# Predictions that are closer leave everything as it was.
+# Predictions that differ by less leave everything unchanged.
 _LEAST_GAIN = 0.1
 
 
 def choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) -> NodeRows | None:
-    """The region as it is exchanged by nodes; None where rows travel each by itself.
+    """Return the region as it is exchanged by nodes; None where rows travel each by itself.
 
-    Equal on all ranks: it sees the graph, and numbers that all ranks agreed on.
+    The choice is equal on all ranks: it sees the graph, and numbers that all ranks agreed on.
 
     Raises:
         Refused: the user asked for nodes, and they cannot be had, with the reason.
@@ -49,7 +49,7 @@ def choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) ->
 
 
 def _nodes_pay(choices: int, size: RowSize, context: PassContext) -> bool:
-    """Whether a step's exchanges are predicted to take clearly less time by node."""
+    """Tell whether a step's exchanges are predicted to take clearly less time by node."""
     tokens, rows = context.tokens, context.tokens * choices
     node = context.ranks_per_node / context.world_size
     inside = size.bytes / context.rates.rank_bytes
@@ -64,7 +64,7 @@ def _nodes_pay(choices: int, size: RowSize, context: PassContext) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the rows of a region travel.
+    """The way in which the rows of a region travel.
 
     Attributes:
         region: with what belongs to it if rows cross to each node once.

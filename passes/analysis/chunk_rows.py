@@ -1,7 +1,7 @@
-"""Into how many parts the rows of a layer are cut, so that one part travels while another is computed.
+"""Number of parts into which the rows of a layer are cut, so that one part travels while another is computed.
 
-With two parts an exchange and the matmuls behind it run side by side, as far as both last; each further exchange
-costs a start. More than two parts gain next to nothing (docs/decisions.md).
+With two parts an exchange and the matmuls after it run side by side, as far as both last; each further exchange costs
+a start. More than two parts gain next to nothing (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from hecate.passes.analysis.find_region import Region
 from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import PassContext
 
-# What one more exchange takes, with the operators around it. On the emulated cluster, whose ranks have a seventh of a
+# Seconds of one more exchange, with the operators around it. On the emulated cluster, whose ranks have a seventh of a
 # core, two chunks broke even at this. That of GPUs is an estimate.
 _START_SECONDS = {"cpu": 1e-2, "cuda": 5e-5}
-# In forward and backward, two exchanges more each.
+# Further exchanges with two chunks: two in the forward and two in the backward.
 _MORE_EXCHANGES = 4
 
 
 def chunks_of(region: Region, context: PassContext) -> int:
-    """How many chunks a region's rows travel in: as the user says, or as many as pay.
+    """Return the number of chunks of a region's rows: as the user says, or as many as pay.
 
-    Equal on all ranks: it sees shapes that all ranks have alike, and the number of tokens that they agreed on.
+    It is equal on all ranks: it depends on shapes that all ranks have alike, and the number of tokens that they
+    agreed on.
     """
     if not _may_be_cut(region):
         return 1
@@ -36,15 +37,15 @@ def chunks_of(region: Region, context: PassContext) -> int:
 
 
 def _may_be_cut(region: Region) -> bool:
-    """Whether all that uses the results comes behind the whole body, so that the body may be computed in turns."""
+    """Tell whether all users of the results come behind the whole body, so that the body may be computed in turns."""
     body = set(region.body)
     return all(user > region.body[-1] for exit in region.exits for user in exit.users if user not in body)
 
 
 def _two_pay(region: Region, context: PassContext) -> bool:
-    """Whether what runs side by side is longer than what starting more exchanges takes.
+    """Tell whether chunks save more time, running side by side, than starting more exchanges takes.
 
-    Counted is one row for each token, the least that a layer can have.
+    It assumes one row for each token, the least that a layer can have.
     """
     size = row_size(region)
     if not context.tokens or size is None:
@@ -55,7 +56,7 @@ def _two_pay(region: Region, context: PassContext) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSize:
-    """What one row of a region takes.
+    """Bytes and operations of one row of a region.
 
     Attributes:
         bytes: of all its entries.
@@ -69,7 +70,7 @@ class RowSize:
 
 
 def row_size(region: Region) -> RowSize | None:
-    """Of rows that go to the experts; None where the graph does not tell."""
+    """Return the size of a region's rows; None where the graph does not tell."""
     weights = [value for gather in region.gathers if (value := value_of(gather)) is not None and value.ndim == 3]
     if not weights:
         return None
@@ -81,7 +82,7 @@ def row_size(region: Region) -> RowSize | None:
 
 
 def hidden_seconds(size: RowSize, rows: float, exchange: float, context: PassContext) -> float:
-    """What two chunks save in a step, less what they cost; below zero where they do not pay.
+    """Return the seconds that two chunks save in a step, less those that they cost; below zero where they do not pay.
 
     Args:
         rows: that a rank computes.
@@ -92,7 +93,7 @@ def hidden_seconds(size: RowSize, rows: float, exchange: float, context: PassCon
 
 
 def _row_bytes(entry: Node, weights: list[torch.Tensor]) -> int:
-    """Bytes of a row; the least that a matmul may take, of rows that a pass has put together."""
+    """Return the bytes of a row; for rows that a pass has put together, the least that a matmul may take."""
     value = value_of(entry)
     if value is None:
         return min(min(weight.shape[1:]) * weight.element_size() for weight in weights)

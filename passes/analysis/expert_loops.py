@@ -1,7 +1,7 @@
 """Loops over experts in a captured graph: where they are, and whether their turns can be grouped.
 
-For ``group_expert_loops``. A *turn* is what is computed with one expert's parameters, a *loop* all turns of one call
-of a layer. Whoever looks for a loop that cannot be grouped gets :class:`Refused`, with the reason.
+They are for ``group_expert_loops``. A *turn* is the computation with one expert's parameters, a *loop* all turns of
+one call of a layer. A loop that cannot be grouped raises :class:`Refused`, with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hecate.passes.match import is_cast
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of the loop: what is computed with one expert's parameters.
+    """A turn of a loop: the computation with one expert's parameters.
 
     Attributes:
         views: nodes computed from the expert's parameters alone, ``w[e]`` and its transposes and casts.
@@ -59,14 +59,14 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """All turns, and what stands around them.
+    """All turns of a loop, and the nodes around them.
 
     Attributes:
         turns: one for each expert, or several, those of an expert one behind the other.
         repeats: how many for each.
         inputs: everything that the turns compute from.
         last: the last of these; the grouped computation stands behind it.
-        delayed: what depends on a turn's result and stands before ``last``; it moves behind the whole.
+        delayed: nodes that depend on a turn's result and stand before ``last``; they move behind the whole.
     """
 
     turns: tuple[Turn, ...]
@@ -90,9 +90,9 @@ _ALIKE = "compute every expert in the same way"
 
 
 def find_loops(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> list[Loop]:
-    """The loops of one layer, one for each call, in graph order; see :func:`_find_loop`.
+    """Return the loops of one layer, one for each call, in graph order; see :func:`_find_loop`.
 
-    How often it is called is not written in the graph: it is the least number of equal parts, of the passes over the
+    The graph does not say how often a layer is called: it is the least number of equal parts, of the passes over the
     experts, of which each is a loop.
     """
     passes: list[list[Node]] = []
@@ -113,12 +113,12 @@ def find_loops(facts: GraphFacts, gathers: Sequence[Node], *, by_node: bool) -> 
             return loops
         except Refused as reason:
             reasons.append(reason)
-    # What is wrong with it as one loop says most.
+    # The reason that refuses it as one loop says most.
     raise reasons[0]
 
 
 def _check_apart(loops: Sequence[Loop]) -> None:
-    """Each loop ends before the next begins, and its results are combined between."""
+    """Check that each loop ends before the next begins, and its results are combined between."""
     for one, other in pairwise(loops):
         bodies = [[node for turn in loop.turns for node in turn.body] for loop in (one, other)]
         if max(one.last, *bodies[0]) > min(bodies[1]) or not other.inputs.isdisjoint(turn.exit for turn in one.turns):
@@ -126,7 +126,7 @@ def _check_apart(loops: Sequence[Loop]) -> None:
 
 
 def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by_node: bool) -> Loop:
-    """The loop of one call, checked.
+    """Find the loop of one call, and check it.
 
     Args:
         picks: where it reads the parameters of one expert.
@@ -149,7 +149,7 @@ def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by
 
 
 def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], int]:
-    """The turns of every expert, all of the same form, and how many each has.
+    """Find the turns of every expert, all of the same form, and how many each has.
 
     Raises:
         Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
@@ -167,7 +167,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
         if len(own) != repeats:
             raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}", fix=_ALIKE)
     turns = [turn for own in of_each for turn in own]
-    # What is the same node in every turn is no rows.
+    # A node that is the same in every turn is no rows.
     shared = set.intersection(*(set(turn.entries) for turn in turns))
     turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
     _check_alike(turns, repeats)
@@ -183,7 +183,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
 
 
 def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
-    """The turns, each with the multiplication by its rows' routing weights ``[n, 1]`` behind it.
+    """Return the turns, each with the multiplication by its rows' routing weights ``[n, 1]`` behind it.
 
     Raises:
         Refused: not every turn has one, or they differ.
@@ -208,13 +208,13 @@ def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
 
 
 def _num_rows(entry: Node) -> str:
-    """The number of rows of a tensor, which may be a symbol."""
+    """Return the number of rows of a tensor, which may be a symbol."""
     value = value_of(entry)
     return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
 
 
 def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[Turn]:
-    """What is computed with one expert, each connected part of it a turn."""
+    """Return the turns of one expert: each connected part of its computation is one."""
     own = set(views)
     anchors = {user for view in views for user in view.users if user not in own}
     if any(source in everything - own for anchor in anchors for source in anchor.all_input_nodes):
@@ -238,7 +238,7 @@ def _exits(part: set[Node]) -> list[Node]:
 
 
 def _join(part: set[Node]) -> None:
-    """Add what joins several results of a turn, such as those of a matrix and of its adapter, into one."""
+    """Add to a turn the nodes that join several of its results, such as those of a matrix and its adapter."""
     while len(exits := _exits(part)) > 1:
         users = {user for exit in exits for user in exit.users if user not in part}
         inner = {user for user in users if all(source in part for source in user.all_input_nodes)}
@@ -248,7 +248,7 @@ def _join(part: set[Node]) -> None:
 
 
 def _connected(nodes: set[Node]) -> list[set[Node]]:
-    """The parts of ``nodes`` between which there is no edge."""
+    """Return the parts of ``nodes`` between which there is no edge."""
     parts, left = [], set(nodes)
     while left:
         part, waiting = set(), [left.pop()]
@@ -263,12 +263,12 @@ def _connected(nodes: set[Node]) -> list[set[Node]]:
 
 
 def _check_rows_apart(turn: Turn) -> None:
-    """No row of a turn's result depends on another row."""
+    """Check that no row of a turn's result depends on another row."""
     check_rowwise([*turn.views, *turn.body], dict.fromkeys(turn.entries, Kind.ROWS), {turn.exit: Kind.ROWS})
 
 
 def _check_alike(turns: Sequence[Turn], repeats: int) -> None:
-    """All turns have the form of the first."""
+    """Check that all turns have the form of the first."""
     for number, turn in enumerate(turns[1:], start=1):
         _check_same(turns[0], turn, number // repeats)
 
@@ -287,7 +287,7 @@ def _check_same(first: Turn, other: Turn, expert: int) -> None:
 
 
 def _check_order(facts: GraphFacts, loop: Loop) -> None:
-    """Grouping computes all turns after the last entry is known: nothing before that may need an early turn."""
+    """Check that nothing before the last entry needs an early turn: grouping computes all turns after it."""
     turns = loop.turns
     exits = {turn.exit for turn in turns}
     if loop.inputs & (exits | set(loop.delayed)):
@@ -324,7 +324,7 @@ def _check_order(facts: GraphFacts, loop: Loop) -> None:
 
 
 def _check_forms(turn: Turn) -> None:
-    """Every use of the parameters has a grouped form, or this raises :class:`Refused`."""
+    """Raise :class:`Refused` unless every use of the parameters has a grouped form."""
     for node in turn.body:
         if node in anchors_of(turn):
             matrix_operand(node, set(turn.views))

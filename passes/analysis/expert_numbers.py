@@ -1,7 +1,4 @@
-"""Numbers of experts: what is known of them, and of how many rows each expert has.
-
-The graph is Dynamo's.
-"""
+"""Numbers of experts: bounds that are known of them, and counts of each expert's rows, in Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from hecate.passes.analysis.torch_values import mutates, storage_of, value_of
 from hecate.passes.fx import is_getitem
 from hecate.passes.match import RANGE, call, casts, match, name_of, one_of, shaped, uncast
 
-# They have the numbers of their first argument, or some of them.
+# Calls whose results have the numbers of their first argument, or some of them.
 SAME_NUMBERS = {
     "view",
     "reshape",
@@ -38,7 +35,7 @@ SAME_NUMBERS = {
 _REMAINDERS = {"remainder", "mod"}
 CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}
 
-# How many rows each expert has: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
+# Counts of each expert's rows: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
 COUNTED = one_of(
     call(casts("ids"), names=("histc", "bincount"), bind="count"),
     call(
@@ -59,7 +56,7 @@ COUNTED = one_of(
 
 
 def bound_of(numbers: Any) -> int | None:
-    """Which number all of ``numbers`` are below, none being negative; None if that cannot be told."""
+    """Return a number that all ``numbers`` are below, none being negative; None if that cannot be told."""
     while isinstance(numbers, Node):
         if may_grow(numbers):
             return None
@@ -75,7 +72,7 @@ def bound_of(numbers: Any) -> int | None:
         elif name_of(numbers) == "argmax":
             return _choices(numbers, position=1)
         elif name_of(numbers) in _REMAINDERS:
-            # Of a positive number, it has that sign.
+            # The remainder of a positive divisor is not negative.
             divisor = numbers.args[1] if len(numbers.args) == 2 else None
             return divisor if type(divisor) is int and divisor > 0 else None
         elif name_of(numbers) in SAME_NUMBERS:
@@ -86,7 +83,7 @@ def bound_of(numbers: Any) -> int | None:
 
 
 def _choices(chosen: Node, position: int) -> int | None:
-    """Among how many a topk or argmax chooses.
+    """Return the number of scores among which a topk or argmax chooses.
 
     Args:
         position: of the dimension among the arguments.
@@ -103,7 +100,7 @@ def _choices(chosen: Node, position: int) -> int | None:
 
 
 def may_grow(node: Node) -> bool:
-    """Whether something is written to its memory that may make a number larger, or negative.
+    """Tell whether something is written to a node's memory that may make a number larger, or negative.
 
     A clamp does not, if its least number is not positive and its largest not negative.
     """
@@ -111,7 +108,7 @@ def may_grow(node: Node) -> bool:
 
 
 def changes_of(node: Node) -> list[Node]:
-    """What writes to a node's memory."""
+    """Return the nodes that write to a node's memory."""
     memory = storage_of(node)
     found = []
     for other in node.graph.nodes:
@@ -122,7 +119,7 @@ def changes_of(node: Node) -> list[Node]:
 
 
 def clamp_keeps(clamp: Node, largest: int) -> bool:
-    """Whether a clamp leaves the numbers from 0 to ``largest`` as they are."""
+    """Tell whether a clamp leaves the numbers from 0 to ``largest`` unchanged."""
     names = ("max",) if name_of(clamp).startswith("clamp_max") else ("min", "max")
     given: dict[str, Any] = dict(zip(names, clamp.args[1:], strict=False)) | clamp.kwargs
     low, high = given.get("min"), given.get("max")
@@ -134,7 +131,7 @@ def clamp_keeps(clamp: Node, largest: int) -> bool:
 
 
 def count_all(offsets: Node, rows: Node) -> bool:
-    """Whether all ``rows`` are in front of the last of ``offsets``, as far as the graph says.
+    """Tell whether all ``rows`` are in front of the last of ``offsets``, as far as the graph says.
 
     They are where ``offsets = cumsum(counts)``, and counts are of one number for each row, none beyond the last
     expert.
@@ -156,7 +153,7 @@ def count_all(offsets: Node, rows: Node) -> bool:
 
 
 def _counts_up_to(count: Node | None, bound: int) -> bool:
-    """Whether a histogram leaves out none of the numbers below ``bound``; other ways to count leave out none."""
+    """Tell whether a histogram leaves out none of the numbers below ``bound``; other ways to count leave out none."""
     if count is None or name_of(count) != "histc":
         return True
     given: dict[str, Any] = dict(zip(("bins", "min", "max"), count.args[1:], strict=False)) | count.kwargs

@@ -1,4 +1,4 @@
-"""How a turn of a loop uses one expert's parameter, and whether that has a form for all experts."""
+"""Uses of one expert's parameter in a turn of a loop, and whether they have a form for all experts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def is_one_expert(node: Node) -> bool:
 
 
 def matrix_operand(node: Node, views: set[Node]) -> str:
-    """How an anchor uses an expert's parameter: "product", "linear" or "bias".
+    """Return how an anchor uses an expert's parameter: "product", "linear" or "bias".
 
     Raises:
-        Refused: in no way that has a grouped form.
+        Refused: the use has no grouped form.
     """
     args = operands(node)
     own = [index for index, arg in enumerate(args) if arg in views]
@@ -43,7 +43,7 @@ def matrix_operand(node: Node, views: set[Node]) -> str:
 
 
 def is_transpose(node: Node) -> bool:
-    """Any spelling of the transpose of a matrix."""
+    """Tell whether a node is the transpose of a matrix, in any spelling."""
     name = name_of(node)
     if name == "transpose":
         return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}

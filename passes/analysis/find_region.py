@@ -26,7 +26,7 @@ from hecate.passes.match import ORDER, RANGE, call, casts, match, one_of, uncast
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One call of a MoE layer: its computation on rows sorted by expert.
+    """The computation of a MoE layer in one call, on rows sorted by expert.
 
     Attributes:
         layer: id of the layer.
@@ -50,7 +50,7 @@ class Region:
 
 
 def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list[Region]:
-    """The regions of one layer, checked; one for each call, in graph order.
+    """Return the regions of one layer, checked; one for each call, in graph order.
 
     Args:
         facts: of the graph.
@@ -88,7 +88,7 @@ def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list
 
 
 def _lookups_by_offsets(lookups: Sequence[Node], offsets: Sequence[Node]) -> dict[Node, list[Node]]:
-    """In which call each lookup by expert id is."""
+    """Return the lookups by expert id of each call."""
     found: dict[Node, list[Node]] = {of_call: [] for of_call in offsets}
     for lookup in lookups:
         ids = arg(lookup, 1)
@@ -108,10 +108,10 @@ def _find_region(
     matmuls: Sequence[Node],
     lookups: Sequence[Node],
 ) -> Region:
-    """The region of one call.
+    """Return the region of one call.
 
     Args:
-        of_layer: the gathers, and what is computed from them alone.
+        of_layer: the gathers, and all nodes computed from them alone.
         matmuls, lookups: the anchors, which are matmuls by expert and lookups by expert id.
     """
     # Step 1: what the anchors have in common.
@@ -163,14 +163,14 @@ def _find_region(
 
 
 def _slot_values(gathers: Sequence[Node]) -> set[Node]:
-    """The gathers, and what is computed from them alone on the way to a matmul or a lookup by id."""
+    """Return the gathers, and all nodes computed from them alone on the way to a matmul or a lookup by id."""
     slots = computed_from(gathers)
     ends = [n for value in slots for n in value.users if _is_matmul(n, slots) or _is_lookup(n, slots)]
     return slots & (closure_backward(ends, since=min(gathers)) | set(gathers))
 
 
 def _on_the_way(anchors: Sequence[Node], slots: set[Node]) -> set[Node]:
-    """Those of ``slots`` that lead to ``anchors`` without another call between."""
+    """Return the ``slots`` that lead to ``anchors`` without another call between."""
     found: set[Node] = set()
     waiting = list(anchors)
     while waiting:
@@ -181,7 +181,7 @@ def _on_the_way(anchors: Sequence[Node], slots: set[Node]) -> set[Node]:
 
 
 def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
-    """Where what was looked up by expert meets the rows of a matmul."""
+    """Return the nodes where values that were looked up by expert meet the rows of a matmul."""
     multiplied, looked_up, joins = set(matmuls), set(lookups), set()
     waiting = _Waiting((*matmuls, *lookups))
     # Users of looked-up values that have not been seen. When there are none, no further join can come.
@@ -229,7 +229,7 @@ def _is_matmul(node: Node, slots: set[Node]) -> bool:
 
 
 def _is_lookup(node: Node, slots: set[Node]) -> bool:
-    """``parameter[ids]`` with a tensor of ids."""
+    """Tell whether a node is ``parameter[ids]`` with a tensor of ids."""
     return is_getitem(node) and arg(node, 0) in slots and isinstance(arg(node, 1), Node)
 
 
@@ -239,7 +239,7 @@ def _only(values: list[Node], otherwise: str) -> Node:
     return values[0]
 
 
-# Sorted ids, and what they are the sorted form of.
+# Sorted ids, and the values of which they are the sorted form.
 _SORTED = one_of(
     call("getitem", call("sort", "values", bind="sort"), 0, only=True),
     call("getitem", "values", casts(ORDER), only=True),
@@ -248,10 +248,10 @@ _SORTED = one_of(
 
 
 def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
-    """Whether ``ids`` is sorted, and ``offsets`` says where each expert's part of it ends.
+    """Tell whether ``ids`` is sorted, and ``offsets`` says where each expert's part of it ends.
 
-    Recognized: the ids that group_expert_loops derives from the offsets themselves, and ``offsets = cumsum(counts)``
-    with ids repeated by these counts, or sorted ids that were counted, before or after.
+    Two forms are recognized: ids that group_expert_loops derives from the offsets themselves, and
+    ``offsets = cumsum(counts)`` with ids repeated by these counts, or sorted ids that were counted, before or after.
     """
     if calls(ids, torch.ops.hecate.row_slots):
         return arg(ids, 0) is offsets
@@ -268,6 +268,6 @@ def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
 
 
 def _is_ascending(sort: Node) -> bool:
-    """Of sort and argsort, whose flags are "descending" and "stable"."""
+    """Tell whether a sort or argsort is ascending, by its flags "descending" and "stable"."""
     positional = [value for value in sort.args[1:] if isinstance(value, bool)]
     return not sort.kwargs.get("descending") and not any(positional)

@@ -1,4 +1,4 @@
-"""Which rows are of one token, and proof that a token's row may cross to another node once.
+"""Rows of one token, and proof that a token's row may cross to another node once.
 
 Rows may be exchanged by nodes (``hecate.runtime.ops.exchange_nodes``) if
 
@@ -6,8 +6,8 @@ Rows may be exchanged by nodes (``hecate.runtime.ops.exchange_nodes``) if
    used;
 2. of every exit only the sum over a token's rows is used, by the same token index.
 
-What models multiply a result with before they sum, the routing weight of its row, moves into the region; it travels
-as another entry, a single value for each row. Recognized are
+The factor by which models multiply a result before they sum, the routing weight of its row, moves into the region; it
+travels as another entry, a single value for each row. These forms are recognized:
 
     hidden[index]; out.index_add(0, index, y)                                 any index of tokens, also a mask
     hidden[order // k]; y[inverse of order].view(T, k, H).sum(1)              as transformers' grouped_mm has it
@@ -83,7 +83,7 @@ def prove_node_rows(facts: GraphFacts, region: Region) -> NodeRows:
 
 
 def _gathered_by(facts: GraphFacts, entry: Node) -> tuple[Node, ...]:
-    """The index by which rows were gathered from one tensor of tokens, in pieces."""
+    """Return the index by which rows were gathered from one tensor of tokens, in pieces."""
     pieces = [_gather(piece) for piece in _pieces(entry)]
     if len({source for source, _ in pieces}) != 1:
         raise Refused("its rows are gathered from different tensors")
@@ -93,7 +93,7 @@ def _gathered_by(facts: GraphFacts, entry: Node) -> tuple[Node, ...]:
 
 
 def _pieces(rows: Node) -> list[Node]:
-    """What rows are the concatenation of."""
+    """Return the pieces of which rows are the concatenation."""
     rows = casts_behind(rows)[-1]
     whole = joined_split(rows)
     if whole is not None:
@@ -104,7 +104,7 @@ def _pieces(rows: Node) -> list[Node]:
 
 
 def _gather(rows: Node) -> tuple[Node, Node]:
-    """The tensor of tokens and the index of ``tokens[index]``."""
+    """Return the tensor of tokens and the index of ``tokens[index]``."""
     flat = named(rows, "reshape", "view") and is_getitem(arg(rows, 0))
     if flat and _adds_a_line(arg(rows, 0), rows):
         source, (_, index) = arg(arg(rows, 0), 0), arg(arg(rows, 0), 1)
@@ -120,13 +120,13 @@ def _gather(rows: Node) -> tuple[Node, Node]:
 
 
 def _is_line(value: Any) -> bool:
-    """Whether it is a line of integers, the numbers of tokens, or of booleans, a mask of them."""
+    """Tell whether a value is a line of integers, the numbers of tokens, or of booleans, a mask of them."""
     kinds = (torch.int64, torch.int32, torch.bool)
     return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in kinds
 
 
 def _adds_a_line(gathered: Node, rows: Node) -> bool:
-    """Whether ``rows`` is ``x[None, index].reshape(-1, H)``, which is ``x[index]``."""
+    """Tell whether ``rows`` is ``x[None, index].reshape(-1, H)``, which is ``x[index]``."""
     index, source, flat = arg(gathered, 1), value_of(arg(gathered, 0)), value_of(rows)
     if not isinstance(index, tuple) or len(index) != 2 or index[0] is not None:
         return False
@@ -135,7 +135,7 @@ def _adds_a_line(gathered: Node, rows: Node) -> bool:
 
 
 def _choices(index: Node) -> int:
-    """k of ``order // k``; 0 for anything else."""
+    """Return k of ``order // k``; 0 for anything else."""
     divided = quotient_of(index)
     return divided[1] if divided is not None else 0
 
@@ -144,7 +144,7 @@ def _choices(index: Node) -> int:
 
 
 def _all_behind(tokens: Sequence[Node]) -> list[Node]:
-    """Indexes, and the permutation that one is a quotient of."""
+    """Return indexes, and the permutation of which one is a quotient."""
     return [*tokens, *(divided[0] for index in tokens if (divided := quotient_of(index)) is not None)]
 
 
@@ -152,7 +152,7 @@ def _all_behind(tokens: Sequence[Node]) -> list[Node]:
 
 
 def _with_weights(facts: GraphFacts, region: Region, exits: Sequence[Exit]) -> Region:
-    """The region with multiplications by routing weights in it, checked."""
+    """Return the region with multiplications by routing weights in it, checked."""
     inside = [node for exit in exits for node in exit.inside]
     factors = [factor for exit in exits for factor in exit.factors]
     late = closure_forward(region.body, until=max(factors)) if factors else set()

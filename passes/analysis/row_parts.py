@@ -17,7 +17,7 @@ from hecate.private import is_erased
 
 
 def keeps_rows(node: Node) -> bool:
-    """Whether a method leaves all rows where they are, and what they are but for rounding."""
+    """Tell whether a method leaves all rows in place and unchanged but for rounding."""
     value = value_of(node)
     floats = value.is_floating_point() if isinstance(value, torch.Tensor) else node.target in ("clone", "contiguous")
     return is_cast(node) and floats
@@ -36,7 +36,7 @@ def is_length(node: Node) -> bool:
 
 
 def parts_of(user: Node, rows: Node) -> list[Node] | None:
-    """All parts of ``split(rows, sizes)`` along the rows, in order; None for anything else."""
+    """Return all parts of ``split(rows, sizes)`` along the rows, in order; None for anything else."""
     if not named(user, "split", "split_with_sizes") or arg(user, 0) is not rows:
         return None
     sizes = user.args[1] if len(user.args) > 1 else None
@@ -50,14 +50,14 @@ def parts_of(user: Node, rows: Node) -> list[Node] | None:
 
 
 def joined(parts: Sequence[Node]) -> Node | None:
-    """The concatenation of exactly these parts, if nothing else uses them."""
+    """Return the concatenation of exactly these parts, if nothing else uses them."""
     users = {user for part in parts for user in part.users}
     whole = next(iter(users)) if len(users) == 1 else None
     return whole if whole is not None and is_cat(whole) and list(arg(whole, 0)) == list(parts) else None
 
 
 def joined_split(rows: Node) -> Node | None:
-    """x of ``cat(split(x, sizes))``."""
+    """Return x of ``cat(split(x, sizes))``; None for anything else."""
     if not is_cat(rows):
         return None
     first = arg(rows, 0)[0]
@@ -81,7 +81,7 @@ def drop_parts(whole: Node, rows: Node) -> None:
 
 
 def cut_alike(split: Node, entry: Node, parts: Sequence[Node]) -> bool:
-    """Whether results are cut where their rows were put together."""
+    """Tell whether results are cut where their rows were put together."""
     rows = casts_behind(entry)[-1]
     if not is_cat(rows) or len(arg(rows, 0)) != len(parts):
         return False
@@ -97,7 +97,7 @@ def is_cat(node: Node) -> bool:
 
 
 def casts_behind(node: Node) -> list[Node]:
-    """``node``, and what it is a cast of."""
+    """Return ``node``, and the nodes of which it is a cast."""
     found = [node]
     while keeps_rows(found[-1]):
         found.append(arg(found[-1], 0))
@@ -105,14 +105,14 @@ def casts_behind(node: Node) -> list[Node]:
 
 
 def after_casts(rows: Node) -> Node:
-    """What becomes of rows after casts."""
+    """Return the last cast of rows, or the rows."""
     while keeps_rows(user := only_user(rows)):
         rows = user
     return rows
 
 
 def quotient_of(index: Node) -> tuple[Node, int] | None:
-    """``order`` and k of ``order // k``, where order is the permutation that sorts a line."""
+    """Return ``order`` and k of ``order // k``, where order is the permutation that sorts a line."""
     floor = index.kwargs.get("rounding_mode") == "floor" and named(index, "div", "divide")
     if not (calls(index, operator.floordiv) or named(index, "floor_divide") or floor) or len(index.args) != 2:
         return None
@@ -121,13 +121,13 @@ def quotient_of(index: Node) -> tuple[Node, int] | None:
 
 
 def _is_order(order: Node) -> bool:
-    """Whether it is the permutation by which a line is sorted."""
+    """Tell whether a node is the permutation by which a line is sorted."""
     value = value_of(order)
     return isinstance(value, torch.Tensor) and value.ndim == 1 and match(ORDER, order) is not None
 
 
 def inverts(facts: GraphFacts, user: Node, order: Node) -> bool:
-    """Whether the index of ``rows[index]`` is the inverse of the permutation ``order``."""
+    """Tell whether the index of ``rows[index]`` is the inverse of the permutation ``order``."""
     inverse = arg(user, 1)
     if not isinstance(inverse, Node) or value_of(inverse) is None:
         return False
@@ -143,7 +143,7 @@ def inverts(facts: GraphFacts, user: Node, order: Node) -> bool:
 
 
 def same_index(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether indexes are the same node, or the same quotient of the same node."""
+    """Tell whether indexes are the same node, or the same quotient of the same node."""
     if len(a) != len(b):
         return False
     return all(one is other or _same_quotient(one, other) for one, other in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""What becomes of a region's results on the way to the sum over the rows of each token."""
+"""Sums over the rows of each token, and the way of a region's results to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Exit:
     joined: list[tuple[Node, Node]] = field(default_factory=list)
 
     def follow(self, facts: GraphFacts, tokens: Sequence[Node]) -> Node:
-        """Walk to where the rows of each token are summed; the last node of that.
+        """Walk to the sum over the rows of each token, and return its last node.
 
         Raises:
             Refused: something else uses the rows.
@@ -61,7 +61,7 @@ class Exit:
                 rows = user
             elif (factor := _factor(user, rows)) is not None:
                 for node in (last_inside, *casts):
-                    # Of what is computed elsewhere now, not even the length can be asked here.
+                    # Even the length of rows that are now computed elsewhere cannot be asked here.
                     if len(node.users) != 1:
                         raise Refused(f"the length of {describe(node)} is used behind the experts", node)
                 self.factors.append(factor)
@@ -79,7 +79,7 @@ class Exit:
         return last
 
     def _sum(self, facts: GraphFacts, rows: Node, user: Node, tokens: Sequence[Node]) -> Node:
-        """Check that ``user`` sums a token's rows; the last node of the sum."""
+        """Check that ``user`` sums a token's rows, and return the last node of the sum."""
         if (parts := parts_of(user, rows)) is not None:
             if not cut_alike(user, self.entry, parts):
                 raise Refused(f"{describe(user)} cuts its results in other parts than its rows", user)
@@ -89,7 +89,7 @@ class Exit:
             if not same_index((added[1],), tokens):
                 raise Refused(f"{describe(user)} sums by another index than that of the tokens", user)
             return user
-        # Back in the order of the tokens: all choices of a token stand together.
+        # Rows are back in the order of the tokens: all choices of a token stand together.
         divided = quotient_of(tokens[0]) if len(tokens) == 1 else None
         if divided is None or not (is_getitem(user) and arg(user, 0) is rows and inverts(facts, user, divided[0])):
             raise Refused(f"its results go to {describe(user)}, which is no sum over the rows of a token", user)
@@ -97,7 +97,7 @@ class Exit:
 
 
 def _factor(user: Node, rows: Node) -> Node | None:
-    """The weight ``[R, 1]`` that a multiplication has for each row."""
+    """Return the weight ``[R, 1]`` with which a multiplication scales each row."""
     if not (calls(user, operator.mul, torch.mul) or (user.op == "call_method" and user.target == "mul")):
         return None
     given = operands(user)
@@ -112,7 +112,7 @@ def _factor(user: Node, rows: Node) -> Node | None:
 
 
 def _summed_by_choice(rows: Node, choices: int, whole: Any) -> Node:
-    """Check ``rows.view(T, k, H).sum(1)``; the sum."""
+    """Check ``rows.view(T, k, H).sum(1)``, and return the sum."""
     view = only_user(after_casts(rows))
     value = value_of(view)
     if not named(view, "view", "reshape", "unflatten") or not isinstance(value, torch.Tensor):
@@ -132,7 +132,7 @@ def _is_sum_by_index(node: Node) -> bool:
 
 
 def _added(rows: Node) -> tuple[Node, Node]:
-    """The sum ``out.index_add(0, index, rows)`` or ``out.index_put((index,), rows, True)``, and its index."""
+    """Return the sum ``out.index_add(0, index, rows)`` or ``out.index_put((index,), rows, True)``, and its index."""
     node = only_user(rows)
     given = operands(node)
     if named(node, "index_put", "index_put_") and len(given) == 4 and given[3] is True:
@@ -151,14 +151,14 @@ def _added(rows: Node) -> tuple[Node, Node]:
 
 
 def _added_in_turns(facts: GraphFacts, sums: Sequence[tuple[Node, Node]], tokens: Sequence[Node]) -> Node:
-    """Check that parts are added to one tensor, which nobody reads before the last; the last sum."""
+    """Check that parts are added to one tensor, which no node reads before the last, and return the last sum."""
     nodes = [node for node, _ in sums]
     if not same_index([index for _, index in sums], tokens):
         raise Refused(f"{describe(nodes[0])} sums by another index than that of the tokens")
     first, last = min(nodes), max(nodes)
     targets = [mutates(node) for node in nodes]
     if all(target is None for target in targets):
-        # out = out.index_add(...), turn by turn.
+        # The form is out = out.index_add(...), turn by turn.
         for before, after in zip(sorted(nodes), sorted(nodes)[1:], strict=False):
             if set(before.users) != {after} or arg(after, 0) is not before:
                 raise Refused(f"{describe(before)} is used before the rows of each token are summed", before)

@@ -1,8 +1,8 @@
-"""Check that a piece of a graph computes every row on its own.
+"""Checks that a piece of a graph computes every row on its own.
 
-Only then may rows be moved to another rank, or joined with other rows, before it runs. The piece is traced
-to ATen on fake tensors with another number of rows and of experts than the model has, so a size that the
-model's code baked in shows as an error. Then the kind of every value is derived:
+Only then may rows be moved to another rank, or joined with other rows, before it runs. The piece is traced to ATen on
+fake tensors with another number of rows and of experts than the model has, so a size that the model's code baked in
+shows as an error. Then the kind of every value is derived:
 
     ROWS    dimension 0 is rows: element r depends on row r of its inputs alone
     SLOTS   dimension 0 is experts
@@ -10,7 +10,7 @@ model's code baked in shows as an error. Then the kind of every value is derived
     OFFSETS, IDS   the ends of the slots; the slot of each row
     PLAIN   the same for all rows
 
-What is not known to keep rows apart is refused, with the operator's name.
+An operator that is not known to keep rows apart is refused, by its name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 
 
 class Kind(Enum):
-    """What dimension 0 of a value means."""
+    """The meaning of dimension 0 of a value."""
 
     ROWS = "rows"
     SLOTS = "experts"
@@ -89,7 +89,7 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
 
 
 def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
-    """The first node of the piece whose call has the name of a traced operator; None if none has."""
+    """Return the first node of the piece whose call has the name of a traced operator; None if none has."""
     name = str(getattr(traced.target, "__name__", traced.target)).split(".")[0].strip("_")
     for node in nodes:
         if name_of(node).strip("_") == name:
@@ -98,7 +98,7 @@ def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
 
 
 def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:
-    """The piece as an ATen graph on fake tensors, and the kinds of its placeholders."""
+    """Return the piece as an ATen graph on fake tensors, and the kinds of its placeholders."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     fakes: list[Any] = []
@@ -149,7 +149,7 @@ def _fake(node: Node, kind: Kind) -> Any:
 
 
 def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
-    """The kind of one ATen node's result."""
+    """Return the kind of one ATen node's result."""
     kinds = {known.get(source, Kind.PLAIN) for source in node.all_input_nodes}
     if kinds <= {Kind.PLAIN}:
         return Kind.PLAIN
@@ -221,7 +221,7 @@ _SAME_FIRST = {
 
 
 def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:
-    """Whether row r of the result depends on row r of the counted inputs alone.
+    """Tell whether row r of the result depends on row r of the counted inputs alone.
 
     Args:
         leading: the sizes of the first dimensions, which say what row r is.
@@ -270,14 +270,14 @@ def _not_along_first(node: Node, position: int, depth: int) -> bool:
 
 
 def _aligned(operand: Node, counted: set[Node], result: torch.Tensor, leading: tuple[int, ...]) -> bool:
-    """Whether a pointwise operand lines up with the rows of the result, or is broadcast over them."""
+    """Tell whether a pointwise operand lines up with the rows of the result, or is broadcast over them."""
     value = operand.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return True
     if operand in counted:
         return value.ndim == result.ndim
     first = (1,) * (result.ndim - value.ndim) + tuple(value.shape)
-    # Something of each expert may meet all of its rows.
+    # A value of each expert may meet all of its rows.
     return all(
         size in (1, leading[0] if len(leading) > 1 and dim == 0 else 1)
         for dim, size in enumerate(first[: len(leading)])

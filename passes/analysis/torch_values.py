@@ -14,7 +14,7 @@ from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, describe
 from hecate.private import enter_autocast, is_erased, memory_of, set_grad_enabled
 
-# What a user can do about reasons that several passes have.
+# Advice for reasons that several passes have.
 PLAIN_FORM = (
     "write the plain form: y = y + b in place of y += b, out.index_add_(0, rows, y) in place of out[rows] += y"
 )
@@ -22,12 +22,12 @@ ONE_GRAD_MODE = "compute all of the experts with gradients on, or all of it with
 
 
 def value_of(node: Any) -> Any:
-    """The fake value that Dynamo recorded for a node, or None."""
+    """Return the fake value that Dynamo recorded for a node, or None."""
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def gathers_by_layer(graph: Graph) -> dict[int, list[Node]]:
-    """The ``gather_experts`` nodes of each layer id, in graph order."""
+    """Return the ``gather_experts`` nodes of each layer id, in graph order."""
     found: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if calls(node, torch.ops.hecate.gather_experts):
@@ -36,7 +36,7 @@ def gathers_by_layer(graph: Graph) -> dict[int, list[Node]]:
 
 
 def mutates(node: Node) -> Node | None:
-    """The node whose tensor this one changes in place, as written in the graph (``add_``, ``+=``, ``out=``)."""
+    """Return the node whose tensor this one changes in place, as the graph has it (``add_``, ``+=``, ``out=``)."""
     out = node.kwargs.get("out")
     if isinstance(out, Node):
         return out
@@ -76,24 +76,24 @@ _INPLACE_OPERATORS = {
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or what it was in the first batch."""
+    """Return a size, or its number in the first batch."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def storage_of(node: Any) -> int | None:
-    """Identity of the memory behind a node's tensor; views share it. None where nothing is known."""
+    """Return the identity of the memory of a node's tensor, which views share; None where nothing is known."""
     value = value_of(node)
     return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
-# What to do where autocast is in the way.
+# Advice where autocast is in the way.
 NO_AUTOCAST = "Config(mixed_precision=...) in place of autocast"
 
 
 def under_autocast(graph: Graph) -> bool:
-    """Whether the model runs under autocast, or some of it does; a grouped matmul does not know it."""
+    """Tell whether the model, or a part of it, runs under autocast; a grouped matmul does not know it."""
     enters = [node for node in graph.nodes if calls(node, enter_autocast)]
     # Models also switch it off, around a gate.
     inside = any(arg(node, 2) is not False for node in enters)
@@ -107,9 +107,9 @@ def _is_state(placeholder: Node) -> bool:
 
 
 class GraphFacts:
-    """What passes ask about a whole graph, found out once.
+    """Facts about a whole graph that passes ask for, each found once.
 
-    True as long as nobody adds in-place operations or changes of the grad mode.
+    They hold as long as no pass adds in-place operations or changes of the grad mode.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -117,7 +117,7 @@ class GraphFacts:
 
     @cached_property
     def grad_modes(self) -> dict[Node, bool]:
-        """Whether gradients are recorded at each node."""
+        """Modes of nodes: whether gradients are recorded at each."""
         modes: dict[Node, bool] = {}
         enabled = True
         for node in self.graph.nodes:
@@ -133,14 +133,14 @@ class GraphFacts:
         return [(node, storage_of(target)) for node, target in found if target is not None]
 
     def grad_mode(self, node: Node) -> bool:
-        """Whether gradients are recorded at a node, which may have been added since."""
+        """Tell whether gradients are recorded at a node, which may have been added since."""
         while node not in self.grad_modes:
             node = node.prev
         return self.grad_modes[node]
 
     @cached_property
     def _of_state(self) -> set[Node]:
-        """What is computed from the model's own state alone."""
+        """Nodes that are computed from the model's own state alone."""
         found: set[Node] = set()
         for node in self.graph.nodes:
             own = _is_state(node) if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
@@ -149,17 +149,16 @@ class GraphFacts:
         return found
 
     def same_on_all_ranks(self, node: Node) -> bool:
-        """Whether a value is computed from parameters, buffers and constants alone, not from a rank's own tokens.
+        """Tell whether a value is computed from parameters, buffers and constants alone, not from own tokens.
 
-        Not for what was added since: rows that a pass exchanges are other ones on every rank.
+        Nodes that were added since do not count: rows that a pass exchanges are other ones on every rank.
         """
         return node in self._of_state
 
     def refuse_changes_of(self, values: Iterable[Node], *, until: Node) -> None:
-        """Raise if one of ``values`` is changed in place, itself or through a view, before ``until``.
+        """Raise if one of ``values`` is changed in place, itself or through a view, between its making and ``until``.
 
-        Between its making and ``until``, that is. An in-place operation is no edge of the graph: who moves or
-        replaces the value would miss the change.
+        An in-place operation is no edge of the graph: a pass that moves or replaces the value would miss the change.
 
         Raises:
             Refused: names the operation.

@@ -67,7 +67,7 @@ def shard_context(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 class _Work:
-    """One run of the pass: what is known about masks and layers so far."""
+    """A run of the pass, with what is known about masks and layers so far."""
 
     def __init__(self, options: S2Attention, key_heads: int | None) -> None:
         self.options, self.key_heads = options, key_heads

@@ -30,7 +30,7 @@ def accumulate_rows(gm: GraphModule, context: PassContext) -> Outcome:
         return Outcome()
     writes = [node for node in gm.graph.nodes if calls(node, operator.setitem)]
     of_experts = closure_forward(gathers) if writes else set()
-    # Of the graph as it is now; what is rewritten changes the same memory in the same places.
+    # Changes of the graph as it is now; rewrites change the same memory in the same places.
     changes = GraphFacts(gm.graph).changes if writes else []
     return Outcome(rewritten=sum(_rewrite(node, changes) for node in writes if node in of_experts))
 

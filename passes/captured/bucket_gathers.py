@@ -55,7 +55,7 @@ def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
         if len(reads) == 1:
             continue
         try:
-            # Of the results too: two reads that become one would see each other's changes.
+            # Results count, too: two reads that become one would see each other's changes.
             facts.refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
         except Refused as reason:
             skipped.append(skip_of(get_dense_shard(reads[0].id).name, reason, fallback=False))
@@ -66,13 +66,13 @@ def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _by_block(graph: Graph, facts: GraphFacts) -> list[list[_Read]]:
-    """The reads of each group, in graph order."""
+    """Return the reads of each group, in graph order."""
     groups: dict[Hashable, list[_Read]] = {}
     group_of: dict[Hashable, Hashable] = {}
     block: str | None = None
     passed = 0
     for node in graph.nodes:
-        # A block that is recomputed is a graph of its own, but what comes after it is still not what was before.
+        # A recomputed block is a graph of its own; reads before and after it still are of different groups.
         passed += isinstance(node.target, HigherOrderOperator)
         read = _read_at(node)
         if read is None:

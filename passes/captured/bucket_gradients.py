@@ -39,7 +39,7 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
-    """Placeholder -> its replicate nodes that gradients flow through, in order of first use."""
+    """Return the replicate nodes of each placeholder through which gradients flow, in order of first use."""
     modes = GraphFacts(gm.graph).grad_modes
     reads: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:

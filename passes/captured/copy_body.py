@@ -11,17 +11,18 @@ from hecate.passes.fx import BODY_OF, Builder, arg, calls
 
 
 def copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
-    """The body on the new values.
+    """Copy the body, to compute on the new values.
 
     A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
     original rows.
 
     Args:
-        replicas: of what is computed from parameters alone, the same for the replicas. ``new`` has the own experts'.
+        replicas: nodes that are computed from parameters alone, as copied for the replicas; ``new`` has those for the
+            own experts.
     """
     for node in region.body:
         spot = min(node.users) if node in region.lookups else node
-        # What is calibrated has its slots later than the parameters were read.
+        # A calibrated layer has its slots later than the parameters were read.
         sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
         last = max(sources, default=spot)
         here = (
@@ -51,14 +52,14 @@ def copy_node(
     padded: bool = False,
     filled: bool | None = True,
 ) -> list[Node]:
-    """One node of the body, on own experts and replicas; the nodes that this takes.
+    """Copy one node of the body, on own experts and replicas, and return the nodes that this takes.
 
     Args:
         padded: whether there are rows behind those of the last slot.
         filled: whether there are surely none; None for rows as the model has them, of which the node itself says it.
     """
     if node in region.lookups:
-        # Something small, a bias.
+        # The table is small, a bias.
         table = arg(node, 0)
         made = [here.call(torch.cat, [new[table], replicas[table]])] if table in replicas else []
         if padded:
@@ -80,7 +81,7 @@ def copy_node(
 def _product(
     node: Node, here: Builder, new: dict[Node, Node], replicas: dict[Node, Node], *, filled: bool | None
 ) -> Node:
-    """Rows times own experts, and times replicas if there may be some."""
+    """Multiply rows with own experts, and with replicas if there may be some."""
     hecate, (x, w, offsets) = torch.ops.hecate, (arg(node, index) for index in range(3))
     rows, own, ends = new.get(x, x), new.get(w, w), new.get(offsets, offsets)
     said = node.args[3:] if filled is None else (True,) if filled else ()
@@ -94,7 +95,7 @@ def _product(
 
 
 def _with_zeros(table: Node, here: Builder) -> list[Node]:
-    """``table`` and a line of zeros behind it, for rows of no slot; there may be no slots at all."""
+    """Append a line of zeros to ``table``, for rows of no slot; there may be no slots at all."""
     last = here.method("movedim", table, 0, -1)
     padded = here.call(torch.nn.functional.pad, last, (0, 1))
     return [last, padded, here.method("movedim", padded, -1, 0)]

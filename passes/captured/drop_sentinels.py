@@ -28,7 +28,7 @@ _FILLS = {"masked_fill", "masked_fill_"}
 
 
 def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
-    """One after the other, since what is dropped last may have changed the numbers before."""
+    """Drop masks one after the other, since the last one dropped may have changed the numbers before."""
     rewritten = 0
     for node in list(gm.graph.nodes):
         name, source = name_of(node), node.args[0] if node.args else None
@@ -46,7 +46,7 @@ def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
 def _fills_nothing(node: Node, name: str) -> bool:
     if name not in _FILLS or len(node.args) < 2 or not _is_never(node.args[1]):
         return False
-    # A mask may be larger than what it masks.
+    # A mask may be larger than the value that it masks.
     before, after = value_of(node.args[0]), value_of(node)
     return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape
 
@@ -59,8 +59,8 @@ def _clamps_nothing(node: Node, name: str) -> bool:
 
 
 def _is_never(mask: Any) -> bool:
-    """Whether a mask is false everywhere: numbers at least as large as all that there can be."""
-    # Each of them, for a copy has memory of its own.
+    """Tell whether a mask is false everywhere: it looks for numbers that are at least as large as their bound."""
+    # Each step is checked, for a copy has memory of its own.
     while isinstance(mask, Node) and name_of(mask) in SAME_NUMBERS and mask.args and not may_grow(mask):
         mask = mask.args[0]
     if not isinstance(mask, Node) or name_of(mask) != "ge" or len(mask.args) != 2 or mask.kwargs:
@@ -70,7 +70,7 @@ def _is_never(mask: Any) -> bool:
 
 
 def _may_be_one(source: Node, copy: Node) -> bool:
-    """Whether a copy may be what it was copied from: nothing is written to either afterwards."""
+    """Tell whether a copy and its source may share memory: nothing is written to either afterwards."""
     return not changes_of(copy) and all(change < copy for change in changes_of(source))
 
 

@@ -64,22 +64,22 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _users(gathers: Sequence[Node]) -> list[Node]:
-    """Where a layer's parameters are used; a gather itself stands at no line of the model's code."""
+    """Return the users of a layer's parameters; a gather itself stands at no line of the model's code."""
     return sorted({user for gather in gathers for user in gather.users})
 
 
 def _check_same_mode(facts: GraphFacts, regions: Sequence[Region], context: PassContext) -> None:
-    """All experts of a layer travel in one operation, so they are read with gradients, or all without."""
+    """Check that all experts of a layer, which travel in one operation, are read with gradients, or all without."""
     modes, gathers = facts.grad_modes, _gathers_of(regions)
     if len({modes[gather] for gather in gathers}) != 1:
         raise Refused("some of the experts' parameters are read with gradients and some without", fix=ONE_GRAD_MODE)
-    # What calibrate adds is gathered where the rows have been counted.
+    # Replicas that calibrate adds are gathered where the rows have been counted.
     if context.calibrates and any(modes[region.offsets] != modes[gathers[0]] for region in regions):
         raise Refused("rows are counted without gradients", fix="Config(calibrate=False)")
 
 
 def _gathers_of(regions: Sequence[Region]) -> list[Node]:
-    """The expert parameters of a layer, in graph order."""
+    """Return the expert parameters of a layer, in graph order."""
     return sorted({gather for region in regions for gather in region.gathers})
 
 
@@ -96,12 +96,12 @@ def _rewrite(ways: Sequence[Way], context: PassContext) -> None:
     gathers = _gathers_of(regions)
     slots = _fill_slots(gathers, regions[0].layer, context)
     for way in ways:
-        # What calibrate adds is of one call.
+        # Replicas that calibrate adds are those of one call.
         _rewrite_call(way, gathers, replace(slots), context)
 
 
 def _rewrite_call(way: Way, gathers: Sequence[Node], slots: _Slots, context: PassContext) -> None:
-    """Of the layer's slots, which stand for ``gathers``."""
+    """Rewrite one call on the layer's slots, which stand for ``gathers``."""
     region = way.region
     tickets = _route(region, context, slots, way.chunks)
     new = dict(zip(gathers, slots.own, strict=True))
@@ -136,7 +136,7 @@ class _Ticket:
 
 
 def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
-    """At one rank all experts are here, and rows are only counted."""
+    """Read the experts, which at one rank are all here, in place; rows are only counted."""
     for gather in region.gathers:
         new[gather] = Builder(gather.graph, before=gather, layer=region.layer).call(own_experts, arg(gather, 0), 1)
     counted = Builder(region.offsets.graph, after=region.offsets, layer=region.layer)
@@ -145,13 +145,13 @@ def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
 
 @dataclass(kw_only=True)
 class _Slots:
-    """What a rank holds of a layer, as nodes.
+    """Nodes of a rank's slots of a layer.
 
     Attributes:
         placement: who holds what.
         held: the experts of this rank's replicas.
         shards: the parameters' own shards.
-        own: the same to compute with, one for each gather.
+        own: views of the shards to compute with, one for each gather.
         replicas: the parameters' replicas, as many; none for a policy without replicas.
     """
 
@@ -163,14 +163,14 @@ class _Slots:
 
 
 def _fill_slots(gathers: Sequence[Node], layer: int, context: PassContext) -> _Slots:
-    """The parameters become this rank's slots; the placement is taken where the first of them is read."""
+    """Make the parameters this rank's slots; the placement is taken where the first of them is read."""
     hecate, first = torch.ops.hecate, gathers[0]
     graph = first.graph
     here = Builder(graph, before=first, layer=layer)
     shards = []
     for gather in gathers:
         shard = arg(gather, 0)
-        # One that comes later is a cast of a parameter, which is there from the start.
+        # A later shard is a cast of a parameter, which is there from the start.
         shards.append(here.copy(shard, {}) if shard > first else shard)
     placement, held = here.parts(here.call(hecate.place.default, shards[0], layer), 2)
     if not context.replicates:
@@ -190,14 +190,14 @@ def _fill_slots(gathers: Sequence[Node], layer: int, context: PassContext) -> _S
 
 
 def _hold(slots: _Slots, here: Builder, layer: int) -> None:
-    """From here on gradients of own experts and replicas go to the owners."""
+    """Let gradients of own experts and replicas go to the owners from here on."""
     held = here.call(hold, layer, slots.placement, *slots.shards, *slots.replicas)
     parts = here.parts(held, 2 * len(slots.shards))
     slots.own, slots.replicas = parts[: len(slots.shards)], parts[len(slots.shards) :]
 
 
 def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> list[_Ticket]:
-    """Where each row goes, for every chunk."""
+    """Write the tickets that say where each row goes, for every chunk."""
     hecate, graph = torch.ops.hecate, region.offsets.graph
     # Step 1: who has how many rows. The route needs the number of slots, which is known before their contents have
     # come. Own experts that are read later than the first matmul do not delay it.
@@ -241,7 +241,7 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
 
 
 def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
-    """What relays pass on, added to where each row goes."""
+    """Add to a ticket the rows that relays pass on."""
     region = nodes.region
     here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens), layer=region.layer)
     pieces = [_numbers(here, index) for index in nodes.tokens]
@@ -252,7 +252,7 @@ def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
 
 
 def _numbers(here: Builder, index: Node) -> Node:
-    """The numbers of tokens, of a mask too."""
+    """Return numbers of tokens, also where a mask gives them."""
     value = value_of(index)
     if value is None or value.dtype != torch.bool:
         return index
@@ -267,7 +267,7 @@ def _exchange(
     *,
     alone: Sequence[Node] = (),
 ) -> None:
-    """The rows travel, and so does what is looked up by expert.
+    """Exchange the rows, and the values that are looked up by expert.
 
     Args:
         alone: entries that travel each row by itself, even if others cross to nodes.
@@ -291,9 +291,9 @@ def _exchange(
 def _compute_chunks(
     region: Region, tickets: list[_Ticket], new: dict[Node, Node], replicas: dict[Node, Node]
 ) -> dict[Node, Node]:
-    """The body, chunk by chunk, behind the old one; the sums of the chunks' results."""
+    """Write the body behind the old one, chunk by chunk, and return the sums of the chunks' results."""
     here = Builder(region.offsets.graph, after=region.body[-1], layer=region.layer)
-    # What is done to parameters is done once.
+    # Nodes on parameters alone are computed once.
     made = computed_from(region.gathers)
     for node in region.body:
         if node in made:
@@ -316,7 +316,7 @@ def _compute_chunks(
 
 
 def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:
-    """A result goes home."""
+    """Send a result back to its rows' ranks."""
     here = Builder(result.graph, after=result, layer=region.layer)
     rows = here.length(region.entries[0])
     hecate = torch.ops.hecate
@@ -325,7 +325,7 @@ def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Nod
 
 
 def _replace(region: Region, results: dict[Node, Node]) -> None:
-    """Results take the place of the exits, and what nobody uses any more is removed."""
+    """Use results in place of the exits, and remove unused nodes."""
     body, graph = set(region.body), region.offsets.graph
     for exit in region.exits:
         take_place(exit, results[exit], unless=body.__contains__)

@@ -55,10 +55,10 @@ def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """What one layer computes on ``[E, C, ...]``.
+    """The batched computation of one layer, on ``[E, C, ...]``.
 
     Attributes:
-        views: what is computed from the parameters alone.
+        views: nodes that are computed from the parameters alone.
         products: batched products of rows ``[E, C, d]`` with views ``[E, d, f]``.
         biases: views ``[E, 1, ...]`` that meet rows.
         entries: row tensors ``[E, C, ...]`` that flow in; the first dimension may be 1, for the same rows.
@@ -81,7 +81,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batch | None:
-    """The batched products of one layer, checked; None if it has none.
+    """Find the batched products of one layer, and check them; None if it has none.
 
     Raises:
         Refused: what is between them needs both dimensions, or no expert's rows are together.
@@ -113,7 +113,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
         )
     if len({facts.grad_mode(node) for node in inside}) != 1:
         raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
-    # All of it is computed behind what comes in last.
+    # All of it is computed behind the last entry.
     last = max((*entries, *(bias for bias in biases if any(user in inside for user in bias.users))))
     if any(user < last for exit in exits for user in exit.users if user not in inside):
         raise Refused("a result is used before everything that it is computed with is known")
@@ -124,7 +124,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
             raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]", entry)
     if any(isinstance(size, torch.SymInt) for node in exits for size in _shape(node)[2:]):
         raise Refused("a width of its result is not known")
-    # What a product gives is one more input for the check: [E, C, f] whatever came in.
+    # A product's result is one more input for the check: [E, C, f] whatever came in.
     checked = [node for node in body if node not in products]
     given = dict.fromkeys(biases, Kind.SLOTS) | dict.fromkeys((*entries, *products), Kind.CELLS)
     needed = [*exits, *(arg(product, 0) for product in products if arg(product, 0) in inside)]
@@ -173,7 +173,7 @@ def _rewrite(batch: _Batch) -> None:
             new[node] = here.copy(node, new)
         new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         last = here.last
-    # Step 4: what leaves has its two dimensions again; the old body goes.
+    # Step 4: results have their two dimensions again; the old body goes.
     inside = set(batch.body)
     for exit in batch.exits:
         here = Builder(graph, after=new[exit])
@@ -186,7 +186,7 @@ def _rewrite(batch: _Batch) -> None:
 
 
 def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
-    """Products of rows and experts by einsum as permutations around ``bmm``; others stay."""
+    """Write products of rows and experts by einsum as permutations around ``bmm``; others stay."""
     views = computed_from(gathers)
     for node in sorted({user for view in views for user in view.users if calls(user, torch.einsum)}):
         equation = arg(node, 0).replace(" ", "") if isinstance(arg(node, 0), str) else ""
@@ -206,7 +206,7 @@ def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How an einsum is a batched product: letters of the batch, the rows, and what is summed and made."""
+    """An einsum as a batched product: letters of the experts, of the rows, and of the dimensions summed and made."""
 
     expert: str
     x: str
@@ -218,7 +218,7 @@ class _Plan:
 
 
 def _plan(x: str, w: str, result: str) -> _Plan | None:
-    """For ``ecd,edf->ecf`` and the like; None for anything else."""
+    """Return the plan of ``ecd,edf->ecf`` and the like; None for anything else."""
     if len({*x}) != len(x) or len({*w}) != len(w) or len({*result}) != len(result) or len(w) != 3:
         return None
     summed = [letter for letter in w if letter in x and letter not in result]
@@ -227,7 +227,7 @@ def _plan(x: str, w: str, result: str) -> _Plan | None:
     expert = [letter for letter in w if letter in result and letter not in (*summed, *made)]
     if not expert and len(made) == 2:
         expert, made = made[:1], made[1:]
-        # Which of the two is the experts' is told by the parameter: they come first.
+        # The parameter tells which of the two is the experts': they come first.
         if w.index(expert[0]) != 0:
             return None
     if not len(summed) == len(made) == len(expert) == 1:

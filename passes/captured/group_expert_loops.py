@@ -40,14 +40,14 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
             skipped.append(skip_of(context.name(layer), reason, *gathers[0].users, reason=why))
             continue
         for loop in loops:
-            # What stands around a loop is moved with the one before it.
+            # Nodes around a loop moved with the loop before it.
             _group(facts, Loop.of(loop.turns, loop.repeats))
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
 def _group(facts: GraphFacts, loop: Loop) -> None:
-    """All turns in one, behind the last of their inputs."""
+    """Compute all turns in one, behind the last of their inputs."""
     first, here = loop.turns[0], Builder(facts.graph, after=loop.last)
     # Step 1: rows of all experts in expert order, and where each expert's rows end.
     sizes = [here.method("size", turn.entries[0], 0) for turn in loop.turns]
@@ -83,7 +83,7 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
             part = here.method("clone", part)
         take_place(turn.exit, part)
 
-    # Step 4: what used early turns follows the whole; the old turns go.
+    # Step 4: users of early turns move behind the whole; the old turns go.
     old = {node for turn in loop.turns for node in turn.body}
     last = here.last
     for node in loop.delayed:
@@ -96,7 +96,7 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
 
 
 def _grouped_anchor(here: Builder, node: Node, views: set[Node], new: dict[Node, Node], by_id: _ByExpert) -> Node:
-    """A product or sum with one expert's parameter as one with those of all experts."""
+    """Write a product or sum with one expert's parameter as one with those of all experts."""
     use = matrix_operand(node, views)
     if use == "bias":
         a, b = operands(node)
@@ -126,7 +126,7 @@ class _ByExpert:
 
 
 def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:
-    """The view of one expert's matrix as a view of all: a leading dimension more."""
+    """Write the view of one expert's matrix as a view of all: a leading dimension more."""
     if arg(view, 0) not in new:
         return arg(view, 0)
     if is_transpose(view):

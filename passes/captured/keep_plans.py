@@ -48,7 +48,7 @@ def keep_plans(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _kept(rematerialize: bool) -> frozenset[Any]:
-    """Operators whose results are saved: plans, and what would travel again."""
+    """Return the operators whose results are saved: plans, and collectives that would communicate again."""
     saved = ("always",) if rematerialize else ("always", "unless rematerialized")
     return frozenset(PLANS) | {c.whole for c in collectives() if c.saved_in_checkpoints in saved}
 

@@ -59,7 +59,7 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _gathers_behind(weight: Node) -> list[Node]:
-    """The gathers from which alone a weight is computed (views, casts, adapters); none if anything else is in it."""
+    """Return the gathers from which alone a weight is computed (views, casts, adapters); none if there is more."""
     found, seen, waiting = [], {weight}, [weight]
     while waiting:
         node = waiting.pop()

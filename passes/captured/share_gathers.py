@@ -40,7 +40,7 @@ def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _identity(shard: Node) -> Any:
-    """The parameter, and the dtype it is cast to."""
+    """Return the parameter, and the dtype it is cast to."""
     if shard.op == "call_method" and shard.target == "to" and len(shard.all_input_nodes) == 1:
         return (arg(shard, 0), shard.args[1:], tuple(shard.kwargs.items()))
     return shard

@@ -1,7 +1,7 @@
-"""A drawing of one MoE layer: boxes for nodes, in rows by how much comes before them, as SVG.
+"""Drawings of one MoE layer: boxes for nodes, in rows by how much comes before them, as SVG.
 
-Own layout, so that no program has to be installed: a node's row is the longest way to it, and in a row nodes stand
-near the middle of what they use.
+The layout is our own, so that no program has to be installed: a node's row is the longest way to it, and in a row
+nodes stand near the middle of the nodes that they use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hecate.passes.dumps.value_names import operator_name
 from hecate.passes.fx import describe
 from hecate.runtime.comm.collective import collective_of
 
-# More boxes than that tell nobody anything.
+# More boxes than this are not readable.
 MOST_BOXES = 150
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 18, 34, 12
 
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One layer's nodes and what flows into them, each behind what it uses.
+    """Nodes of one layer and the values that flow into them, each behind the nodes that it uses.
 
     Attributes:
         layer: its short name.
@@ -49,7 +49,7 @@ class Picture:
     exchanges: bool
 
     def svg(self) -> str:
-        """The drawing as a file of its own."""
+        """Return the drawing as a file of its own."""
         rows = self._rows()
         place = {
             box: (
@@ -82,7 +82,7 @@ class Picture:
         return "\n".join([*parts, "</svg>"]) + "\n"
 
     def _rows(self) -> list[list[int]]:
-        """The boxes by the longest way to them; in a row near the middle of what they use."""
+        """Return the boxes by the longest way to them; in a row near the middle of the boxes that they use."""
         depth: list[int] = []
         for box in self.boxes:
             depth.append(1 + max((depth[used] for used in box.uses), default=-1))
@@ -98,13 +98,13 @@ class Picture:
                 for number, index in enumerate(row)
             }
             row.sort(key=lambda index: (wanted[index], index))
-            # As a part of the row, since rows are drawn around one middle.
+            # The place is a part of the row, since rows are drawn around one middle.
             at.update((index, number - len(row) / 2) for number, index in enumerate(row))
         return rows
 
 
 def picture_of(gm: GraphModule, layers: Mapping[int, str]) -> Picture | None:
-    """The first MoE layer in ``gm`` or in the body of a higher-order operator; None if there is none to draw."""
+    """Return the first MoE layer in ``gm`` or in the body of a higher-order operator; None if there is none."""
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -133,7 +133,7 @@ def _picture(gm: GraphModule, shown: set[Node], inside: set[Node], layer: str) -
             colour = kind_colour(collective.carries)
         elif node in inside:
             colour = colour_of(layer)
-        # What flows in stands alone: where it comes from is not of this layer.
+        # A value that flows in stands alone: its sources are not of this layer.
         uses = node.all_input_nodes if node in inside else []
         boxes.append(
             Box(

@@ -33,11 +33,11 @@ _PAGE_OF_FILES = 4
 
 
 class DumpFolder:
-    """The dumps of one model on one rank. Where nothing can be written any more, nothing is, and a warning says so.
+    """The dumps of one model on one rank. Once nothing can be written any more, a warning says so, and nothing is.
 
     Args:
         folder: for this rank and model alone (:func:`own_folder`).
-        most_bytes: longest file; what is beyond is cut, and the file says so. The page may have four times as much.
+        most_bytes: longest file; the rest is cut, and the file says so. The page may have four times as much.
 
     Attributes:
         failed: something could not be written.
@@ -50,7 +50,7 @@ class DumpFolder:
         self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
     def part(self, graph: int, part: str = "", names: Mapping[int, str] | None = None) -> GraphLog | None:
-        """The log of one part of graph number ``graph``, which is written here; None if nothing can be any more.
+        """Return the log of one part of graph number ``graph``, which is written here; None after a failure.
 
         Args:
             part: "joint", "forward", "backward", or "" for what Dynamo captured.
@@ -69,7 +69,7 @@ class DumpFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text if whole else cut(text, self.most_bytes), encoding="utf-8")
         except OSError as error:
-            # Of all ranks perhaps this one alone, and the others wait for it.
+            # Perhaps this rank alone fails to write, and the others wait for it.
             self.failed, self.whole = True, False
             warn_alone(
                 f"hecate: the dump in {self.folder} ends here, the training goes on: {path.name}: {error}",
@@ -77,7 +77,7 @@ class DumpFolder:
             )
 
     def show(self, part: DumpedPart) -> None:
-        """Put a part into ``index.html``, with all that was dumped before; and its schedule into the graph's."""
+        """Add a part to ``index.html``, with all that was dumped before, and its schedule to that of the graph."""
         place = (part.graph, part.part)
         self._page.pop(place, None)
         left = _PAGE_OF_FILES * self.most_bytes - sum(len(one.html) for one in self._page.values())
@@ -89,12 +89,12 @@ class DumpFolder:
             self.write(f"graph{part.graph}/schedule.txt", "\n".join(lines) + "\n")
 
 
-# How many models of this process dump into a folder.
+# Number of models of this process that dump into a folder.
 _models: dict[Path, int] = {}
 
 
 def own_folder(folder: Path) -> Path:
-    """``folder``, or one beside it for the second model of this process: ``rank0-model2``.
+    """Return ``folder``, or one beside it for the second model of this process: ``rank0-model2``.
 
     Graphs of an earlier run in it are removed: they may be more than this one has, and of other passes.
     """
@@ -110,7 +110,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def cut(text: str, most: int) -> str:
-    """The lines that fit, and one that says what is missing."""
+    """Return the lines that fit, and one that says what is missing."""
     encoded = text.encode()
     if len(encoded) <= most:
         return text
@@ -121,14 +121,14 @@ def cut(text: str, most: int) -> str:
 
 
 class GraphDump:
-    """Writes one part of a graph: what came in, and what each pass changed."""
+    """Writes one part of a graph: the graph that came in, and the changes of each pass."""
 
     def __init__(self, owner: DumpFolder, dumped: DumpedPart, names: Mapping[int, str]) -> None:
         self._owner, self._dumped, self._layers = owner, dumped, short_names(names)
         self._pictures: list[Picture] = []
 
     def take(self, step: Step, gm: GraphModule) -> None:
-        """Write what changed."""
+        """Write a step, if it changed something."""
         self._dumped.steps.append(step)
         if step.lines:
             self._owner.write(self._dumped.file(step), text_of_lines(step.lines))
@@ -143,7 +143,8 @@ class GraphDump:
         exchanged = next((i for i, one in enumerate(self._pictures) if one.exchanges), None)
         if exchanged is not None:
             self._dumped.after = self._pictures[-1]
-        # As it was before its rows were exchanged. In a graph that came with them exchanged nobody knows.
+        # The layer is drawn as it was before its rows were exchanged, which a graph that came with them exchanged
+        # does not tell.
         if self._pictures and exchanged != 0:
             self._dumped.before = self._pictures[exchanged - 1 if exchanged else 0]
         for name, picture in (("before", self._dumped.before), ("after", self._dumped.after)):

@@ -1,4 +1,4 @@
-"""A graph on its way through the passes: printed and compared once after each, for all who look at it."""
+"""Logs of graphs on their way through the passes: printed and compared once after each, for all readers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hecate.private import trace_structured
 
 
 class Reader(Protocol):
-    """Somebody who looks at one part of a graph."""
+    """A reader of one part of a graph."""
 
     def take(self, step: Step, gm: GraphModule) -> None:
-        """What came in, or what a pass made of it."""
+        """Take the graph that came in, or a pass's result."""
 
     def schedule(self, lines: Sequence[str]) -> None:
-        """What travels in it, behind how much compute."""
+        """Take lines of collectives, behind how much compute each is."""
 
     def end(self) -> None:
-        """All passes have run, or one has failed."""
+        """Note that all passes have run, or one has failed."""
 
     def break_off(self) -> None:
-        """Something failed in the log itself; nothing more is told."""
+        """Note that something failed in the log itself, and nothing more is told."""
 
 
 class GraphLog:
-    """Tells readers what passes do to one part of a graph. What fails in it ends the log, and not the compile.
+    """Tells readers what passes do to one part of a graph. An error in it ends the log, and not the compile.
 
     Args:
         names: module name of each layer id, in model order.
@@ -46,7 +46,7 @@ class GraphLog:
         self._lines: Sequence[Line] = ()
 
     def begin(self, gm: GraphModule) -> None:
-        """Tell what came in."""
+        """Tell readers the graph that came in."""
 
         def tell() -> None:
             self._lines = self._printed(gm)
@@ -56,7 +56,7 @@ class GraphLog:
         self._try(tell)
 
     def after(self, index: int, record: PassRecord, gm: GraphModule, summary: str = "") -> None:
-        """Tell what a pass changed."""
+        """Tell readers what a pass changed."""
 
         def tell() -> None:
             lines = self._printed(gm) if record.enabled else self._lines
@@ -79,12 +79,12 @@ class GraphLog:
         self._try(tell)
 
     def broken(self, index: int, name: str, gm: GraphModule) -> None:
-        """Tell what a failed pass left behind, as far as it can be printed."""
+        """Tell readers what a failed pass left behind, as far as it can be printed."""
         self._try(lambda: self._send(Step(index=index, name=f"{name}.broken", lines=self._printed(gm)), gm))
         self.end()
 
     def end(self) -> None:
-        """Tell that this was all."""
+        """Tell readers that this was all."""
 
         def tell() -> None:
             for reader in self._readers:
@@ -93,7 +93,7 @@ class GraphLog:
         self._try(tell)
 
     def schedule(self, lines: Sequence[str]) -> None:
-        """Tell what travels, behind how much compute."""
+        """Tell readers the collectives, and behind how much compute each is."""
 
         def tell() -> None:
             for reader in self._readers:
@@ -120,9 +120,9 @@ class GraphLog:
 
 
 def graph_log(graph: int, part: str, names: Mapping[int, str], readers: Sequence[Reader] = ()) -> GraphLog | None:
-    """The log of one part of graph number ``graph`` for ``readers`` and TORCH_TRACE.
+    """Return the log of one part of graph number ``graph`` for ``readers`` and TORCH_TRACE.
 
-    None if nobody looks, for to print graphs takes time.
+    It is None if there is no reader, for to print graphs takes time.
     """
     if logging.getLogger("torch.__trace").handlers:
         readers = (*readers, _Trace(f"graph{graph}_{part}" if part else f"graph{graph}"))

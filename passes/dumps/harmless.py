@@ -1,4 +1,4 @@
-"""What is only for people to read must not end a compile, and that on one rank while the others wait for it."""
+"""Guard of texts for people: an error in them must not end a compile on one rank while the others wait for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 
 
 def html_page(title: str, body: str, style: str) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
         body: as HTML.

@@ -11,7 +11,7 @@ from hecate.passes.dumps.palette import KINDS, kind_colour, layer_class, style
 from hecate.passes.dumps.printing import Line
 from hecate.passes.dumps.steps import DumpedPart, Step
 
-# Of a graph or a difference on the page; the files have all.
+# Most lines of a graph or a difference on the page; the files have all.
 MOST_LINES = 3000
 
 _STYLE = """
@@ -31,7 +31,7 @@ pre span{display:block;padding:0 8px;min-width:max-content;min-height:1.4em}
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfPage:
-    """One part of a graph as HTML; the graphs that it was made of are not kept.
+    """A part of a graph as HTML, without the graphs from which it was made.
 
     Attributes:
         html: "" if the page has no room for it.
@@ -45,7 +45,7 @@ class PartOfPage:
 
 
 def part_of_page(part: DumpedPart, *, most: int) -> PartOfPage:
-    """A part with all its graphs, or without them, or nothing: what ``most`` letters have room for."""
+    """Return a part with all its graphs, or without them, or nothing, as ``most`` letters have room."""
     text = _part(part, graphs=True)
     if len(text) > most:
         text = _part(part, graphs=False)
@@ -58,7 +58,7 @@ def part_of_page(part: DumpedPart, *, most: int) -> PartOfPage:
 
 
 def page(parts: Sequence[PartOfPage], title: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     shown = [part for part in parts if part.html]
     left = len(parts) - len(shown)
     more = f"<p>This page is full: {left} more parts of graphs are in the folder that it is in.</p>" if left else ""
@@ -70,7 +70,7 @@ def page(parts: Sequence[PartOfPage], title: str) -> str:
 
 
 def _key(parts: Sequence[PartOfPage]) -> str:
-    """What the colours mean."""
+    """Return the legend of the colours."""
     layers = dict.fromkeys(layer for part in parts for layer in part.layers)
     shown = [f'<span class="{layer_class(layer)}">experts of {escape(layer)}</span>' for layer in list(layers)[:8]]
     shown += [
@@ -128,7 +128,7 @@ def _table(part: DumpedPart, *, graphs: bool) -> str:
 
 
 def _counts(step: Step) -> tuple[int, int]:
-    """Lines that came and went; the first two lines of a diff are its head."""
+    """Count lines that came and went; the first two lines of a diff are its head."""
     body = step.diff[2:]
     return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
 

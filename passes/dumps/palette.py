@@ -6,7 +6,7 @@ from __future__ import annotations
 _LAYERS = ("#d7e8fa", "#fde7c8", "#dcefd6", "#f6d9e5", "#e4defa", "#d2efee", "#f7efb5", "#e9ded4")
 _OTHER = "#eef0f2"
 
-# Bright enough for black text, strong enough for a bar; what is alike is of one hue (after Okabe and Ito).
+# Bright enough for black text, strong enough for a bar; similar kinds have one hue (after Okabe and Ito).
 KINDS: dict[str, str] = {
     "rows": "#56a5dc",
     "counts": "#e8c547",
@@ -19,24 +19,24 @@ KINDS: dict[str, str] = {
 
 
 def colour_of(layer: str) -> str:
-    """Of a layer by its short name, ``L3``; every eighth has the same."""
+    """Return the colour of a layer by its short name, ``L3``; every eighth has the same."""
     digits = layer.removeprefix("L")
     return _LAYERS[int(digits) % len(_LAYERS)] if digits.isdecimal() else _OTHER
 
 
 def kind_colour(carries: str) -> str:
-    """Of a collective that carries rows, replicas, ..."""
+    """Return the colour of a collective that carries rows, replicas, ..."""
     return KINDS.get(carries, _OTHER)
 
 
 def layer_class(layer: str) -> str:
-    """The name of a layer's colour in a page's style; "" for a layer without a number."""
+    """Return the name of a layer's colour in a page's style; "" for a layer without a number."""
     digits = layer.removeprefix("L")
     return f"layer{int(digits) % len(_LAYERS)}" if digits.isdecimal() else ""
 
 
 def style() -> str:
-    """The rules of all colours, for a page."""
+    """Return the rules of all colours, for a page."""
     rules = [f".layer{number}{{background:{colour}}}" for number, colour in enumerate(_LAYERS)]
     rules += [f".carries-{kind}{{box-shadow:inset 5px 0 0 {colour}}}" for kind, colour in KINDS.items()]
     return "\n".join(rules)

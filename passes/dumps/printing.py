@@ -30,7 +30,7 @@ from hecate.runtime.comm.collective import collective_of
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a printed graph.
+    """A line of a printed graph.
 
     Attributes:
         layer: short name of the MoE layer whose experts it computes with, "" for all else.
@@ -45,7 +45,7 @@ class Line:
 def print_graph(
     gm: GraphModule, layers: Mapping[int, str], names: Mapping[int, str], *, part: str = ""
 ) -> list[Line]:
-    """``gm`` and the bodies of its higher-order operators.
+    """Print ``gm`` and the bodies of its higher-order operators.
 
     Args:
         layers: short name of each layer id.
@@ -62,7 +62,7 @@ def print_graph(
 
 
 def text_of_lines(lines: Sequence[Line]) -> str:
-    """The lines as the text of a file."""
+    """Return the lines as the text of a file."""
     return "\n".join(line.text for line in lines) + "\n"
 
 
@@ -99,7 +99,7 @@ def _annotation(node: Node, letters: Mapping[str, str]) -> str:
 
 
 def _comment(node: Node, layer: str) -> str:
-    """Who wrote it, for which layer, and whether autograd shall compute it again."""
+    """Return a comment that says which pass wrote a node, for which layer, and whether autograd computes it again."""
     notes = [name] if (name := pass_of(node)) else []
     if notes and layer:
         notes.append(layer)
@@ -134,7 +134,7 @@ def _arguments(args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def _index(index: Any) -> str:
-    """What stands between square brackets."""
+    """Return the text between square brackets."""
     if isinstance(index, tuple) and index:
         return ", ".join(map(_index, index)) + ("," if len(index) == 1 else "")
     if isinstance(index, slice):
@@ -144,7 +144,7 @@ def _index(index: Any) -> str:
 
 
 def _called(target: Any) -> str:
-    """The dotted name of a function."""
+    """Return the dotted name of a function."""
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{target}"
     if isinstance(target, HigherOrderOperator):
@@ -158,7 +158,7 @@ def _called(target: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """A value as it stands in Python code; something that parses, where it has no spelling."""
+    """Return a value as it stands in Python code; something that parses, where it has no spelling."""
     if isinstance(value, Node):
         return value.name
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Which nodes of a graph compute with the experts of which layer, to colour them."""
+"""Regions of experts: which nodes of a graph compute with the experts of which layer, to colour them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRODUCTS = ("grouped_mm", "grouped_mm_pair", "grouped_mm_weight_grad", "grouped
 
 
 def expert_regions(graph: Graph, *, joint: bool = False) -> dict[Node, int]:
-    """The layer id of every node that belongs to an MoE layer's experts: what Hecate's operators make, and between.
+    """Return the layer id of every node of an MoE layer's experts: results of Hecate's operators, and nodes between.
 
     Args:
         joint: forward and backward are in one graph, where nearly everything lies between two nodes of a layer.
@@ -35,7 +35,7 @@ def expert_regions(graph: Graph, *, joint: bool = False) -> dict[Node, int]:
 
 
 def _named(graph: Graph) -> dict[Node, int]:
-    """Nodes that say their layer, and results and products of these."""
+    """Return nodes that say their layer, and results and products of these."""
     found: dict[Node, int] = {}
     for node in graph.nodes:
         layer = layer_of(node)
@@ -43,7 +43,7 @@ def _named(graph: Graph) -> dict[Node, int]:
         results = results_of(node)
         dense = results is not None and results.records is not None
         if layer is None and node.op == "call_function" and not dense and (name or is_getitem(node)):
-            # Of a product, the layer of its weights; of a part, that of the whole.
+            # A product has the layer of its weights; a part, that of the whole.
             sources = node.all_input_nodes if name else node.all_input_nodes[:1]
             layer = next((found[source] for source in reversed(sources) if source in found), None)
         if layer is None:
@@ -57,5 +57,5 @@ def _named(graph: Graph) -> dict[Node, int]:
 
 
 def layers_in(regions: Mapping[Node, int]) -> list[int]:
-    """The layers in the order in which they first come."""
+    """Return the layers in the order in which they first come."""
     return list(dict.fromkeys(regions.values()))

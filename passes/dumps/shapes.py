@@ -19,13 +19,13 @@ LEGEND = "K replicas here, S slots here, R rows sent, R' rows computed here; u0,
 
 
 def value_of(node: Node) -> Any:
-    """The fake value that a node returns, in a graph of any kind; None if nothing is known."""
+    """Return the fake value of a node, in a graph of any kind; None if nothing is known."""
     value = node.meta.get("val")
     return node.meta.get("example_value") if value is None else value
 
 
 def letters_of(graph: Graph) -> dict[str, str]:
-    """The letter of each size that an operator of Hecate's brings into a graph."""
+    """Return the letter of each size that an operator of Hecate's brings into a graph."""
     found: dict[str, str] = {}
     for node in graph.nodes:
         results, values = results_of(node), value_of(node)
@@ -38,7 +38,7 @@ def letters_of(graph: Graph) -> dict[str, str]:
 
 
 def text_of(value: Any, letters: Mapping[str, str]) -> str:
-    """A value as an annotation, without quotes; "" if nothing is known."""
+    """Return a value as an annotation, without quotes; "" if nothing is known."""
     if isinstance(value, torch.Tensor):
         sizes = ", ".join(letters.get(str(size), str(size)) for size in value.shape)
         return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{sizes}]"

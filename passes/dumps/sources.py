@@ -1,4 +1,4 @@
-"""What the arguments of a graph are in the model: Dynamo knows it of its graph, and later graphs learn it here."""
+"""Sources of a graph's arguments in the model: Dynamo knows them for its graph, and later graphs learn them here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hecate.private import PlainAOTInput
 
 
 def source_of(node: Node) -> str:
-    """What an argument of a graph is in the model, ``layers.0.norm.weight``; "" if nobody knows."""
+    """Return the name in the model of a graph's argument, ``layers.0.norm.weight``; "" if it is not known."""
     if "hecate_source" in node.meta:
         return str(node.meta["hecate_source"])
     source = getattr(node, "_dynamo_source", None)
@@ -23,12 +23,12 @@ def source_of(node: Node) -> str:
 
 
 def sources_of(gm: GraphModule) -> list[str]:
-    """:func:`source_of` of each argument of a captured graph."""
+    """Return :func:`source_of` for each argument of a captured graph."""
     return [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
 
 
 def note_sources(gm: GraphModule, sources: Sequence[str]) -> None:
-    """Write on the arguments of a graph behind autograd which arguments of the captured graph they are."""
+    """Note on the arguments of a graph after autograd which arguments of the captured graph they are."""
     for node in gm.graph.find_nodes(op="placeholder"):
         described = node.meta.get("desc")
         if isinstance(described, PlainAOTInput) and described.idx < len(sources):

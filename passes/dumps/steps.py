@@ -1,4 +1,4 @@
-"""What was dumped of a graph: a step for each pass."""
+"""Steps of a graph's dump: one for each pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Step:
     """A graph as it was dumped.
 
     Attributes:
-        index: place of the pass in its list; 0 is what came in.
-        record: what the pass did; None for what came in, and for what a failed pass left behind.
+        index: place of the pass in its list; 0 for the graph that came in.
+        record: what the pass did; None for the graph that came in, and for one that a failed pass left behind.
         summary: what the pass does.
         lines: the graph; empty if the pass changed nothing.
         diff: the lines of the unified diff.
@@ -31,7 +31,7 @@ class Step:
 
     @property
     def title(self) -> str:
-        """``11_exchange_rows``."""
+        """Name of the step, such as ``11_exchange_rows``."""
         return f"{self.index:02}_{self.name}"
 
 
@@ -48,9 +48,9 @@ class DumpedPart:
 
     @property
     def folder(self) -> str:
-        """Where its files are in the folder of its rank."""
+        """Folder of its files in the folder of its rank."""
         return f"graph{self.graph}/{self.part}/" if self.part else f"graph{self.graph}/"
 
     def file(self, step: Step, kind: str = "py") -> str:
-        """A file of one step."""
+        """Return the name of a file of one step."""
         return f"{self.folder}{step.title}.{kind}"

@@ -28,7 +28,7 @@ from hecate.runtime.ops.registration import RESULTS, Results
 
 
 def results_of(node: Node) -> Results | None:
-    """The names that a node's operator has for its results; None of all that is not Hecate's."""
+    """Return the names that a node's operator has for its results; None for all that is not Hecate's."""
     target: Any = node.target
     collective = collective_of(target)
     if collective is not None:
@@ -39,7 +39,7 @@ def results_of(node: Node) -> Results | None:
 
 
 def operator_name(node: Node) -> str:
-    """The name of Hecate's operator or function that a node calls; of a half of a collective, the whole; else ""."""
+    """Return the name of Hecate's operator or function in a node; for a half of a collective the whole's; or ""."""
     if node.op != "call_function":
         return ""
     collective = collective_of(node.target)
@@ -55,7 +55,7 @@ def operator_name(node: Node) -> str:
 
 
 def layer_of(node: Node) -> int | None:
-    """The id of the MoE layer that a node is for, as its arguments or who wrote it say; None if neither does."""
+    """Return the id of the MoE layer that a node is for, by its arguments or its note; None if neither says it."""
     if node.op != "call_function":
         return _noted(node)
     if is_getitem(node):
@@ -82,7 +82,7 @@ def _number(value: object) -> int | None:
 
 
 def note_pass(nodes: Iterable[Node], before: Collection[Node], name: str) -> list[Node]:
-    """Write on every node that was not there before which pass inserted it; these nodes."""
+    """Note on every node that was not there before which pass inserted it, and return these nodes."""
     new = [node for node in nodes if node not in before]
     for node in new:
         note(node, "hecate_pass", name)
@@ -90,20 +90,20 @@ def note_pass(nodes: Iterable[Node], before: Collection[Node], name: str) -> lis
 
 
 def pass_of(node: Node) -> str:
-    """The pass that inserted it, or what autograd made it of; "" if none did."""
+    """Return the pass that inserted a node, or the node from which autograd made it; "" if none did."""
     return str(node.meta.get("custom", {}).get("hecate_pass", ""))
 
 
 def short_names(layers: Iterable[int]) -> dict[int, str]:
-    """``L0``, ``L1``, ... for the ids of a model's layers, in their order."""
+    """Return ``L0``, ``L1``, ... for the ids of a model's layers, in their order."""
     return {layer: f"L{number}" for number, layer in enumerate(layers)}
 
 
 def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) -> None:
-    """Rename ``nodes`` of ``graph`` after what their values are.
+    """Rename ``nodes`` of ``graph`` by their values.
 
-    Only what Hecate's operators make, and the arguments of captured graphs; and nothing that has its name already, so
-    that a value keeps its name from pass to pass.
+    Only results of Hecate's operators and arguments of captured graphs are renamed, and nothing that has its name
+    already, so that a value keeps its name from pass to pass.
 
     Args:
         layers: short name of each layer id (:func:`short_names`).
@@ -116,14 +116,14 @@ def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) 
     alive = {node.name for node in graph.nodes}
     used = names_in(graph)
     for node, (name, suffix) in wanted.items():
-        # Some are gradients by their own name.
+        # Some values are gradients by their own name.
         own = "grad" in name or name.startswith(("sparse_reduce_scatter", "reduce_scatter"))
         prefix = "grad_" if node in gradients and not own else ""
         full = f"{prefix}{name}{suffix}"
         if re.fullmatch(rf"{full}(_\d+)?", node.name):
             continue
         if full not in alive:
-            # Of a node that was erased: a wait takes the name of the collective that it is a half of.
+            # The name is of an erased node: a wait takes the name of the collective that it is a half of.
             used.discard(full)
         alive.discard(node.name)
         rename(node, full)
@@ -131,7 +131,7 @@ def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) 
 
 
 def _name_of(node: Node, layers: Mapping[int, str]) -> tuple[str, str] | None:
-    """What a value is, and the layer's suffix; None if it keeps its name."""
+    """Return the name of a value, and the layer's suffix; None if it keeps its name."""
     if node.op == "placeholder":
         # Dynamo calls tensors l_self_modules_...; a size has the short name that shapes have it by.
         given = _as_name(source_of(node)).removeprefix("L_") if node.name.startswith("l_") else ""
@@ -153,22 +153,22 @@ def _name_of(node: Node, layers: Mapping[int, str]) -> tuple[str, str] | None:
 
 
 def _part(source: Node, results: Results, index: int) -> str:
-    """The name of one result of an operator with several."""
+    """Return the name of one result of an operator with several."""
     names = results.names
     if source.target is hold:
         # Layer and placement come first; then own experts, and as many replicas.
         return names[0] if index < (len(source.args) - 2) // 2 else names[1]
     if len(names) == 1:
         return names[0] + _parameter(source, results, index)
-    # The second chunk's ticket and those behind it.
+    # A number marks the tickets from the second chunk on.
     chunk = index // len(names)
     return names[index % len(names)] + (f"_part{chunk}" if chunk else "")
 
 
 def _parameter(node: Node, results: Results, index: int) -> str:
-    """``_layers_0_norm_weight``, the dense parameter that a result is of; "" of all else, and where nobody knows."""
+    """Return the name of a result's dense parameter, ``_layers_0_norm_weight``; "" if it has none or is unknown."""
     lists: list[Any] = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in node.args]
-    # The only list of numbers.
+    # Ids are the only list of numbers.
     ids: list[Any] = next((ids for ids in lists if ids and all(_number(id) is not None for id in ids)), [])
     if results.records is None or index >= len(ids):
         return ""

@@ -22,7 +22,7 @@ from hecate.passes.fx import arg, calls
 from hecate.passes.joint.read_permutations import is_order
 
 aten = torch.ops.aten
-# In the meta of a node that reads rows by numbers of which none is negative.
+# Key in the meta of a node that reads rows by numbers of which none is negative.
 READS_ROWS = "hecate_reads_rows"
 
 
@@ -39,7 +39,7 @@ def note_row_reads(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _lies_in_rows(node: Node) -> bool:
-    """Whether it has rows on a CPU, one behind the other: the result of either operator then does."""
+    """Tell whether a value has rows on a CPU, one behind the other: the result of either operator then does."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.device.type != "cpu":
         return False
@@ -52,7 +52,7 @@ def _lies_in_rows(node: Node) -> bool:
 
 
 def _counts_rows(node: Any) -> bool:
-    """Whether it is one line of numbers of which none is negative."""
+    """Tell whether a value is one line of numbers of which none is negative."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.device.type != "cpu":
         return False
@@ -67,5 +67,5 @@ def _not_negative(node: Node) -> bool:
     ):
         divisor = arg(node, 1)
         return isinstance(divisor, int) and divisor > 0 and _not_negative(arg(node, 0))
-    # Not any view: of other dtypes, and the one that negates, are some too.
+    # Only these views keep the numbers: some change the dtype, and one negates.
     return calls(node, aten.view, aten.alias, aten.detach) and _not_negative(arg(node, 0))

@@ -58,7 +58,7 @@ def _product(node: Node) -> Node | None:
 
 
 def _without_rows_behind(product: Node, offsets: Node, rows: Tensor, here: Builder) -> Node:
-    """The kernel leaves those unwritten."""
+    """Clear the rows behind the last offset, which the kernel leaves unwritten."""
     device, ends = rows.device, _value(offsets)
     numbers = dict(start=0, step=1, dtype=ends.dtype, device=device, requires_grad=False)
     row = here.call(prims.iota.default, rows.shape[0], **numbers)
@@ -87,14 +87,14 @@ def _int32(offsets: Node, here: Builder) -> Node:
 
 
 def _fit(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
-    """Whether torch's kernel takes operands like these, whatever the number of rows.
+    """Tell whether torch's kernel takes operands like these, whatever the number of rows.
 
-    Of sizes that data decide nothing is asked, since the graph would then be for these alone.
+    Sizes that data decide are not asked for, since the graph would then be for these alone.
     """
     sizes = (ends.shape[0], rows.shape[1], *other.shape[1:], *rows.stride(), *other.stride())
     if any(type(size) is not int for size in sizes) or not fits_torchs_kernel(rows, other, ends):
         return False
-    # One of the last two dimensions without gaps, and all else at multiples of 16 bytes.
+    # The kernel takes one of the last two dimensions without gaps, and all else at multiples of 16 bytes.
     return all(
         1 in one.stride()[-2:] and all(step == 1 or step * one.element_size() % 16 == 0 for step in one.stride())
         for one in (rows, other)

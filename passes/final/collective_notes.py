@@ -1,8 +1,8 @@
-"""Notes: what a collective is, for whom, and what was predicted for it, as text in the graph.
+"""Notes of collectives: what each is, for whom, and what was predicted for it, as text in the graph.
 
-Text, because a graph that comes from a cache brings nothing else along: part of the graph, operator, predicted
-seconds, seconds of compute meanwhile, predicted bytes, and the layer or what it carries, with spaces between. The
-queue reads the note when the collective starts (``hecate.runtime.comm.queue.Span``).
+They are text, because a graph that comes from a cache brings nothing else along: part of the graph, operator,
+predicted seconds, seconds of compute meanwhile, predicted bytes, and the layer or the parameters, with spaces
+between. The queue reads the note when the collective starts (``hecate.runtime.comm.queue.Span``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hecate.runtime.ops.dense import get_dense_shard
 def write_note(
     node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0, sent: float = 0.0
 ) -> str:
-    """The note of a collective, whole or its start.
+    """Return the note of a collective, whole or its start.
 
     Args:
         predicted: seconds that it will take.
@@ -50,7 +50,7 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
 
 
 def read_note(text: str) -> Span:
-    """The inverse of :func:`write_note`, as a span that has not run.
+    """Return the span that :func:`write_note` described, which has not run.
 
     Raises:
         ValueError: it is no note.
@@ -59,7 +59,7 @@ def read_note(text: str) -> Span:
 
 
 def schedule_lines(spans: Iterable[Span]) -> list[str]:
-    """A line for each layer in each part of the graph, with milliseconds: what travels, behind how much compute."""
+    """Return a line for each layer and part of the graph, with milliseconds: collectives, behind how much compute."""
     lines: dict[tuple[str, str], list[str]] = {}
     for span in spans:
         text = f"{span.operator} {_ms(span.predicted)} behind {_ms(span.behind)}"
@@ -68,13 +68,13 @@ def schedule_lines(spans: Iterable[Span]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Two places, and more where these would say nothing."""
+    """Return milliseconds with two places, and more where these would say nothing."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.2f}" if milliseconds == 0 or milliseconds >= 0.1 else f"{milliseconds:.2g}"
 
 
 def notes_in(nodes: Iterable[Node]) -> list[Span]:
-    """The notes of all starts in a graph, as spans that have not run."""
+    """Return the notes of all starts in a graph, as spans that have not run."""
     return [
         read_note(arguments_of(node)["note"])
         for node in nodes

@@ -16,14 +16,14 @@ from hecate.runtime.comm.collective import start_of, wait_of
 
 
 def defer(plan: Plan, clock: Clock) -> None:
-    """Rule 5: matmuls that the start of an exchange does not need come behind it.
+    """Do rule 5: move matmuls that the start of an exchange does not need behind it.
 
     The order of starts stays: a matmul does not move behind an exchange if a start before or at it needs the result.
     Where one exchange of a layer is filled, the next of the same layer takes the rest, and the last takes all that is
-    left; so what a matmul reads is kept for one layer longer at most.
+    left; so values that a matmul reads are kept for one layer longer at most.
 
-    Counts of rows are small, and all ranks wait for the last rank's. So behind their start comes also what stands
-    between the router and them for later: rows in the order of their experts, scores.
+    Counts of rows are small, and all ranks wait for the last rank's. So nodes between the router and the counts that
+    are for later move behind their start, too: rows in the order of their experts, scores.
     """
     order = plan.sorted()
     position = {node: index for index, node in enumerate(order)}
@@ -34,7 +34,7 @@ def defer(plan: Plan, clock: Clock) -> None:
     for one, following in zip_longest(exchanges, exchanges[1:]):
         at, until = position[one.start], position[one.wait]
         here = plan.key[one.start].node
-        # Those of the layer before this one went behind its last exchange.
+        # Matmuls of the layer before this one went behind its last exchange.
         drawn = _drawn_from(order[begin:at])
         waiting = carried + [
             node
@@ -60,7 +60,7 @@ def defer(plan: Plan, clock: Clock) -> None:
 def _beside_counts(
     order: Sequence[Node], begin: int, at: int, needed: Mapping[Node, int], here: int, drawn: Container[Node]
 ) -> list[int]:
-    """Positions of what stands behind the router's matmul and in front of counts, and is needed by later starts only.
+    """Return positions of nodes between the router's matmul and the counts that only later starts need.
 
     Args:
         begin, at: of ``order``, where to look: behind the start before, and in front of that of counts.
@@ -88,7 +88,7 @@ def _has_effect(node: Node) -> bool:
 
 
 def _drawn_from(nodes: Sequence[Node]) -> set[Node]:
-    """Of these, what draws random numbers, and what that needs: held up, it would draw after others."""
+    """Return the nodes that draw random numbers, and those that they need: held up, they would draw after others."""
     found = set[Node]()
     for node in reversed(nodes):
         if _is_random(node) or not found.isdisjoint(node.users):
@@ -101,7 +101,7 @@ def _may_wait_for(following: InFlight | None, one: InFlight, needed: int, plan: 
 
 
 def _first_start_that_needs(order: Sequence[Node], plan: Plan) -> dict[Node, int]:
-    """Where the first collective starts that needs the node, of all that some collective needs."""
+    """Return, for each node that some collective needs, where the first collective that needs it starts."""
     first: dict[Node, int] = {}
     for start in order:
         if start_of(start.target) is None:
@@ -116,7 +116,7 @@ def _first_start_that_needs(order: Sequence[Node], plan: Plan) -> dict[Node, int
 
 
 def _bring_along(order: Sequence[Node], plan: Plan) -> None:
-    """What only deferred nodes use comes with them, so that it does not delay the exchange either."""
+    """Move nodes that only deferred nodes use with them, so that they do not delay the exchange either."""
     moved = {node for node in order if plan.key[node].phase is Phase.BEHIND_START}
     for turn, node in reversed(list(enumerate(order))):
         if _is_half(node) or node in moved or not node.users or _is_random(node):
@@ -128,7 +128,7 @@ def _bring_along(order: Sequence[Node], plan: Plan) -> None:
 
 
 def fill(order: list[Node], clock: Clock) -> list[Node]:
-    """Rule 6: matmuls that come soon after a wait, and do not need it, come before it."""
+    """Do rule 6: move matmuls that come soon after a wait, and do not need it, before it."""
     position = {node: index for index, node in enumerate(order)}
     for one in in_flight(order):
         if one.role != "exchange":
@@ -138,7 +138,7 @@ def fill(order: list[Node], clock: Clock) -> list[Node]:
         left = clock.link_seconds(one.start, one.wait) - sum(map(clock.seconds, inside))
         moved = _movable(order, at, left, position, clock)
         if moved:
-            # Only what lies between the wait and the last of them changes its place.
+            # Only nodes between the wait and the last of them change their place.
             end, taken = max(position[node] for node in moved) + 1, set(moved)
             order[at:end] = [*moved, *(node for node in order[at:end] if node not in taken)]
             position.update((order[index], index) for index in range(at, end))
@@ -146,7 +146,7 @@ def fill(order: list[Node], clock: Clock) -> list[Node]:
 
 
 def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, int], clock: Clock) -> list[Node]:
-    """Matmuls behind the wait at position ``at``, and what they need, that take about ``left`` seconds."""
+    """Return matmuls behind the wait at position ``at``, with their sources, that take about ``left`` seconds."""
     blocked, moved, exchanges = {order[at]}, list[Node](), 0
     for node in islice(order, at + 1, None):
         started = start_of(node.target)
@@ -160,7 +160,7 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
             if any(map(_is_random, chain)):
                 continue
             needed = sum(map(clock.seconds, chain))
-            # What is much longer than the transfer may fit a later one better.
+            # A matmul much longer than the transfer may fit a later one better.
             if needed > 2 * left:
                 break
             moved += chain
@@ -169,7 +169,7 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
 
 
 def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequence[Node]) -> set[Node]:
-    """``node`` and what it needs of the nodes behind position ``at``, without those that moved already."""
+    """Return ``node`` and what it needs of the nodes behind position ``at``, without those that moved already."""
     found, stack = {node}, [node]
     while stack:
         for source in stack.pop().all_input_nodes:
@@ -180,10 +180,10 @@ def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequenc
 
 
 def _is_half(node: Node) -> bool:
-    """Of a collective."""
+    """Tell whether a node is the start or the wait of a collective."""
     return start_of(node.target) is not None or wait_of(node.target) is not None
 
 
 def _is_random(node: Node) -> bool:
-    """Random numbers keep their order, so what draws them stays; also inside of an operator that keeps the state."""
+    """Tell whether a node draws random numbers, whose order must stay; also inside an operator with a state."""
     return any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in (node.target, *node.args))

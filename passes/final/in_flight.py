@@ -25,12 +25,12 @@ class InFlight:
 
     @property
     def layer(self) -> object:
-        """The MoE layer that an exchange is of."""
+        """MoE layer of an exchange."""
         return arguments_of(self.start)["layer"]
 
 
 def in_flight(nodes: Iterable[Node]) -> list[InFlight]:
-    """All split collectives, in the order of their starts."""
+    """Return all split collectives, in the order of their starts."""
     nodes = list(nodes)
     waits = {node.args[0]: node for node in nodes if wait_of(node.target) is not None}
     found = ((start, waits.get(start), start_of(start.target)) for start in nodes)

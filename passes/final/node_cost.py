@@ -1,4 +1,4 @@
-"""What a node of an ATen graph costs: operations, bytes, and seconds on a machine.
+"""Cost of a node of an ATen graph: operations, bytes, and seconds on a machine.
 
 Operations come from torch's own formulas (``torch.utils.flop_counter``), those of attention from here; bytes from the
 tensors that a node reads and writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get
@@ -31,9 +31,10 @@ aten = torch.ops.aten
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-    """Of ``[B, H, Q, D]``, ``[B, h, K, D]`` and ``[B, h, K, V]``: scores, and their product with values.
+    """Count operations of scores and their product with values.
 
-    Every head of queries has its own product, also where several share a head of keys.
+    Shapes are ``[B, H, Q, D]``, ``[B, h, K, D]`` and ``[B, h, K, V]``. Every head of queries has its own product,
+    also where several share a head of keys.
     """
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
@@ -42,12 +43,12 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **op
 def _attention_backward_flops(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Scores anew, their gradient and that of values, gradients of queries and of keys."""
+    """Count operations of scores anew, their gradient and that of values, gradients of queries and of keys."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
-# torch has none for CPUs, and before 2.13 its own refuse fewer heads of keys than of queries.
+# torch has no formulas for CPUs, and before 2.13 its own refuse fewer heads of keys than of queries.
 _ATTENTION: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(ATTENTION, _attention_flops),
     **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward_flops),
@@ -60,12 +61,12 @@ def _formula_of(node: Node) -> Callable[..., Any] | None:
 
 
 def is_heavy(node: Node) -> bool:
-    """Whether it is a matmul, a convolution or an attention."""
+    """Tell whether a node is a matmul, a convolution or an attention."""
     return _formula_of(node) is not None
 
 
 def flops(node: Node) -> sympy.Expr:
-    """Floating-point operations of matmuls, convolutions and attention; 0 for all else."""
+    """Return floating-point operations of matmuls, convolutions and attention; 0 for all else."""
     formula = _formula_of(node)
     if node.op != "call_function" or formula is None:
         return sympy.S.Zero
@@ -74,7 +75,7 @@ def flops(node: Node) -> sympy.Expr:
 
 
 def bytes_of(values: Any) -> sympy.Expr:
-    """Bytes of all tensors in a tree of fake tensors."""
+    """Return the bytes of all tensors in a tree of fake tensors."""
     return sum(
         (_expression(value.numel()) * value.element_size() for value in tree_leaves(values) if _is_tensor(value)),
         start=sympy.S.Zero,
@@ -82,19 +83,19 @@ def bytes_of(values: Any) -> sympy.Expr:
 
 
 def bytes_of_sums(grads: Sequence[Tensor]) -> sympy.Expr:
-    """Bytes of what gradients are added up in."""
+    """Return the bytes of gradients in the dtype in which they are added up."""
     return sum((_expression(grad.numel()) * sum_dtype(grad.dtype).itemsize for grad in grads), start=sympy.S.Zero)
 
 
 def memory_bytes(node: Node) -> sympy.Expr:
-    """Bytes that a node reads from memory and writes to it; 0 for views."""
+    """Return the bytes that a node reads from memory and writes to it; 0 for views."""
     if node.op != "call_function" or is_getitem(node) or is_view(node):
         return sympy.S.Zero
     return bytes_of([_value(n) for n in node.all_input_nodes]) + bytes_of(_value(node))
 
 
 class Clock:
-    """Seconds, with a number for every symbol.
+    """Seconds of nodes and collectives, with a number for every symbol.
 
     Sizes that depend on data are learned from the graph where they arise, which is the forward; its backward has the
     same symbols.
@@ -126,7 +127,7 @@ class Clock:
                     and not one.homeward
                 ]
                 if not sent:
-                    # All of them cross to a node once; it knows the token of each.
+                    # All rows cross to a node once, and the node knows the token of each.
                     users = [user for part in rows for user in part.users]
                     sent = [arguments_of(user)["tokens"] for user in users if _routes_nodes(user)]
                 if sent:
@@ -136,7 +137,7 @@ class Clock:
                         if index % TICKET_PARTS >= 2:
                             self._guess(part.shape[0], count)
             elif _routes_nodes(node) and isinstance(_value(node), (tuple, list)):
-                # As if no two rows of a token went to the same node.
+                # The guess is that no two rows of a token go to the same node.
                 for part in _value(node)[1:3]:
                     self._guess(part.shape[0], self.number(_value(arguments_of(node)["tokens"]).shape[0]))
 
@@ -146,7 +147,7 @@ class Clock:
             self.guesses.setdefault(expression, number)
 
     def number(self, size: Any) -> int:
-        """A size as a number."""
+        """Return a size as a number."""
         expression = _expression(size)
         unknown = expression.free_symbols
         if not unknown:
@@ -156,11 +157,11 @@ class Clock:
     def _hint(self, symbol: Any) -> int:
         if symbol in self.guesses:
             return self.guesses[symbol]
-        # The length of a shard, or a size that nobody has told anything about.
+        # It is the length of a shard, or a size of which nothing is known.
         return int(self.hints.get(symbol, self.context.owned))
 
     def seconds(self, node: Node) -> float:
-        """Compute time of one node: its operations or its bytes, whichever takes longer."""
+        """Return the compute time of one node: its operations or its bytes, whichever takes longer."""
         if start_of(node.target) is not None or wait_of(node.target) is not None:
             return 0.0
         rates = self.context.rates
@@ -168,15 +169,15 @@ class Clock:
         return max(self.number(operations) / rates.flops, self.number(moved) / rates.memory_bytes)
 
     def link_seconds(self, start: Node, wait: Node) -> float:
-        """How long a collective takes with nothing else on the link."""
+        """Return the seconds of a collective with nothing else on the link."""
         return self.sent_bytes(start, wait) / self.context.link_bytes
 
     def sent_bytes(self, start: Node, wait: Node) -> float:
-        """What a collective takes over this rank's link."""
+        """Return the bytes of a collective on this rank's link."""
         context, collective = self.context, _started_by(start)
         payload = sum(self.number(_value(n).numel()) * wire_itemsize(start, _value(n)) for n in payload_of(start))
         if collective.carries == "rows" and collective.homeward and context.room_percent:
-            # It comes from a room that is not full: as many rows arrive as leave.
+            # Rows that return come from a room that is not full: as many rows arrive as leave.
             payload = payload * 100 // context.room_percent
         if collective.carries == "replicas":
             # The payload is the rank's own experts or their gradients.
@@ -187,9 +188,10 @@ class Clock:
         return payload * others * max(1, collective.ring_rounds)
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
-        """Memory that parameters or gradients on their way hold: what is sent, what arrives, and sums.
+        """Return the memory that parameters or gradients under way hold: tensors sent and received, and sums.
 
-        The same on every rank: sizes that depend on data, replicas and shards, count as the most a rank may have.
+        It is the same on every rank: sizes that depend on data, replicas and shards, count as the most a rank may
+        have.
         """
         arrives, collective, numbers = bytes_of(_value(wait)), _started_by(start), {}
         if collective.carries != "replicas":
@@ -197,7 +199,7 @@ class Clock:
         else:
             gathers = collective.role == "gather"
             replicas = _value(wait) if gathers else [_value(n) for n in arguments_of(start)["replicas"]]
-            # Of its own experts a rank sends about as many as it gets replicas, and so many gradients come back.
+            # A rank sends about as many own experts as it gets replicas, and so many gradients come back.
             size = 2 * bytes_of(replicas)
             if not gathers:
                 size += arrives + bytes_of_sums(replicas)
@@ -214,19 +216,19 @@ def _started_by(start: Node) -> Collective:
 
 
 def _routes_nodes(node: Node) -> bool:
-    """Whether it tells ranks what to pass on inside their nodes."""
+    """Tell whether a node tells ranks which rows to pass on inside their nodes."""
     collective = collective_of(node.target) if node.op == "call_function" else None
     return collective is not None and collective.carries == "tickets"
 
 
 def payload_of(start: Node) -> list[Node]:
-    """What travels: the rows, or the list of parameters or gradients that comes first."""
+    """Return what a collective carries: the rows, or the list of parameters or gradients that comes first."""
     first = next(iter(arguments_of(start).values()))
     return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
 def wire_itemsize(start: Node, tensor: Tensor) -> int:
-    """Bytes of one element of what a collective carries, as it travels."""
+    """Return the bytes of one element in a collective, as it travels."""
     arguments, collective = arguments_of(start), _started_by(start)
     if collective.carries == "rows":
         return get_layer(arguments["layer"]).wire_of(tensor).itemsize
@@ -238,13 +240,13 @@ def wire_itemsize(start: Node, tensor: Tensor) -> int:
 
 
 def wire_bytes(start: Node, carried: Iterable[Any]) -> sympy.Expr:
-    """Of the tensors among what a collective carries, as they travel."""
+    """Return the bytes of the tensors in ``carried``, as they travel."""
     values = [value for one in carried if _is_tensor(value := _value(one))]
     return sum((_expression(value.numel()) * wire_itemsize(start, value) for value in values), start=sympy.S.Zero)
 
 
 def tensors_of(start: Node) -> list[Node]:
-    """The payload, and what else a start copies: gradients of replicas beside those of own experts."""
+    """Return the payload, and what else a start copies: gradients of replicas beside those of own experts."""
     given = arguments_of(start).items()
     lists = [value for name, value in given if name != "after" and isinstance(value, (list, tuple))]
     return list(dict.fromkeys([*payload_of(start), *(node for part in lists for node in part)]))

@@ -33,7 +33,7 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
     nodes = list(gm.graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     collectives = in_flight(nodes)
-    # Compute up to each node; a collective hides behind what lies between its start and its wait.
+    # Seconds of compute up to each node; a collective is hidden by the compute between its start and its wait.
     seconds = list(accumulate(map(clock.seconds, nodes), initial=0.0))
     before: Node | None = None
     for one in collectives:
@@ -45,7 +45,7 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         if one.collective.carries == "counts":
             *args, _ = one.wait.args
             between = nodes[position[one.start] + 1 : position[one.wait]]
-            # Sizes, where lengths vary, are numbers of the host.
+            # Sizes are numbers of the host where lengths vary.
             tensors = (node for node in between if isinstance(node.meta.get("val"), torch.Tensor))
             one.wait.args = (*args, [node for node in tensors if any(start_of(user.target) for user in node.users)])
         before = one.start

@@ -1,4 +1,4 @@
-"""Where nodes want to stand, and the order that comes of it."""
+"""Positions at which nodes want to stand, and the order that results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hecate.passes.fx import is_getitem, is_view
 
 
 class Phase(IntEnum):
-    """What may stand before a node, in this order; the node itself; and what may stand behind it.
+    """Phases of the positions around a node: before it, in this order, at the node itself, and behind it.
 
-    Between two nodes of the original order a wait comes first, then views of its results, and then, since the link
-    is free from there on, what starts with the gap.
+    Between two nodes of the original order a wait comes first, then views of its results, and then, since the link is
+    free from there on, the starts with the gap.
     """
 
     WAIT = 0  # for rows, counts or gradients
@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 class Key(NamedTuple):
-    """Where a node wants to stand.
+    """The position at which a node wants to stand.
 
     Attributes:
         node: position in the original order.
@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Plan:
-    """Where each node wants to stand; nodes are sorted by it as far as data flow allows."""
+    """The position of each node; nodes are sorted by it as far as data flow allows."""
 
     nodes: list[Node]
     key: dict[Node, Key] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Plan:
             self.key[view] = max(self.key[view], Key(use, Phase.VIEW, turn))
 
     def sorted(self) -> list[Node]:
-        """Nodes by key, each after what it needs."""
+        """Return nodes by key, each after the nodes that it needs."""
         position = {node: index for index, node in enumerate(self.nodes)}
         missing = {node: sum(source in position for source in node.all_input_nodes) for node in self.nodes}
         ready = [(self.key[node], position[node]) for node in self.nodes if missing[node] == 0]

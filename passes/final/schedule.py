@@ -78,13 +78,13 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _two_layers(sizes: dict[InFlight, int]) -> int:
-    """Room for twice the largest transfer; buckets of gradients are no measure where experts travel too."""
+    """Return room for twice the largest transfer; buckets of gradients are no measure where experts travel too."""
     experts = [size for one, size in sizes.items() if one.collective.carries != "bucket"]
     return 2 * max(experts or sizes.values(), default=0)
 
 
 def _tails(collectives: Sequence[InFlight]) -> dict[Node, set[Node]]:
-    """The waits for gradients that only lead to the graph's results, and what comes after each."""
+    """Return the waits for gradients that only lead to the graph's results, and the nodes after each."""
     tails: dict[Node, set[Node]] = {}
     for one in collectives:
         if one.role == "reduce":
@@ -95,12 +95,12 @@ def _tails(collectives: Sequence[InFlight]) -> dict[Node, set[Node]]:
 
 
 def _exchanges(collectives: Sequence[InFlight], plan: Plan) -> list[InFlight]:
-    """In the order of their starts."""
+    """Return the exchanges in the order of their starts."""
     return sorted((one for one in collectives if one.role == "exchange"), key=lambda one: plan.key[one.start])
 
 
 def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
-    """Rule 4: with rows in chunks, all exchanges behind a layer's first start as soon as their rows are there.
+    """Do rule 4: with rows in chunks, start all exchanges behind a layer's first as soon as their rows are there.
 
     Autograd puts a chunk's exchange behind the compute of the chunk before it.
     """
@@ -115,7 +115,7 @@ def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Gap:
-    """The link is free from ``begin`` on, until ``end``, where ``exchange`` starts; None at the end of the graph."""
+    """A gap: the link is free from ``begin`` to ``end``, where ``exchange`` starts; None at the end of the graph."""
 
     begin: Key
     end: Key
@@ -123,7 +123,7 @@ class _Gap:
 
 
 def _gaps(collectives: Sequence[InFlight], plan: Plan) -> list[_Gap]:
-    """Between the exchanges of one layer and those of the next; before the first, and after the last."""
+    """Return the gaps between exchanges of one layer and of the next, before the first and after the last."""
     exchanges = _exchanges(collectives, plan)
     gaps, begin = [], Key(-1, Phase.GAP)
     for before, after in zip([None, *exchanges], [*exchanges, None], strict=True):
@@ -137,7 +137,7 @@ def _gaps(collectives: Sequence[InFlight], plan: Plan) -> list[_Gap]:
 def _gather_ahead(
     gathers: Sequence[InFlight], gaps: Sequence[_Gap], plan: Plan, sizes: dict[InFlight, int], budget: int
 ) -> None:
-    """Rule 1: a gather starts where the memory is there, with its gap or when an earlier one has been used."""
+    """Do rule 1: start a gather where the memory is free, with its gap or when an earlier one has been used."""
     flying: list[tuple[Key, Key, int]] = []
     uses: list[Key] = []
     for turn, one in enumerate(sorted(gathers, key=lambda one: plan.key[one.wait])):
@@ -162,7 +162,7 @@ def _gather_ahead(
 
 
 def _gap_before(one: InFlight, gaps: Sequence[_Gap], use: Key) -> Key:
-    """Where a gather should start: so many gaps before its use as its record says."""
+    """Return where a gather should start: as many gaps before its use as its record says."""
     before = [gap.begin for gap in gaps if gap.begin < use]
     ahead = one.collective.gaps_ahead
     return before[-ahead] if len(before) >= ahead else gaps[0].begin
@@ -176,7 +176,7 @@ def _send_gradients(
     sizes: dict[InFlight, int],
     budget: int,
 ) -> None:
-    """Rules 2 and 3."""
+    """Do rules 2 and 3: start gradients in gaps, and wait for them late."""
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
         ready = plan.key[one.start]
         left = [gap for gap in gaps if gap.end > ready]
@@ -196,11 +196,11 @@ def _send_gradients(
 
 
 def _would_hold_up(one: InFlight, ready: Key, exchange: InFlight, plan: Plan) -> bool:
-    """Whether no matmul is left, beside which a dense gradient could travel before the exchange starts."""
+    """Tell whether a dense gradient would delay the exchange, as no matmul is left to hide it before."""
     if one.collective.carries != "bucket":
         return False
     left = plan.nodes[ready.node : plan.key[exchange.start].node]
-    # Of what the exchange needs, the part in between: all of it would be most of the graph, for each bucket.
+    # Only the part in between of what the exchange needs: all of it would be most of the graph, for each bucket.
     needed = closure_backward([exchange.start], since=left[0]) if left else set()
     return not any(is_heavy(node) for node in left if node in needed)
 

@@ -21,7 +21,7 @@ from hecate.passes.final.collective_notes import write_note
 from hecate.passes.fx import Builder, take_place
 from hecate.runtime.comm.collective import whole_of
 
-# Dtype, device and shape of a line -> a tensor of no lines.
+# Tensors without lines, by dtype, device and shape of a line.
 StandIns = dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Node]
 
 
@@ -45,7 +45,9 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _stand_in(here: Builder, known: StandIns) -> Callable[[Node], Node]:
-    """For rows and parameters, a tensor without rows from which the wait can tell its results; else the value.
+    """Return a function that gives, for rows and parameters, a tensor without rows; for others the value.
+
+    The wait can tell the sizes of its results from such a tensor.
 
     Args:
         known: those that there are already; one serves all that are alike, for each is a call in every step.

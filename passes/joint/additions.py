@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 def adds_in_any_order(value: torch.Tensor) -> bool:
-    """Whether rows are added to ``value`` by many threads at once, with atomics: on everything but CPUs."""
+    """Tell whether rows are added to ``value`` by many threads at once, with atomics: on everything but CPUs."""
     return value.device.type != "cpu"
 
 
 def added(node: Node) -> tuple[Node, Node, Node] | None:
-    """What a node adds to, which of its rows, and what it adds there."""
+    """Return the node to which a node adds, the index of its rows, and the rows that it adds, or None."""
     if calls(node, aten.index_put) and writes_sums(node):
         zeros, indices, rows = (arg(node, place) for place in range(3))
         return (zeros, indices[0], rows) if len(indices) == 1 else None
@@ -30,24 +30,24 @@ def added(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def writes_sums(write: Node) -> bool:
-    """Whether ``index_put`` adds to what is there; by default it writes over it."""
+    """Tell whether ``index_put`` adds to the values there; by default it overwrites them."""
     return bool(write.args[3] if len(write.args) > 3 else write.kwargs.get("accumulate", False))
 
 
 def is_zeros(node: Node) -> bool:
-    """Whether a node makes a tensor of zeros."""
+    """Tell whether a node makes a tensor of zeros."""
     if calls(node, aten.full, aten.full_like):
         return bool(arg(node, 1) == 0)
     return calls(node, aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
 def value_of(node: Any) -> torch.Tensor:
-    """The fake tensor that a node returns."""
+    """Return the fake tensor that a node returns."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether shapes are known to be equal, whatever symbols stand for."""
+    """Tell whether shapes are known to be equal, whatever symbols stand for."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))

@@ -31,7 +31,7 @@ def read_permutations(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite every such addition in ``gm``."""
     count = 0
     for node in list(gm.graph.nodes):
-        # What it adds may be what was rewritten a moment ago.
+        # The rows that it adds may be the result of the rewrite before.
         if (operands := added(node)) is not None and _rewrite(node, *operands):
             count += 1
     return Outcome(rewritten=count)
@@ -57,7 +57,7 @@ def _rewrite(addition: Node, zeros: Node, index: Node, rows: Node) -> bool:
 
 
 def _shared_by(index: Node) -> tuple[Node, int]:
-    """p and k of ``p // k``; any other index, and 1."""
+    """Return p and k of ``p // k``; any other index, and 1."""
     halved = calls(index, aten.div.Tensor_mode) and index.kwargs.get("rounding_mode") in ("floor", "trunc")
     if (halved or calls(index, aten.floor_divide)) and isinstance(index.args[1], int) and index.args[1] > 0:
         return arg(index, 0), index.args[1]
@@ -65,7 +65,7 @@ def _shared_by(index: Node) -> tuple[Node, int]:
 
 
 def _sizes_of(sizes: Sequence[Any], rows: Node, here: Builder) -> list[Any]:
-    """Of a row, as a graph may hold them: symbols by nodes that ask for them."""
+    """Return the sizes of a row as a graph may hold them: symbols by nodes that ask for them."""
     return [
         size if isinstance(size, int) else here.call(aten.sym_size.int, rows, place)
         for place, size in enumerate(sizes, start=1)
@@ -73,26 +73,26 @@ def _sizes_of(sizes: Sequence[Any], rows: Node, here: Builder) -> list[Any]:
 
 
 def is_order(node: Node) -> bool:
-    """Whether these are 0, 1, ... in some order: where a sort found its results, or the inverse of that."""
+    """Tell whether values are 0, 1, ... in some order: where a sort found its results, or the inverse of that."""
     return _sorted_from(node) is not None or _inverted_from(node) is not None
 
 
 def _sorted_from(order: Node) -> Node | None:
-    """What was sorted to find ``order``, all of it in one dimension."""
+    """Return the values that were sorted to find ``order``, if they have one dimension."""
     sort = arg(order, 0) if is_getitem(order) and arg(order, 1) == 1 else None
     found: Node | None = arg(sort, 0) if calls(sort, aten.sort, aten.sort.stable) else None
     return found if found is not None and value_of(found).dim() == 1 else None
 
 
 def _ascends(order: Node) -> bool:
-    """Of the order of a sort: whether it is from the least to the most, which makes that of an order its inverse."""
+    """Tell whether a sort is ascending; the order of a sorted order is then its inverse."""
     sort = arg(order, 0)
     return not (arg(sort, 2) if len(sort.args) > 2 else sort.kwargs.get("descending", False))
 
 
 def _inverted_from(inverse: Node) -> Node | None:
-    """The order of which this is the inverse, written as ``inverse[order] = arange(n)``."""
-    # As numbers of another dtype it may be no index, or as a mask another one.
+    """Return the order of which this is the inverse, written as ``inverse[order] = arange(n)``."""
+    # An inverse of another dtype may be no index, or a mask.
     if not calls(inverse, aten.index_put) or writes_sums(inverse) or value_of(inverse).dtype != torch.int64:
         return None
     room, indices, numbers = (arg(inverse, place) for place in range(3))
@@ -103,7 +103,7 @@ def _inverted_from(inverse: Node) -> Node | None:
 
 
 def _counts_up(node: Any) -> bool:
-    """0, 1, 2, ..."""
+    """Tell whether values are 0, 1, 2, ..."""
     if calls(node, prims.iota):
         return (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
     if calls(node, aten.arange.start, aten.arange.start_step):
@@ -112,7 +112,7 @@ def _counts_up(node: Any) -> bool:
 
 
 def _inverse_of(order: Node, user: Node) -> Node:
-    """The inverse of an order: one that there is in front of ``user``, or a new one behind the order."""
+    """Return the inverse of an order: one that exists in front of ``user``, or a new one behind the order."""
     if (source := _inverted_from(order)) is not None:
         return source
     source = _sorted_from(order)
@@ -124,7 +124,7 @@ def _inverse_of(order: Node, user: Node) -> Node:
                 return part
     here, like = Builder(order.graph, after=order, like=order), value_of(order)
     length: Any = like.shape[0] if isinstance(like.shape[0], int) else here.length(order)
-    # What Inductor has made of arange by now.
+    # This is what Inductor has made of ``arange`` by now.
     numbers = here.call(
         prims.iota.default, length, start=0, step=1, dtype=like.dtype, device=like.device, requires_grad=False
     )

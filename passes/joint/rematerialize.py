@@ -33,7 +33,7 @@ def rematerialize(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _with_views(node: Node) -> list[Node]:
-    """A gather, and all views of its results: to save one of these would be to save the parameters."""
+    """Return a gather, and all views of its results: to save one of these would be to save the parameters."""
     found = [node]
     for seen in found:
         found += [user for user in seen.users if is_getitem(user) or is_view(user)]

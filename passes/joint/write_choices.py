@@ -39,7 +39,7 @@ def write_choices(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _are_found_along(places: Any, dimension: int) -> bool:
-    """Whether these are the second result of a top-k over ``dimension``."""
+    """Tell whether places are the second result of a top-k over ``dimension``."""
     if not is_getitem(places) or arg(places, 1) != 1 or not calls(arg(places, 0), aten.topk):
         return False
     found: Node = arg(places, 0)

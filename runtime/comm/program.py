@@ -32,7 +32,7 @@ _NOT_OF_ALL = {
 # Seconds after which a rank that is in a collective of its program counts as one that stays there.
 _STAYS = 4.0
 
-# How often this rank has called compiled models.
+# Calls of compiled models by this rank.
 _forwards = 0
 
 

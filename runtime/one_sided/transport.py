@@ -50,7 +50,7 @@ from hecate.runtime.state.settle import ExchangeFailed
 
 
 class Transport:
-    """One rank's end of all links.
+    """A rank's end of all links.
 
     All ranks begin the same exchanges in the same order, as with any collective, on one stream.
 

@@ -33,7 +33,7 @@ from hecate.runtime.state.registry import Registry
 
 @dataclass(eq=False)
 class Layer:
-    """One experts module: its owners, and records of its last step.
+    """The record of an experts module: its owners, and what its last step carried.
 
     Attributes:
         id: the number in the graph. The same on every rank, since all ranks compile the same models

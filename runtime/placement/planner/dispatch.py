@@ -18,7 +18,7 @@ Dispatch = Literal["nearest", "balanced"]
 
 @dataclass(frozen=True, eq=False)
 class Quotas:
-    """One rank's part of the exchange. Rank r's rows for d are those that d expects from r: both compute them alone.
+    """A rank's part of the exchange. Rank r's rows for d are those that d expects from r: both compute them alone.
 
     Attributes:
         sends: rows of each expert to each rank, int64 ``[E, W]``.
