@@ -35,7 +35,7 @@ class PassContext:
         tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where nothing travels
             beside compute. For predictions that all ranks must make alike.
         rematerialize: gather experts again in the backward.
-        prefetch_bytes: most bytes of parameters and of gradients on their way beside the compute; None for twice
+        prefetch_bytes: most bytes of parameters and of gradients under way beside the compute; None for twice
             the largest transfer.
         owned, slots: experts that a rank owns in one layer, and replicas that it may hold; for predictions.
         nodes, ranks_per_node: machines, and ranks on each; for predictions.
@@ -82,7 +82,7 @@ class Skip:
         where: the module.
         reason: why, in words a user can act on.
         fallback: the program is now slower than it should be, and the user is warned.
-        line: the line of model code that causes it, "file:number"; "" where nobody knows.
+        line: the line of model code that causes it, "file:number"; "" if it is not known.
         fix: what a user can do about it; "" where there is nothing to say.
     """
 

@@ -64,7 +64,7 @@ def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set
     """Return all nodes that depend on ``starts``, without ``starts`` themselves (unless on each other).
 
     Args:
-        until: the last node to look at; what depends on later ones is left out too.
+        until: the last node to look at; nodes that depend on later ones are left out, too.
     """
     return _reached(starts, lambda node: [n for n in node.users if until is None or n <= until])
 
@@ -73,7 +73,7 @@ def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[
     """Return all nodes that ``ends`` depend on, without ``ends`` themselves (unless on each other).
 
     Args:
-        since: the first node to look at; what earlier ones depend on is left out too.
+        since: the first node to look at; nodes on which earlier ones depend are left out, too.
     """
     return _reached(ends, lambda node: [n for n in node.all_input_nodes if since is None or n >= since])
 
@@ -185,7 +185,7 @@ def skip_of(
 
 
 def note(node: Node, key: str, value: int | str) -> None:
-    """Write a note on a node that autograd hands on to what it makes of it; a copy's notes are not its original's."""
+    """Write a note on a node, handed on by autograd to the nodes that it makes of it; a copy has notes of its own."""
     node.meta["custom"] = {**node.meta.get("custom", {}), key: value}
 
 

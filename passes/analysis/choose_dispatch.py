@@ -67,7 +67,7 @@ class Way:
     """The way in which the rows of a region travel.
 
     Attributes:
-        region: with what belongs to it if rows cross to each node once.
+        region: with the nodes that belong to it if rows cross to each node once.
         nodes: crossing to each node once, if they do.
         chunks: in how many parts.
         skipped: why not as the user may expect.

@@ -130,7 +130,7 @@ def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by
 
     Args:
         picks: where it reads the parameters of one expert.
-        by_node: take into it what results are multiplied with, if possible (see ``node_rows``).
+        by_node: take into it the factors of results, if possible (see ``node_rows``).
 
     Raises:
         Refused: it cannot be grouped.

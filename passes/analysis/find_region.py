@@ -129,7 +129,7 @@ def _find_region(
     entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
     exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
 
-    # Step 3: nothing but rows, slots and what all ranks have alike flows in, and nothing changes on the way.
+    # Step 3: only rows, slots and values that all ranks have alike flow in, and nothing changes on the way.
     outside = {s for n in body for s in n.all_input_nodes} - set(body)
     facts.refuse_changes_of(outside | set(body), until=body[-1])
     for node in outside - {*used, *entries, offsets, ids}:

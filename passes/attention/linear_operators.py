@@ -26,7 +26,7 @@ _KEEP_ROWS = frozenset(("expand", "unsqueeze", "alias", "detach", "_to_copy"))
 
 
 class Watch(TorchDispatchMode):
-    """Sees every ATen operator that a cone runs, and refuses what must not be run, or says too little.
+    """Sees every ATen operator that a cone runs, and refuses those that must not be run, or say too little.
 
     Attributes:
         by_rows: a block of rows is being computed, so nothing may look at other rows.

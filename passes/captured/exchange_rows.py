@@ -125,7 +125,7 @@ class _Ticket:
         offsets: ends of the slots' rows.
         rest: splits, send index and receive index.
         by_node: splits, send index, middle index and receive index for rows that cross to each node once.
-        counts, placement: what it was made from.
+        counts, placement: the nodes from which it was made.
     """
 
     offsets: Node

@@ -62,7 +62,7 @@ class _Batch:
         products: batched products of rows ``[E, C, d]`` with views ``[E, d, f]``.
         biases: views ``[E, 1, ...]`` that meet rows.
         entries: row tensors ``[E, C, ...]`` that flow in; the first dimension may be 1, for the same rows.
-        body: products and what is between them, in graph order.
+        body: products and the nodes between them, in graph order.
         exits: row tensors that flow out.
     """
 
@@ -84,7 +84,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     """Find the batched products of one layer, and check them; None if it has none.
 
     Raises:
-        Refused: what is between them needs both dimensions, or no expert's rows are together.
+        Refused: a node between them needs both dimensions, or no expert's rows are together.
     """
     views = computed_from(gathers)
     users = {user for view in views for user in view.users if user not in views}

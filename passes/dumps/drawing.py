@@ -26,7 +26,7 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 18, 34, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A node: its name, what makes it, its shape, and the boxes that it uses."""
+    """A node: its name, its operator, its shape, and the boxes that it uses."""
 
     name: str
     made_by: str

@@ -1,10 +1,10 @@
-"""Graph dumps on disk: what went in, what each pass changed, and a page that walks through it.
+"""Graph dumps on disk: the graph that went in, the changes of each pass, and a page that walks through it.
 
     rank0/index.html
     rank0/make_loops_traceable.diff          what was changed in the model's code, if anything was
     rank0/graph0/00_model.py                 what Dynamo captured
     rank0/graph0/12_exchange_rows.py, .diff  what a pass made of it, where it changed something
-    rank0/graph0/joint/, forward/, backward/ the same behind autograd
+    rank0/graph0/joint/, forward/, backward/ the same after autograd
     rank0/graph0/schedule.txt                what travels, behind how much compute
     rank0/graph0/layer_before.svg, layer_after.svg
 

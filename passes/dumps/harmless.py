@@ -13,7 +13,7 @@ def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterato
     """Turn an error of the block into a warning.
 
     Args:
-        what: what is missing then, for the warning.
+        what: the part that is missing then, for the warning.
         otherwise: called after an error.
     """
     try:

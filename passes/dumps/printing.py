@@ -1,4 +1,4 @@
-"""A graph as readable Python: one line a node, with dtype and sizes, and who wrote it.
+"""A graph as readable Python: one line a node, with dtype, sizes and the pass that wrote it.
 
     # model.py:41 in forward: hidden = tokens @ self.w_in[expert]
     rows_L0: "f32[R', 16]" = torch.ops.hecate.exchange.default(hidden, splits_L0, ...)  # exchange_rows, L0

@@ -1,11 +1,11 @@
-"""Names of values, and who wrote them: ``placement_L0``, ``send_index_L0``, ``rows_L0``.
+"""Names of values, and the passes that wrote them: ``placement_L0``, ``send_index_L0``, ``rows_L0``.
 
-FX names a value after the operator that makes it, so most of what passes insert would be ``getitem_77``. Here a value
+FX names a value after the operator that makes it, so most inserted nodes would be ``getitem_77``. Here a value
 is named as its operator was registered (``hecate.runtime.ops.registration``), with the number of its MoE layer: L0 is
-the first one of the model. What depends on a tangent is a gradient, ``grad_rows_L0``. Names are for people only; no
-pass looks at them.
+the first one of the model. Values that depend on a tangent are gradients, ``grad_rows_L0``. Names are for people
+only; no pass looks at them.
 
-A node knows who wrote it by two entries of ``meta["custom"]``, which autograd hands on to what it makes of the node:
+A node's writer is in two entries of ``meta["custom"]``, which autograd hands on to the nodes that it makes of it:
 
 - ``hecate_pass``: name of the pass that inserted it.
 - ``hecate_in``: id of the layer that it is for, where no argument says so (``Builder``).

@@ -169,7 +169,7 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
 
 
 def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequence[Node]) -> set[Node]:
-    """Return ``node`` and what it needs of the nodes behind position ``at``, without those that moved already."""
+    """Return ``node`` and its sources among the nodes behind position ``at``, without those that moved already."""
     found, stack = {node}, [node]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -246,7 +246,7 @@ def wire_bytes(start: Node, carried: Iterable[Any]) -> sympy.Expr:
 
 
 def tensors_of(start: Node) -> list[Node]:
-    """Return the payload, and what else a start copies: gradients of replicas beside those of own experts."""
+    """Return the payload, and the rest that a start copies: gradients of replicas beside those of own experts."""
     given = arguments_of(start).items()
     lists = [value for name, value in given if name != "after" and isinstance(value, (list, tuple))]
     return list(dict.fromkeys([*payload_of(start), *(node for part in lists for node in part)]))

@@ -21,7 +21,7 @@ class Phase(IntEnum):
     """
 
     WAIT = 0  # for rows, counts or gradients
-    WAIT_GATHER = 1  # for parameters: on their way for longest, so waited for last
+    WAIT_GATHER = 1  # for parameters: under way for longest, so waited for last
     START_BEHIND_WAIT = 2  # a gather that starts when an earlier one has been used
     VIEW = 3  # of a wait's results
     GAP = 4  # from here on the link is free

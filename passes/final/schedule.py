@@ -53,7 +53,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     sizes = {one: clock.bytes_in_flight(one.start, one.wait) for one in collectives if one.role != "exchange"}
     budget = context.prefetch_bytes if context.prefetch_bytes is not None else _two_layers(sizes)
 
-    # Step 1: waits stand before their first use. Without room for anything on its way, only exchanges move.
+    # Step 1: waits stand before their first use. Without room for anything under way, only exchanges move.
     if budget == 0:
         collectives = [one for one in collectives if one.role == "exchange"]
     tails = _tails(collectives)

@@ -1,4 +1,4 @@
-"""Additions to zeros in a joint graph, as autograd writes them for what was read by an index."""
+"""Additions to zeros in a joint graph, as autograd writes them for reads by an index."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
     """
     if world.group is None:
         return
-    # Collectives of a graph that are still under way would mix with these.
+    # Collectives of a graph that are still under way must not mix with these.
     world.queue.drain()
     with doing(f"the comparison of {what}"):
         text = "\n".join(lines if lines is not None else ["(not known)"]).encode()

@@ -35,7 +35,7 @@ class Collective:
         homeward: of rows, that they return to where they came from.
         hops: of rows, how often each of them is sent: 2 for those that a rank of another node passes on.
         ring_rounds: how often its bytes pass around all ranks: 2 for an all-reduce (sum, then share), 1 for an
-            all-gather, 0 if everybody sends straight to where it belongs.
+            all-gather, 0 if each rank sends straight to where its bytes belong.
         saved_in_checkpoints: whether a layer under ``torch.utils.checkpoint`` keeps its result, instead of
             communicating again in the backward.
         gathered_again: whether its result is dropped after the forward and gathered again for the backward.

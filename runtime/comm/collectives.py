@@ -108,7 +108,7 @@ def keeping_constants() -> Iterator[list[torch.Tensor]]:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
 
-    Waiting here would keep what comes next from being started. Jobs of other devices run on a thread, which may wait.
+    Waiting here would keep the next work from being started. Jobs of other devices run on a thread, which may wait.
     """
     if not tensor.is_cuda:
         return tensor.cpu()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 # Remembered collectives: those of a step or more, after which a difference is noticed at the latest.
 _LENGTH = 2048
-# A prime, so that a factor does not lose what it multiplies.
+# A prime, so that a product with a factor is 0 only if the other one is.
 _MODULUS = 2**61 - 1
 _label: ContextVar[str] = ContextVar("_label", default="")
 _purpose: ContextVar[str] = ContextVar("_purpose", default="a collective")
@@ -46,7 +46,7 @@ class Call:
     Attributes:
         number: how many the rank had started on the group, this one included.
         kind: of ``torch.distributed``: "all_to_all".
-        label: the operator, the layer and the layer's step; "" where nobody says.
+        label: the operator, the layer and the layer's step; "" where none is set.
         size: values and their type, of a row in an all-to-all and of the whole tensor in others: "4096 bfloat16".
         send, receive: rows to and from each rank, of an all-to-all.
     """
@@ -111,7 +111,7 @@ class History:
         """Record a collective that begins now.
 
         Args:
-            tensor: what is communicated. Its first dimension is split in an all-to-all.
+            tensor: the one that is communicated. Its first dimension is split in an all-to-all.
             splits: rows to and from each rank, of an all-to-all.
         """
         self.number = number = self.number + 1

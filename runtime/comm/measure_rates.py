@@ -110,7 +110,7 @@ def _on_device(work: Callable[[], object], module: Any, launches: int) -> float:
     """Return the seconds of one ``work`` between two events of the stream.
 
     Args:
-        module: ``torch.cuda``, or what it is for another kind of device.
+        module: ``torch.cuda``, or the module of another kind of device.
     """
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     module.synchronize()

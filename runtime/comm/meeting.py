@@ -40,7 +40,7 @@ def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> Non
             if problem is None and time.monotonic() > end:
                 missing = [rank for rank in ranks if not store.check([keys[rank]])]
                 problem = f"ranks {missing} did not come before the group's timeout"
-            # Once all have come, a rank may already be in what follows the meeting.
+            # Once all have come, a rank may already have gone on after the meeting.
             if problem is not None and not store.check(list(keys.values())):
                 # This rank takes back that it came: it may come later, with all others.
                 store.delete_key(keys[own])

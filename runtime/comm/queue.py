@@ -35,8 +35,8 @@ class Job:
 
     Attributes:
         queue: where it runs.
-        run: communicates and unpacks; touches nothing but its own tensors. Returns tensors that nobody else has, made
-            before, unless they are the host's (``stream_lane`` says why).
+        run: communicates and unpacks; touches nothing but its own tensors. Returns tensors without other
+            references, made before, unless they are the host's (``stream_lane`` says why).
         meanwhile: work for the host while it runs.
         finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
         on_host: the result of ``run`` is in the host's memory, and ``finish`` reads it.
@@ -183,7 +183,7 @@ class _Pending:
 
 # Spans that a queue remembers.
 _KEPT = 4096
-# The first steps have times although nobody has asked for them, so that there is something to show; some of them
+# The first steps have times although no reader has asked for them, so that there is something to show; some of them
 # compile.
 _FIRST = 5
 # The note of a collective in one piece, which has none from a graph.
@@ -291,7 +291,7 @@ class CollectiveQueue:
         return pending
 
     def hand_over(self, pending: _Pending, job: Job) -> None:
-        """Let what follows use, and free, the tensors that a job on a stream has sent and returns."""
+        """Let later work use, and free, the tensors that a job on a stream has sent and returns."""
         if self._lane is not None:
             assert pending.launched is not None
             with labelled(job.label), doing(pending.span.title):

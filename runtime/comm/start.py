@@ -40,8 +40,8 @@ def start_process_group(
     """Call ``dist.init_process_group()`` for ranks of torchrun, whatever an earlier start left in the store.
 
     Args:
-        own: what this rank tells the others before there is a group.
-        backend_for: gets what all ranks told, by rank; returns the backend, None for torch's own choice.
+        own: this rank's text for the others, from before there is a group.
+        backend_for: gets the texts of all ranks, by rank; returns the backend, None for torch's own choice.
         timeout: how long ranks wait for each other here; by default torch's.
 
     Raises:
@@ -191,7 +191,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 def end_with_agent() -> None:
     """Let this process die with torchrun's agent, however that dies. Linux only.
 
-    Nobody else would end it, and it would train, and save, on.
+    Nothing else would end it, and it would train, and save, on.
     """
     global _ends_with_agent
     if _ends_with_agent or not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:

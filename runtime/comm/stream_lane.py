@@ -28,7 +28,7 @@ class Launched:
 
     Attributes:
         stream: of the compute that started it.
-        timed: somebody will read its times.
+        timed: its times will be read.
         ended: the event recorded after it.
         times: events with times: the start on the stream of the compute, begin and end of the job, and before and
             after the wait for it.
@@ -45,7 +45,7 @@ class StreamLane:
 
     Args:
         device: whose stream it is.
-        wait: lets the host wait until what it is given, which does not block, says that it may go on.
+        wait: lets the host wait until the function that it gets, which does not block, returns true.
         cuda: ``torch.cuda``.
 
     Attributes:
@@ -70,7 +70,7 @@ class StreamLane:
 
         Args:
             dropped: jobs were started that nobody will wait for. The compute may reuse their memory only after them.
-            timed: somebody wants to know the times of this step's jobs.
+            timed: the times of this step's jobs will be read.
         """
         current = self._cuda.current_stream(self._device)
         if dropped:
@@ -129,7 +129,7 @@ class StreamLane:
         return found
 
     def forget(self, launched: Launched) -> None:
-        """Free the events of a job whose times nobody will read."""
+        """Free the events of a job whose times will not be read."""
         self._free[True].extend(launched.times.values())
         launched.times.clear()
 

@@ -16,7 +16,7 @@ from hecate.runtime.comm.messages import Awaited, carries, check_connections, cu
 from hecate.runtime.comm.start import timeout_of
 from hecate.runtime.comm.watch import Wait, give_up, reason, refuse_if_given_up, silent, watched
 
-# Seconds between two looks at what is waited for.
+# Seconds between two looks at a wait.
 ROUND = 1.0
 # Seconds of a wait after which connections to silent ranks are checked.
 _PATIENT = 4.0
@@ -39,10 +39,10 @@ def supervised(
     """Run one collective of ``group``; return when it is done, or launched where the host does not wait.
 
     Args:
-        kind: what it is called in ``torch.distributed``: "all_to_all".
+        kind: its name in ``torch.distributed``: "all_to_all".
         start: begins it; gets a tag that is equal on all ranks which are in the same collective, and in no other.
-            Returns what is waited for, if it goes over gloo.
-        tensor: what is communicated.
+            Returns the work to wait for, if it goes over gloo.
+        tensor: the one that is communicated.
         splits: rows to and from each rank, of an all-to-all.
 
     Raises:

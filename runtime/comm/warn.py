@@ -7,7 +7,7 @@ import warnings
 
 
 def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
-    """Warn on rank 0 of what all ranks have come to. Where warnings are errors, each rank raises it.
+    """Warn on rank 0 of a finding of all ranks. Where warnings are errors, each rank raises it.
 
     Args:
         rank: of the caller; every rank calls this.
@@ -21,7 +21,7 @@ def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
 
 
 def warn_alone(text: str, *, stacklevel: int = 1) -> None:
-    """Warn of what this rank alone has. Where warnings are errors it is logged, for the other ranks would wait.
+    """Warn of a finding of this rank alone. Where warnings are errors it is logged, for the other ranks would wait.
 
     Args:
         stacklevel: as ``warnings.warn`` has it, in the caller.

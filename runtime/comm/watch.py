@@ -160,7 +160,7 @@ def _entry(asked: bool) -> dict[str, Any]:
     """Return this rank's entry for the store.
 
     Args:
-        asked: somebody wants to know its last collectives, and where its program is.
+        asked: another rank wants to know its last collectives, and where its program is.
     """
     groups: dict[str, dict[str, Any]] = {}
     for group, history in known_groups():

@@ -55,7 +55,7 @@ class World:
         """Check that ``torch.distributed`` was neither started nor ended since ``hecate.compile``.
 
         Raises:
-            RuntimeError: ranks would train models of their own, or talk to nobody.
+            RuntimeError: ranks would train models of their own, or wait for ranks that are gone.
         """
         if self.group is not None:
             if not self.connected:
@@ -99,7 +99,7 @@ SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
 def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     """Return the world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
 
-    Starts ``torch.distributed`` when torchrun's environment is there and nobody has done it yet.
+    Starts ``torch.distributed`` when torchrun's environment is there and it was not started yet.
 
     Raises:
         ValueError: the mesh has more than one dimension, or ranks have their model on devices of other kinds.

@@ -6,7 +6,7 @@ from torch import Tensor
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows, room_for
 
-# Columns are a multiple of what 16 bytes hold for each thread, so loads and stores are vectors.
+# Columns are a multiple of 16 bytes for each thread, so loads and stores are vectors.
 CONFIGS = (
     {"BLOCK_ROWS": 4, "BLOCK_COLS": 512, "num_warps": 4},
     {"BLOCK_ROWS": 1, "BLOCK_COLS": 1024, "num_warps": 4},
@@ -32,8 +32,8 @@ def gather_rows(
         rows: ``[R, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
         index: int64 ``[n]`` on the same device, from 0 to R - 1; it is not checked on a GPU.
         dtype: of the result; by default that of ``out``, or else of ``rows``.
-        used: how many of ``index`` mean something, int64 ``[1]`` on the same device; by default all. Nobody may read
-            what lies behind them in the result.
+        used: how many of ``index`` mean something, int64 ``[1]`` on the same device; by default all. The rows
+            behind them in the result must not be read.
         out: contiguous ``[n, ...]`` to write into and return.
 
     Returns:

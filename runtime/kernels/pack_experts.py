@@ -38,7 +38,7 @@ def pack_experts(
         dtype: of the result; by default that of the tensors.
         in_first: how many of ``index`` are below E. The reference counts them if it is not given and there are
             experts behind, for which the host waits for the device.
-        ascending: ``index`` ascends, so what is below E comes first. The reference then need not look for it.
+        ascending: ``index`` ascends, so numbers below E come first. The reference then need not look for them.
 
     Returns:
         ``[n, width]``, contiguous; the width is that of all tensors together.

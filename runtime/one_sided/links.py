@@ -153,7 +153,7 @@ def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
 
 def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> Callable[[Mapping[str, int]], int]:
     """Return the number of programs for the rows of a chunk, for :func:`launch`: no more than it can have tiles."""
-    # A link with rows behind the first chunk has that chunk full, too. Each link may have a tile that is not full.
+    # At most ``count - first`` rows are left on all links. Each link may have a tile that is not full.
     most = min(ranks * capacity, rows.count - first)
     return lambda meta: min(_PROGRAMS, (-(-most // meta["BLOCK_ROWS"]) + ranks) * -(-width // meta["BLOCK_COLS"]))
 

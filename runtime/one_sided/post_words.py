@@ -37,7 +37,7 @@ def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: 
         chunk: ``chunk.told`` is changed.
         boards: of each rank, int64 ``[places, W]``.
         addresses: where they begin, int64 ``[W]`` on the device.
-        rank: who writes.
+        rank: the writer.
 
     Raises:
         TypeError: a number is not int64.

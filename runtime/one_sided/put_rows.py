@@ -37,11 +37,11 @@ def put_rows(
     [[3.0, 0.0], [1.0, 2.0]]
 
     Args:
-        rows: what leaves, rank by rank. The kernel casts float32, bfloat16 and float16; others are moved as they are.
-        chunk: of which nobody has been told yet.
+        rows: to send, rank by rank. The kernel casts float32, bfloat16 and float16; others are moved as they are.
+        chunk: of which no rank has been told yet.
         windows: of each rank, uint8 ``[places, W, bytes]``, a multiple of 128.
         addresses: where they begin, int64 ``[W]`` on the device of the rows.
-        rank: who writes.
+        rank: the writer.
         wire: the dtype in which rows lie in windows.
 
     Raises:

@@ -16,7 +16,7 @@ CONFIGS = ({"num_warps": 4},)
 def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return one rank's sends and receives, if as many rows as possible stay on their rank, and then on their node.
 
-    What is left lies on one line, rank by rank, and what is still wanted on another; where both lines meet, rows go
+    Rows that are left lie on one line, rank by rank, and rows still wanted on another; where both lines meet, rows go
     from the one to the other. First each node has two such lines, then all ranks have two together.
 
     >>> counts, wanted = torch.tensor([[5, 2], [7, 0]]), torch.tensor([[8, 4], [0, 2]])

@@ -1,7 +1,7 @@
 """Segments of an exchange's indices, found on the device from the rows that a rank sends and receives.
 
 ``expand_segments`` writes the indices of these segments. A program is one expert that leaves, or one slot that fills,
-and its lanes are the other ranks; each adds up what lies before it by itself.
+and its lanes are the other ranks; each adds up the lengths before it by itself.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class TicketSegments(NamedTuple):
     Attributes:
         send_starts: where each segment begins in the rank's rows, int64 ``[W * E]``, by rank and slot order there.
         send_ends: where it ends in the send buffer.
-        receive_starts: where each begins in what arrives, int64 ``[S * W]``, by slot and source.
+        receive_starts: where each begins in the rows that arrive, int64 ``[S * W]``, by slot and source.
         receive_ends: where it ends in slot order.
         slot_offsets: where each slot's rows end, int32 ``[S]``.
         splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.

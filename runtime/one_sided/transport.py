@@ -1,7 +1,7 @@
 """Exchanges as writes into other ranks' memory, of sizes that the host need not know.
 
 From each rank to each leads a link (``links``): a ring of a few places in the reader's window
-(``windows``). An exchange moves the rows of each link in chunks of what a place holds. Of both
+(``windows``). An exchange moves the rows of each link in chunks as large as a place. Of both
 links between two ranks chunk n goes at the same time. For it a rank does, one launch after the other on one stream:
 
 | step | what it does |
@@ -25,7 +25,7 @@ its links have, and ranks need not agree on how many.
 **Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Only wait waits, for
 signals of the same chunk, which are above it: of all steps that are left the smallest can run. While a rank waits,
 one warp for each other rank is busy, and no launch for which others wait comes after it: all of this holds for ranks
-on streams of one GPU, too. Each launch does what it can do at once and ends, so launches may run one after the other,
+on streams of one GPU, too. Each launch does all that it can and ends, so launches may run one after the other,
 as in the interpreter. If a rank does not come at all, a wait ends after some time: that rank is late, nothing is
 written to it or read from it from then on, and :meth:`Transport.check` names it.
 
@@ -81,22 +81,22 @@ class Transport:
         expects: Tensor | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[str, Chunk]]:
-        """Bring rows to other ranks, and theirs to their places here: yields what each step is, and then does it.
+        """Bring rows to other ranks, and theirs to their places here; yields each step, and then does it.
 
-        An exchange is all of its steps, one after the other; whoever walks through them may do other things between.
+        An exchange is all of its steps, one after the other; the caller may do other work between them.
 
         Args:
             leaving: this rank's, in places rank by rank.
             sends: how many go to each rank, int64 ``[W]`` on the device.
-            arriving: room for what comes, in places rank by rank.
+            arriving: room for the rows that come, in places rank by rank.
             most: rows that no link has more of. More than needed only costs launches.
             wire: the dtype that travels.
             expects: how many should come from each rank, int64 ``[W]`` on the device, where that is known. A word
                 does not say of which exchange it is, and a rank may have left one out: a difference is a fault.
-            stop: asked where the host waits; as soon as it is true, those that have not come are late.
+            stop: asked where the host waits; as soon as it is true, ranks that have not come are late.
 
         Raises:
-            ValueError: what leaves and what arrives have rows of different lengths, a row is longer than a segment of
+            ValueError: leaving and arriving rows have different lengths, a row is longer than a segment of
                 the window, or ``most`` is more than words can tell.
 
         Yields:

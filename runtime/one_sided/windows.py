@@ -68,7 +68,7 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
     """Return windows of ranks that are all in this process: each rank's view of the same memory.
 
     Args:
-        segment: bytes of a chunk, rounded up to what vectors need.
+        segment: bytes of a chunk, rounded up to a multiple of :data:`ALIGNMENT`.
     """
     segment = _aligned(segment)
     size = _bytes_of(world_size, segment, places)

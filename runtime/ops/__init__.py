@@ -6,9 +6,9 @@ imported, and lists them at its top:
 | file | operators |
 |---|---|
 | ``experts`` | experts come to ranks, and their gradients go back: all of a layer, or replicas |
-| ``exchange`` | who has how many rows, where they go, and the rows themselves, there and back |
-| ``exchange_nodes`` | the same for rows that cross to each node once, and are passed on inside it |
-| ``grouped_mm`` | what computes on slots |
+| ``exchange`` | counts of rows, where rows go, and the rows themselves, there and back |
+| ``exchange_nodes`` | exchanges of rows that cross to each node once, and are passed on inside it |
+| ``grouped_mm`` | products on slots |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``by_collectives``, ``by_nodes`` | how rows and replicas travel by ``torch.distributed``, without operators |
@@ -22,7 +22,7 @@ than one rank: owners may move without a recompile. A placement is data, int8 on
 flows from ``place`` to whatever uses it, so a backward always uses its forward's.
 
 ``layer`` is the number of a ``hecate.runtime.state.layer.Layer``. Operators return fresh tensors, never views
-of their inputs; what is free at one rank (``own_experts``) is a plain autograd function instead. Those that
+of their inputs; a read that is free at one rank (``own_experts``) is a plain autograd function instead. Those that
 communicate can be split into a start and a wait, and have a record that says all that others ask about them
 (``hecate.runtime.comm.collective``).
 """

@@ -69,7 +69,7 @@ def _route_fake(
 
 
 def _count_rows(offsets: Tensor, layer: int) -> Tensor:
-    # Offsets stay on the device, and are not even subtracted before somebody reads counts: the host would launch
+    # Offsets stay on the device, and are not even subtracted before counts are read: the host would launch
     # that.
     get_layer(layer).counted = offsets.clone()
     # A copy of its own, since a compiled graph may write over its results.

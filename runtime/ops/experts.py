@@ -10,7 +10,7 @@
 | ``top_up`` | ``[E_r,...], [K,...], [K'] -> [K',...]``, what ``calibrate`` added | none, see ``hold`` |
 | ``hold`` | ``[E_r,...], [K,...] -> [E_r,...], [K,...]``, views | ``sparse_reduce_scatter`` |
 
-A rank's own experts are never copied: what computes takes them and the replicas as two operands.
+A rank's own experts are never copied: products take them and the replicas as two operands.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 | ``row_slots`` | ``[S] -> [R]``, the slot of each row, S for rows behind the last offset | none |
 | ``sizes_to_offsets`` | ``S`` sizes to ``[S]``, where each slot's rows end | none |
 
-Rows behind the last offset are zero in a product. Whoever calls one ``filled`` says that there are none: on GPUs they
+Rows behind the last offset are zero in a product. ``filled`` says that there are none: on GPUs they
 are a launch of their own.
 """
 
@@ -37,12 +37,12 @@ _MOST_GROUPS = 1023
 
 
 def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch", "kernel", "loop"]:
-    """Choose what multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
+    """Choose who multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
 
     torch's kernel takes one operand. On a GPU without Triton two are joined for it.
 
     Args:
-        others: what rows are multiplied with, each ``[S, K, N]``, or other rows ``[R, N]``.
+        others: the other operands, each ``[S, K, N]``, or other rows ``[R, N]``.
     """
     native = _native_grouped_mm(x, others[0], offs)
     if not (native and len(others) == 1) and products.takes_products(x, *others):
@@ -59,7 +59,7 @@ def fits_torchs_kernel(x: Tensor, other: Tensor, offs: Tensor) -> bool:
 
     Args:
         x: rows ``[R, K]``, however many.
-        other: what rows are multiplied with ``[S, K, N]``, or other rows ``[R, N]``.
+        other: the other operand ``[S, K, N]``, or other rows ``[R, N]``.
     """
     return (
         _has_kernel(x)

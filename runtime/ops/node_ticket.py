@@ -65,7 +65,7 @@ class Leaving:
     Attributes:
         send_index: which row goes at each position of the send buffer, int64 ``[U]``.
         sent: rows to each rank, int64 ``[W]``.
-        messages: what relays must know, rank by rank, int32: how many rows come, how many copies go to each rank of
+        messages: for the relays, rank by rank, int32: how many rows come, how many copies go to each rank of
             the node, and for each copy the row that it is of; then zeros.
     """
 
@@ -103,7 +103,7 @@ def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology:
     leave = np.bincount(relays, minlength=len(sent)).astype(np.int64)
     number[keys[firsts]] = np.arange(len(firsts)) - (np.cumsum(leave) - leave)[relays]
 
-    # Step 3: what each relay must know.
+    # Step 3: the message to each relay.
     messages = np.zeros(int(lengths.sum()), dtype=np.int32)
     starts = np.cumsum(lengths) - lengths
     for node, relay in enumerate(mine.tolist()):

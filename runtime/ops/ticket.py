@@ -93,7 +93,7 @@ def make_tickets(
     Args:
         quotas: this rank's part: which of its rows go where, and which arrive.
     """
-    # Step 1: what this rank sends. A segment is the rows of one expert that go to one rank; the first rows of an
+    # Step 1: rows that leave. A segment is the rows of one expert that go to one rank; the first rows of an
     # expert go to the lowest rank. Together the segments are all rows, in order.
     experts, destinations = np.nonzero(quotas.sends)
     whole = quotas.sends[experts, destinations]
@@ -101,12 +101,12 @@ def make_tickets(
     owners = placement.owner_array[experts]
     order = np.lexsort((experts, owners, owners != destinations, destinations))
 
-    # Step 2: what it receives, [W, S] rows of each source for each slot.
+    # Step 2: the rows that it receives, [W, S] rows of each source for each slot.
     slots = placement.slots_on(rank)
     received = quotas.receives[:, slots]
 
-    # Step 3: of each chunk, its part of what leaves, and of what arrives in (source, slot) order the segments in
-    # (slot, source) order.
+    # Step 3: each chunk's part of the rows that leave, and for those that arrive in (source, slot) order the
+    # segments in (slot, source) order.
     ranges, splits = [], []
     for chunk in range(chunks):
         begin, leaving = _cut(whole, experts, chunk, chunks)

@@ -79,7 +79,7 @@ class Hecate(Policy):
 
     Attributes:
         objective: ``"time"`` chooses replicas, and how rows are split over the holders, by predicted step time;
-            ``"paper"`` is Algorithm 1 with t from what overlap hides, and the nearest holder computes.
+            ``"paper"`` is Algorithm 1 with t from the hidden time, and the nearest holder computes.
         replicas: m, most replicas on a rank; ``"auto"``: for each layer as few as are predicted to make a step almost
             as fast as all that ``replica_memory`` allows.
         replica_memory: most memory of a layer's replicas with ``"auto"``, in parts of the states (parameters,
@@ -171,7 +171,7 @@ class Hecate(Policy):
         merged, added = _merge(placement, planned, load, self._slots(layer))
         if not added.num_replicas:
             return placement
-        # The gate has run, so nothing hides what is added.
+        # The gate has run, so nothing hides the added replicas.
         extra = layer.costs.replica_seconds(added)
         before, after = self._time(layer, load, placement), self._time(layer, load, merged)
         return merged if after.compute + after.rows + extra < before.compute + before.rows else placement

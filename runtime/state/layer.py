@@ -41,8 +41,8 @@ class Layer:
         name: qualified name of the experts module.
         placer: decides who holds what.
         carrier: brings rows and experts to other ranks.
-        dtype: what its experts compute in.
-        wire_dtype: what wider rows travel in; None for their own.
+        dtype: that of its experts' compute.
+        wire_dtype: the dtype in which wider rows travel; None for their own.
         counted: rows that each rank routed to each expert in the last step, int64 ``[W, E]``, or at one rank where
             each expert's rows end, ``[E]``; None before the first step.
         unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.

@@ -40,7 +40,7 @@ class LayerPlan:
         steps_seen: over how many steps.
         step: forwards of this layer so far.
         planned: the placement of the next forward, if it is known already.
-        current: that of the last forward, with what was added after the gate; None before the first.
+        current: that of the last forward, with replicas that were added after the gate; None before the first.
         recent: placements in use, newest last: the next forward's, this one's, and a backward's of an earlier one.
     """
 
@@ -63,10 +63,10 @@ class LayerPlacer:
     Attributes:
         id: the layer's number, a key for what a policy remembers.
         name: for messages.
-        model: what all layers of the model share.
+        model: the state that all layers of the model share.
         owners: who owns what now.
-        sizes: what its experts weigh and compute.
-        plan: what it remembers between steps.
+        sizes: bytes and operations of its experts.
+        plan: its memory between steps.
     """
 
     def __init__(self, model: Placer, *, id: int, name: str, owners: Owners) -> None:

@@ -43,7 +43,7 @@ Node 1 has 16 rows for expert 0. Its two replicas compute them, so none of them 
 >>> split
 [[16, 8, 8], [16], [8], [8]]
 
-What rank 3 sends, expert by expert: its 8 rows for expert 0 stay with it, and the others go to the owners.
+Rank 3 sends, expert by expert: its 8 rows for expert 0 stay with it, and the others go to the owners.
 
 >>> print(assign_tokens(counts, choice.placement, topology, rank=3, split=split).sends)
 [[0 0 0 8]

@@ -265,7 +265,7 @@ def shed_excess(
         replicas: the ranks beside the owner that hold each expert; added to.
         free: slots left on each rank, length W; taken from.
         topology: if given, rows are split and given away as in :func:`balance_in_nodes`. A node with more than its
-            share then evens out what it has.
+            share then evens out its own rows.
 
     Returns:
         For each rank its rows of each expert that it holds.

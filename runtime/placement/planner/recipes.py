@@ -26,7 +26,7 @@ class Recipe(NamedTuple):
         in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
         fills: slots that are left are filled, that is, get replicas, as long as all transfer stays hidden. They make
             a wrong prediction cheaper, but with more holders rows are not always dispatched better. None if both are
-            to be tried; what was better is kept until both are tried again.
+            to be tried; the better one is kept until both are tried again.
     """
 
     spread: int
