@@ -166,11 +166,12 @@ def launch(
     with _ONE_AT_A_TIME, _made_current(device):
         case = _case(kernel, args, constants)
         numbers = _CHOSEN.get(case)
-        if numbers is None:
-            kernel[lambda meta: (grid(meta),)](*args, **constants)
-            _CHOSEN[case] = kernel.best_config.all_kwargs()
-        else:
+        if numbers is not None:
             kernel.fn[(grid(numbers),)](*args, **constants, **numbers)
+            return
+        kernel[lambda meta: (grid(meta),)](*args, **constants)
+        if case:
+            _CHOSEN[case] = kernel.best_config.all_kwargs()
 
 
 # The constants of each case's configuration. Triton's tuner would look for them in every launch.
@@ -178,9 +179,13 @@ _CHOSEN: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def _case(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the case that a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors."""
-    if len(kernel.configs) == 1:
-        return (kernel,)
+    """Return the case that a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors.
+
+    It is empty for a kernel without configurations, which has all constants from its caller.
+    """
+    configs = getattr(kernel, "configs", ())
+    if len(configs) < 2:
+        return (kernel,) if configs else ()
     given = dict(zip(kernel.arg_names, args, strict=False))
     values = [given[name] if name in given else constants[name] for name in kernel.keys]
     return kernel, *values, *[arg.dtype for arg in args if isinstance(arg, torch.Tensor)]

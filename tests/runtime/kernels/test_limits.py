@@ -271,6 +271,19 @@ print(gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1])).tolist())
     assert done.stdout.strip() == "[[2.0]]", done.stderr[-2000:]
 
 
+def test_a_kernel_without_configurations_is_launched_as_it_is() -> None:
+    """Kernels of attention have all constants from their caller."""
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **options: launched.append((grid({}), args, options))
+
+    for _ in range(2):
+        launch.launch(Kernel(), lambda numbers: 6, torch.device("cpu"), 1, BLOCK=2)
+    assert launched == [((6,), (1,), {"BLOCK": 2})] * 2
+
+
 def test_a_case_is_tuned_once_and_then_launched_as_it_was() -> None:
     """A case has its own values of the key and dtypes; what the tuner chose is kept, however often it is launched."""
     asked: list[Any] = []
