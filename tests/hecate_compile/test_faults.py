@@ -23,7 +23,7 @@ from hecate.runtime.comm.history import current_label
 from hecate.runtime.comm.world import World
 from tests.support.extent import ALL
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.ranks import ROOT, RanksFailed, run_ranks
+from tests.support.ranks import ROOT, RanksFailed, run_ranks, torchrun
 
 _HERE = "tests.hecate_compile.test_faults"
 # Always run: a rank that is killed, one that raises, and how waits end (tests/runtime/comm).
@@ -271,15 +271,7 @@ def test_workers_end_with_their_agent() -> None:
         script.write_text(_WORKER)
         agent = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                "2",
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "127.0.0.1:0",
+                *torchrun(2),
                 str(script),
                 folder,
             ],

@@ -200,18 +200,16 @@ def _work(function: str, rank: int, folder: Path, arguments: dict[str, Any]) -> 
 # --- torchrun ---
 
 
+def torchrun(processes: int) -> list[str]:
+    """Return the command that starts so many processes on a port of their own; the program comes behind it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+
+
 def _torchrun(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
     """Returns what went wrong, or nothing."""
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(world_size),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
+        *torchrun(world_size),
         "--module",
         "tests.support.ranks",
         function,

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import hecate
 from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import state_error
-from tests.support.ranks import ROOT, message_of, run_ranks
+from tests.support.ranks import ROOT, message_of, run_ranks, torchrun
 
 _HERE = "tests.hecate_compile.integrations.test_lightning"
 _STEPS, _CLIP = 3, 0.05
@@ -90,15 +89,7 @@ def test_lightning() -> None:
 def run_example(folder: Path, *, kill_after: str = "") -> dict[tuple[str, ...], float]:
     """The losses of each rank and step of the example, as last said; a rank is killed once ``kill_after`` exists."""
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
+        *torchrun(2),
         "--max-restarts",
         str(int(bool(kill_after))),
         "--monitor-interval",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.adversaries import Moving
 from tests.support.extent import OLD_TORCH
 from tests.support.models import batch, build
 from tests.support.parity import state_error
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, torchrun
 
 ROOT = Path(__file__).parents[3]
 _HERE = "tests.hecate_compile.integrations.test_trainer"
@@ -170,15 +169,7 @@ def test_bf16_and_checkpointing_train(ranks: Any) -> None:
 
 def test_the_example(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
+        *torchrun(2),
         str(ROOT / "examples" / "trainer.py"),
         str(tmp_path),
     ]
