@@ -15,7 +15,7 @@ from torch import nn
 from hecate.checkpoints.logical_tensor import LogicalTensor, Piece
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.private import buffers_of, is_persistent, parameters_of
-from hecate.wrap.dense_shards import is_dense_shard
+from hecate.runtime.ops.dense import DenseShard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import names_of_members
@@ -69,7 +69,7 @@ class Site:
         if is_expert_shard(shard):
             pieces = [Piece(expert, row, 1) for row, expert in enumerate(shard.experts)]
         else:
-            assert is_dense_shard(shard)
+            assert isinstance(shard, DenseShard)
             rank = shard.world.rank
             pieces = [Piece(sum(shard.counts[:rank]), 0, shard.counts[rank])]
         return {self.name: LogicalTensor.of(value, shard.full_shape, pieces)}

@@ -16,7 +16,7 @@ from hecate.commands.built import Batch, build
 from hecate.commands.free_memory import free_memory
 from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, parameters_of
-from hecate.wrap.config_value import config_value
+from hecate.wrap.attention_config import config_value
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
 
 HELP = "file.py:function that returns a model and a batch, or a config of transformers: folder, hub name or type"

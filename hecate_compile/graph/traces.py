@@ -31,8 +31,7 @@ from hecate.private import (
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.meeting import meet
-from hecate.wrap.changes import Changes
-from hecate.wrap.module_hooks import Hooks, ModuleHooks
+from hecate.wrap.changes import Changes, Hooks, ModuleHooks
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
 # so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.

@@ -8,7 +8,7 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.attention.options import UnsupportedAttentionError
-from hecate.wrap.config_value import config_value
+from hecate.wrap.attention_config import config_value
 
 
 def S2Cache(model: nn.Module) -> Any:

@@ -29,8 +29,8 @@ from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
 from hecate.training.optimizer_trial import refuse_unfit
 from hecate.training.stacked_in_groups import warn_of_decayed_vectors, warn_of_empty_groups
-from hecate.wrap.callers import called_by
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
+from hecate.wrap.graph_breaks import called_by
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 
 # The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.

@@ -1,4 +1,4 @@
-"""A model's attention as its config describes it, in the names of transformers."""
+"""A model's config: values that are equal for all its layers, and its attention, in the names of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import nn
 
 from hecate.private import ATTENTION_IMPLEMENTATION
 from hecate.runtime.attention.options import S2Attention
-from hecate.wrap.config_value import config_value
 
 # Kinds of layers that have one attention over their own tokens.
 _WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -59,3 +58,15 @@ def attention_config(model: nn.Module) -> AttentionConfig:
         implementation=getattr(found, ATTENTION_IMPLEMENTATION, None),
         positions=positions if isinstance(positions, int) else None,
     )
+
+
+def config_value(config: object, name: str) -> Any:
+    """Return ``config.name``; None where there is none, and where layers differ.
+
+    A config of transformers raises a RuntimeError where layers have numbers of their own (from 5.24), and properties
+    of other configs raise whatever they like.
+    """
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None

@@ -2,7 +2,7 @@
 
 Attributes are copied. Gradient hooks (``register_hook``) are given, on every rank, the gradient of the whole
 parameter, gathered; the rank takes its part of the result. So masks, norms and statistics are those of one process.
-What cannot be carried over is refused by name, before anything changes.
+What cannot be carried over is refused by name, before anything changes. :class:`ParameterSites` does the replacing.
 """
 
 from __future__ import annotations
@@ -228,3 +228,26 @@ def _shown(attributes: Mapping[str, Any], key: str) -> str:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} others"
+
+
+class ParameterSites:
+    """The sites of a model's parameters: ``(module, key)``, several for a tied one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Keyed by id, so that a parameter's memory is free as soon as it is replaced.
+        self._of: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for key, parameter in parameters_of(module).items():
+                if parameter is not None:
+                    self._of.setdefault(id(parameter), []).append((module, key))
+
+    def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+        """Return all sites of a parameter, in the order of modules."""
+        return self._of[id(parameter)]
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Put ``new`` at all sites of ``old``, with the attributes and hooks of ``old``."""
+        carry_over(old, new)
+        self._of[id(new)] = self._of.pop(id(old))
+        for module, key in self.of(new):
+            parameters_of(module)[key] = new

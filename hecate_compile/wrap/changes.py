@@ -1,8 +1,15 @@
-"""Notice that a compiled model got other parameters or modules, without looking at it in every step."""
+"""Notice that a compiled model got other parameters, modules or hooks, without looking at all of it in every step.
+
+Hooks on modules are traced into graphs, and Dynamo does not notice those that are registered later.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -10,6 +17,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+
+from hecate.private import HOOKS_OF_MODULES, flags_of_hooks, hooks_of_all_modules
 
 _KEY = "_hecate_changes"
 _hooks: list[Any] = []
@@ -43,3 +52,92 @@ def note_change(module: nn.Module) -> None:
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
     note_change(module)
+
+
+@dataclass(frozen=True)
+class PlacedHook:
+    """A hook and where it is: equal to itself when it was taken off and comes back there.
+
+    Attributes:
+        place: "forward_hooks on blocks.0.router".
+        name: of the function, for people.
+        flags: for each way in which a hook may be called whether this one is.
+        identity: of the function, and of the object whose method it is; no other hook has it as long as it lives.
+        alive: returns the function, or None when nobody has it any more.
+    """
+
+    place: str
+    name: str
+    flags: tuple[bool, ...]
+    identity: tuple[int, ...]
+    alive: Callable[[], Any] = field(compare=False)
+
+    @classmethod
+    def at(cls, place: str, hook: Any, flags: tuple[bool, ...]) -> PlacedHook:
+        """Describe ``hook``, which is at ``place``."""
+        # Python makes a bound method anew each time it is asked for.
+        of = (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return cls(place, name, flags, tuple(map(id, of)), _reference(hook))
+
+    def __str__(self) -> str:
+        """Return place and name, without the numbers, which differ between ranks."""
+        return f"{self.place}: {self.name}"
+
+
+def _reference(hook: Any) -> Callable[[], Any]:
+    try:
+        return weakref.WeakMethod(hook) if isinstance(hook, MethodType) else weakref.ref(hook)
+    except TypeError:
+        # The hook has no place for weak references.
+        return lambda: hook
+
+
+# In the order in which they are called.
+Hooks = tuple[PlacedHook, ...]
+
+
+class ModuleHooks:
+    """The hooks on modules inside a model, and on all modules. Hooks on the model itself are called around graphs.
+
+    Args:
+        changes: told of what is registered in the model.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes, self._seen = changes, -1
+        # A place, the hooks there by the numbers of their handles, and the numbers of those that have a flag.
+        self._places: list[tuple[str, Mapping[int, Any], Sequence[Mapping[int, bool]]]] = []
+        self._dictionaries: list[Mapping[int, Any]] = []
+        self._numbers: list[int] = []
+        self._hooks: Hooks = ()
+
+    def now(self, model: nn.Module) -> Hooks:
+        """Return all hooks that are registered now. This looks at each module's hooks, and at nothing else."""
+        if self._changes.number != self._seen:
+            self._find(model)
+        numbers = list(chain.from_iterable(filter(None, self._dictionaries)))
+        # Torch gives no number twice.
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._hooks = tuple(
+                PlacedHook.at(place, hook, tuple(number in those for those in flags))
+                for place, hooks, flags in self._places
+                for number, hook in hooks.items()
+            )
+        return self._hooks
+
+    def _find(self, model: nn.Module) -> None:
+        self._seen, self._numbers = self._changes.number, []
+        self._hooks = ()
+        self._places = [
+            (f"{kind[1:-1]} on all modules", hooks_of_all_modules(kind), flags_of_hooks(None, kind))
+            for kind in HOOKS_OF_MODULES
+        ]
+        for name, module in model.named_modules():
+            if module is not model:
+                self._places += [
+                    (f"{kind[1:-1]} on {name}", module.__dict__[kind], flags_of_hooks(module, kind))
+                    for kind in HOOKS_OF_MODULES
+                ]
+        self._dictionaries = [hooks for _, hooks, _ in self._places]

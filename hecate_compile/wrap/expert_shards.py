@@ -16,8 +16,8 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Carrier, Layer, add_layer
 from hecate.runtime.state.placer import Placer
+from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.parameter_sites import ParameterSites
 from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hecate.private import parameters_of
-from hecate.wrap.config_value import config_value
+from hecate.wrap.attention_config import config_value
 
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)

@@ -12,7 +12,7 @@ from hecate.private import parameters_of
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.world import World
-from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 Site = tuple[nn.Module, str]

@@ -10,6 +10,7 @@ import linecache
 import logging
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from functools import lru_cache
@@ -123,3 +124,14 @@ def shown(file: str, line: int) -> str:
 
 def _is_of_user(place: Place) -> bool:
     return not place[0].startswith(_NOT_OF_USERS)
+
+
+def called_by(package: str) -> bool:
+    """Return whether code of ``package`` is on the stack above the caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == package or name.startswith(f"{package}."):
+            return True
+        frame = frame.f_back
+    return False

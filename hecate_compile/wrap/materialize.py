@@ -13,7 +13,7 @@ from hecate.private import INIT_WEIGHTS, buffers_of, parameters_of, version_of
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
-from hecate.wrap.parameter_sites import ParameterSites
+from hecate.wrap.carry_over import ParameterSites
 
 
 def has_meta(model: nn.Module) -> bool:

@@ -25,10 +25,9 @@ from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
-from hecate.wrap.callers import called_by
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
-from hecate.wrap.graph_breaks import hear_graph_breaks, python_around
+from hecate.wrap.graph_breaks import called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import adapter_of
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import member_of

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hecate.private import has_flat_weights, parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import World
+from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.placer import Placer
-from hecate.wrap.dense_shards import DenseSharding
+from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.expert_shards import shard_experts
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
 from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
-from hecate.wrap.parameter_sites import ParameterSites
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import as_parameter, shard_of
 from hecate.wrap.stack_experts import save_by_old_names, stack_experts
 
 
@@ -91,3 +92,52 @@ def _copy_from_rank0(model: nn.Module, world: World) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if shard_of(tensor) is None and tensor.numel():
                 collectives.broadcast(tensor.detach(), world)
+
+
+class DenseSharding:
+    """Shards the dense parameters of one model, one module at a time.
+
+    Args:
+        found: modules whose parameters are not dense.
+    """
+
+    def __init__(self, found: Sequence[ExpertsModule], sites: ParameterSites, sync: GradientSync) -> None:
+        self._experts = {id(e.module): e.parameters for e in found}
+        self._sites, self._sync = sites, sync
+
+    def keys(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the module's own parameters that are to be sharded.
+
+        Left out are those with fewer than two rows, and those of ``nn.LSTM`` and its kin, which keep and read their
+        parameters elsewhere.
+        """
+        return tuple(
+            key
+            for key, parameter in parameters_of(module).items()
+            if parameter is not None
+            and key not in self._experts.get(id(module), ())
+            and shard_of(parameter) is None
+            and parameter.ndim > 0
+            and parameter.shape[0] > 1
+            and parameter.numel() > 0
+            and not any(has_flat_weights(holder) for holder, _ in self._sites.of(parameter))
+        )
+
+    def shard(self, name: str, module: nn.Module) -> None:
+        """Keep this rank's rows of the module's dense parameters, with rank 0's values, and free the rest.
+
+        A collective. Parameters may be on the meta device on ranks other than 0.
+        """
+        for key in self.keys(module):
+            full = parameters_of(module)[key]
+            if full is not None and shard_of(full) is None:
+                self._shard_parameter(f"{name}.{key}".lstrip("."), full)
+
+    def _shard_parameter(self, name: str, full: nn.Parameter) -> None:
+        world = self._sync.world
+        shard = add_dense_shard(name, full.shape, self._sync)
+        with torch.no_grad():
+            local = torch.zeros(shard.shape, dtype=full.dtype, device=world.device)
+            mine = local[: shard.counts[world.rank]]
+            collectives.scatter_rows(full.detach() if world.rank == 0 else None, mine, shard.counts, world)
+        self._sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))

@@ -28,7 +28,7 @@ from hecate.checkpoints.publish import discard, sync
 from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
-from hecate.wrap.dense_shards import is_dense_shard
+from hecate.runtime.ops.dense import DenseShard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -234,7 +234,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
     if shard is None or shard.world.group is None:
         return (here if tensor.expert is None else here[0]).cpu() if first else None
     world = shard.world
-    if is_dense_shard(shard):
+    if isinstance(shard, DenseShard):
         counts = shard.counts
         here = here[: counts[world.rank]]
     else:

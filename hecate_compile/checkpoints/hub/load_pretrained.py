@@ -22,7 +22,7 @@ from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.hub.read_plan import Group, ReadPlan, differences_of
 from hecate.checkpoints.hub.safe_files import SafeFiles
 from hecate.private import set_weight_conversions
-from hecate.wrap.dense_shards import is_dense_shard
+from hecate.runtime.ops.dense import DenseShard
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
@@ -142,7 +142,7 @@ def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
     if tensor.expert is not None or shard is None:
         if tensor.expert is None or tensor.row is not None:
             _copy_part(files.read(name), tensor)
-    elif is_dense_shard(shard):
+    elif isinstance(shard, DenseShard):
         rank, counts = shard.world.rank, shard.counts
         start = sum(counts[:rank])
         here[: counts[rank]].copy_(files.read(name, start, start + counts[rank]))

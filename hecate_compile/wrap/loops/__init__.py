@@ -17,14 +17,10 @@ is refused on several ranks. A mask is taken to have no negative entries.
 | file | concern |
 |---|---|
 | ``rewrite`` | which methods of which modules |
-| ``turns`` | a loop that leaves experts out, as one that does not |
+| ``turns`` | a loop that leaves experts out, as one that does not; ``bincount`` of a known length |
 | ``spellings`` | what such loops look like |
-| ``expert_number`` | the loop's variable: a tensor before, a number after |
 | ``empty_turns`` | the proof that a turn without rows changes nothing |
 | ``callees`` | whether a module in a list does anything without rows |
-| ``counts`` | ``bincount`` of a known length |
-| ``functions`` | a function from a changed syntax tree |
-| ``syntax`` | questions about syntax trees |
 """
 
 from hecate.wrap.loops.rewrite import ChangedLoops, make_loops_traceable

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from hecate.private import BatchNormBase
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.empty_turns import CHANGES, REDUCES, keeps_rows
-from hecate.wrap.loops.syntax import is_load, is_method, text_of
+from hecate.wrap.loops.spellings import is_load, is_method, text_of
 
 # Methods whose result shares the memory of the tensor that they are called on.
 _VIEWS = {

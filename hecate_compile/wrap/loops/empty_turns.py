@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import ast
 
-from hecate.wrap.loops.spellings import guard_of, searched_by
-from hecate.wrap.loops.syntax import LeftAlone, given_to, is_comment, is_load, is_method, names_assigned, text_of
+from hecate.wrap.loops.spellings import (
+    LeftAlone,
+    given_to,
+    guard_of,
+    is_comment,
+    is_load,
+    is_method,
+    names_assigned,
+    searched_by,
+    text_of,
+)
 
 # Methods that change what they are called on, and those that have no value for a tensor without rows.
 CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
