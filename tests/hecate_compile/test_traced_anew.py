@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,32 +41,29 @@ class Seen:
         self.last["out"] = out.detach()
 
 
-Put = Callable[[PlainLanguageModel, Seen], Any]
-
-
 def _double(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
     return out * 2
 
 
-PUTS: dict[str, Put] = {
-    "record": lambda model, seen: model.blocks[0].router.register_forward_hook(seen.record),
-    "change": lambda model, seen: model.norms[1].register_forward_hook(_double),
-    "before": lambda model, seen: model.blocks[1].router.register_forward_pre_hook(lambda module, args: args[0] * 2),
-    "backward": lambda model, seen: model.norms[0].register_full_backward_hook(
-        lambda module, into, out: (into[0] * 2,)
-    ),
-    "root": lambda model, seen: model.register_forward_pre_hook(lambda module, args: args),
-}
+def _hang(model: PlainLanguageModel, seen: Seen, kind: str) -> list[Any]:
+    if kind == "backward":
+        return [model.norms[0].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))]
+    return [
+        model.blocks[0].router.register_forward_hook(seen.record),
+        model.norms[1].register_forward_hook(_double),
+        model.blocks[1].router.register_forward_pre_hook(lambda module, args: args[0] * 2),
+        model.register_forward_pre_hook(lambda module, args: args),
+    ]
 
 
 def hooks() -> dict[str, Any]:
     """Put on after two steps, taken off again after some more; a training step, and one without gradients."""
     found = {}
-    for name, put in PUTS.items():
+    for name in ("forward", "backward"):
         model, reference = hecate.compile(_small(), EAGER), _small()
         errors = [step_and_compare(model, reference, batch(step)) for step in range(2)]
         seen, expected = Seen(), Seen()
-        handles = [put(model, seen), put(reference, expected)]
+        handles = _hang(model, seen, name) + _hang(reference, expected, name)
         graphs = [_graphs(model)]
         for length in (16, 17, 18, 19, 16):
             errors.append(step_and_compare(model, reference, batch(3, length=length)))
@@ -87,14 +84,14 @@ def hooks() -> dict[str, Any]:
     return found
 
 
-def hook_on_one_rank() -> list[str]:
+def hook_on_one_rank() -> str:
     """As programs have it that watch on rank 0 alone."""
     model = hecate.compile(_small(), EAGER)
     ids = batch(0)
     model(ids, ids)["loss"].backward()
     if rank_and_size()[0] == 0:
         model.blocks[0].router.register_forward_hook(_double)
-    return [message_of(lambda: model(ids, ids))]
+    return message_of(lambda: model(ids, ids))
 
 
 class Scale:
@@ -149,15 +146,6 @@ def on_and_off() -> dict[str, Any]:
     step(30)
     seen = [float(scale.seen) for scale in scales]
     return {"error": max(errors), "graphs": graphs, "seen": seen}
-
-
-@pytest.mark.distributed
-def test_hooks_that_come_back_find_their_graphs_and_those_of_hooks_that_are_gone_go() -> None:
-    for found in run_ranks(f"{_HERE}:on_and_off", 2):
-        assert found["error"] < 1e-5 and found["seen"] == [4, 4], found
-        # Without, with both orders of hooks, and nothing new from then on.
-        assert found["graphs"][:8] == [1, 2, 2, 3, 3, 3, 3, 3], found
-        assert max(found["graphs"]) <= 4 and found["graphs"][-1] <= 4, found
 
 
 _lock = threading.Lock()
@@ -218,25 +206,47 @@ def first_forwards_that_break() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.distributed
-def test_hooks_are_called_from_the_forward_behind_which_they_are_put_on() -> None:
-    for found in run_ranks(f"{_HERE}:hooks", 2):
-        for name, result in found.items():
-            assert result["error"] < 1e-5, (name, result)
-            assert result["called"] == ([6, 6] if name == "record" else [0, 0]), (name, result)
-            assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 4, (name, result)
-            assert result["back"] <= 0, "graphs of before are used again"
+def everything() -> dict[str, Any]:
+    """On one rank, in one launch."""
+    return {
+        "hooks": hooks(),
+        "on and off": on_and_off(),
+        "broke": first_forwards_that_break(),
+        "one rank": hook_on_one_rank(),
+    }
 
 
-@pytest.mark.distributed
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:everything", 2)
+
+
+pytestmark = pytest.mark.distributed
+
+
+def test_hooks_are_called_from_the_forward_after_which_they_are_put_on() -> None:
+    for name, result in (pair for found in results() for pair in found["hooks"].items()):
+        assert result["error"] < 1e-5, (name, result)
+        assert result["called"] == ([6, 6] if name == "forward" else [0, 0]), (name, result)
+        assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 4, (name, result)
+        assert result["back"] <= 0, "graphs of before are used again"
+
+
+def test_hooks_that_come_back_find_their_graphs_and_those_of_hooks_that_are_gone_go() -> None:
+    for found in (rank["on and off"] for rank in results()):
+        assert found["error"] < 1e-5 and found["seen"] == [4, 4], found
+        # Without, with both orders of hooks, and nothing new from then on.
+        assert found["graphs"][:8] == [1, 2, 2, 3, 3, 3, 3, 3], found
+        assert max(found["graphs"]) <= 4, found
+
+
 def test_a_hook_on_one_rank_is_refused_on_all() -> None:
-    for found in run_ranks(f"{_HERE}:hook_on_one_rank", 2):
-        assert all("on blocks.0.router: _double) on rank 0" in text for text in found), found
-        assert all("put them on and take them off on all ranks" in text for text in found)
+    for text in (rank["one rank"] for rank in results()):
+        assert "on blocks.0.router: _double) on rank 0" in text, text
+        assert "put them on and take them off on all ranks" in text
 
 
-@pytest.mark.distributed
-def test_ranks_do_not_part_behind_a_first_forward_that_broke() -> None:
-    for found in run_ranks(f"{_HERE}:first_forwards_that_break", 2):
+def test_ranks_do_not_part_after_a_first_forward_that_broke() -> None:
+    for found in (rank["broke"] for rank in results()):
         assert found["lazy"]["error"] < 1e-5 and found["lazy"]["graphs"][0] > found["lazy"]["graphs"][1] == 1
         assert found["recorders"]["error"] < 1e-5 and found["recorders"]["graphs"][0] == 1
