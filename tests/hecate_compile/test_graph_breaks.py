@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import hecate
+from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, run_step, state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_graph_breaks"
 EAGER = hecate.Config(backend="aot_eager")
-
-
-class Expert(nn.Module):
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, intermediate), nn.Linear(intermediate, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.up(x)))
-
-
-class ListMoE(nn.Module):
-    """A list of experts in a loop as Dynamo can have it.
-
-    Attributes:
-        most: scores are cut off there.
-    """
-
-    most = float("inf")
-
-    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
-        super().__init__()
-        self.choices = choices
-        self.router = nn.Linear(hidden, experts)
-        self.experts = nn.ModuleList(Expert(hidden, intermediate) for _ in range(experts))
-
-    def choose(self, tokens: torch.Tensor) -> Any:
-        return self.router(tokens).softmax(-1).topk(self.choices)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        weights, chosen = self.choose(tokens)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            row, choice = torch.where(chosen == number)
-            out.index_add_(0, row, expert(tokens[row]) * weights[row, choice, None])
-        return out.view_as(hidden)
 
 
 class AfterBreak(ListMoE):
@@ -72,6 +36,10 @@ def cut_off(scores: torch.Tensor, most: float) -> torch.Tensor:
 
 
 class Branching(ListMoE):
+    """Scores are cut off at ``most``."""
+
+    most = float("inf")
+
     def choose(self, tokens: torch.Tensor) -> Any:
         return cut_off(self.router(tokens), self.most).softmax(-1).topk(self.choices)
 
@@ -131,13 +99,6 @@ def branches() -> dict[str, Any]:
     return {"error": max(errors), "taken": taken}
 
 
-@pytest.mark.distributed
-def test_ranks_may_take_other_branches_where_nothing_is_communicated() -> None:
-    one, other = run_ranks(f"{_HERE}:branches", 2)
-    assert one["taken"][0] != other["taken"][0], "ranks part in the first step"
-    assert one["error"] < 1e-5 and other["error"] < 1e-5
-
-
 class Guarded(ListMoE):
     """Leaves out experts without rows and counts the others, so the loop is not rewritten, and runs as Python."""
 
@@ -156,60 +117,6 @@ class Guarded(ListMoE):
         return out.view_as(hidden)
 
 
-class GuardedByNumbers(ListMoE):
-    """DeepSeek's published evaluation: counts go to NumPy."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        weights, chosen = self.choose(tokens)
-        order = chosen.flatten().argsort()
-        outs, start = [], 0
-        for number, count in enumerate(chosen.flatten().bincount(minlength=len(self.experts)).cpu().numpy()):
-            if count == 0:
-                continue
-            outs.append(self.experts[number](tokens[order[start : start + count] // self.choices]))
-            start += int(count)
-        rows = torch.cat(outs) * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, order // self.choices, rows).view_as(hidden)
-
-
-class GuardedInside(ListMoE):
-    """A loop without conditions. What it calls leaves experts out."""
-
-    def one(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        return expert(rows)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        weights, chosen = self.choose(tokens)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            row, choice = torch.where(chosen == number)
-            torch._dynamo.graph_break()
-            out.index_add_(0, row, self.one(expert, tokens[row]) * weights[row, choice, None])
-        return out.view_as(hidden)
-
-
-class GuardedInMethod(GuardedInside):
-    def one(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() == 0:
-            return rows
-        return expert(rows)
-
-
-class GuardedExpert(Expert):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] == 0:
-            return x
-        return super().forward(x)
-
-
-class GuardedInExpert(GuardedInside):
-    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
-        super().__init__(hidden, intermediate, experts, choices)
-        self.experts = nn.ModuleList(GuardedExpert(hidden, intermediate) for _ in range(experts))
-
-
 class EveryExpert(ListMoE):
     """A loop that Dynamo leaves to Python, too, but with the same experts on all ranks, and a look at one more."""
 
@@ -217,7 +124,7 @@ class EveryExpert(ListMoE):
     left_out = (2,)
 
     def penalty(self) -> torch.Tensor:
-        return self.experts[1].up.weight.square().mean()
+        return self.experts[1].w1.weight.square().mean()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -235,33 +142,13 @@ class EveryExpert(ListMoE):
 
 
 def loops() -> dict[str, Any]:
-    """The first forward of models with layers whose loops are not traced."""
-    found: dict[str, Any] = {}
-    for kind in (Guarded, GuardedByNumbers, GuardedInMethod, GuardedInExpert):
-        model, _ = _pair(kind, layers=2)
-        found[kind.__name__] = message_of(lambda model=model: model(batch(0), batch(0)))
+    """The first forward of a model whose loop is not traced and leaves experts out, and steps of those that may."""
+    model, _ = _pair(Guarded, layers=2)
+    message, errors = message_of(lambda: model(batch(0), batch(0))), []
     for kind, config in ((EveryExpert, EAGER), (Guarded, hecate.Config(backend="aot_eager", policy="replicate"))):
         model, reference = _pair(kind, config)
-        found[f"{kind.__name__} {config.policy}"] = max(_step(model, reference, batch(step)) for step in range(2))
-    return found
-
-
-@pytest.mark.distributed
-def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> None:
-    lines = {
-        "Guarded": ("self.one(number, tokens[row])", "if row.numel() > 0:"),
-        "GuardedByNumbers": ("self.experts[number](", "if count == 0:"),
-        "GuardedInMethod": ("self.one(expert, tokens[row])", "if rows.numel() == 0:"),
-        "GuardedInExpert": ("self.one(expert, tokens[row])", "if x.shape[0] == 0:"),
-    }
-    for found in run_ranks(f"{_HERE}:loops", 2):
-        for kind, (called, decided) in lines.items():
-            message = found.pop(kind)
-            assert message.startswith("UntracedReadError: hecate: blocks.0.experts is called in a loop"), message
-            assert f"{__file__}:" in message and 'Config(policy="replicate")' in message
-            assert called in message and decided in message, message
-            assert "Dynamo broke the graph here" in message
-        assert max(found.values()) < 1e-5, found
+        errors += [_step(model, reference, batch(step)) for step in range(2)]
+    return {"message": message, "errors": errors}
 
 
 class BreakInside(PlainMoE):
@@ -320,11 +207,6 @@ def tower() -> float:
     return max(_step(model, made[1], batch(step)) for step in range(2))
 
 
-@pytest.mark.distributed
-def test_numbers_of_data_outside_of_experts_stay_python() -> None:
-    assert max(run_ranks(f"{_HERE}:tower", 2)) < 1e-5
-
-
 def recorded_in_checkpoints() -> dict[str, Any]:
     """Router logits, which hooks append to a list, of layers that are computed again in the backward."""
     reference = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
@@ -342,13 +224,6 @@ def recorded_in_checkpoints() -> dict[str, Any]:
         expected.backward()
         worst = max(worst, compare(model, loss, reference, expected.detach()).gradient)
     return {"worst": worst, "graphs": len(hecate.explain(model).graphs), "exchanged": len(hecate.stats(model).layers)}
-
-
-@pytest.mark.distributed
-def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> None:
-    for found in run_ranks(f"{_HERE}:recorded_in_checkpoints", 2):
-        assert found["worst"] < 1e-5
-        assert (found["graphs"], found["exchanged"]) == (1, 2)
 
 
 class WithImages(PlainLanguageModel):
@@ -377,9 +252,55 @@ def images_on_one_rank() -> list[str]:
     return [message_of(lambda alone=alone: train(alone)) for alone in (0, 2)]
 
 
+def everything() -> dict[str, Any]:
+    """On one rank, in one launch."""
+    return {
+        "branches": branches(),
+        "loops": loops(),
+        "tower": tower(),
+        "recorded": recorded_in_checkpoints(),
+        "images": images_on_one_rank(),
+    }
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(f"{_HERE}:everything", 2)
+
+
+@pytest.mark.distributed
+def test_ranks_may_take_other_branches_where_nothing_is_communicated() -> None:
+    one, other = (rank["branches"] for rank in results())
+    assert one["taken"][0] != other["taken"][0], "ranks part in the first step"
+    assert one["error"] < 1e-5 and other["error"] < 1e-5
+
+
+@pytest.mark.distributed
+def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> None:
+    for found in (rank["loops"] for rank in results()):
+        message = found["message"]
+        assert message.startswith("UntracedReadError: hecate: blocks.0.experts is called in a loop"), message
+        assert f"{__file__}:" in message and 'Config(policy="replicate")' in message
+        assert "self.one(number, tokens[row])" in message and "if row.numel() > 0:" in message, message
+        assert "Dynamo broke the graph here" in message
+        assert max(found["errors"]) < 1e-5, found
+
+
+@pytest.mark.distributed
+def test_numbers_of_data_outside_of_experts_stay_python() -> None:
+    assert max(rank["tower"] for rank in results()) < 1e-5
+
+
+@pytest.mark.distributed
+def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> None:
+    for found in (rank["recorded"] for rank in results()):
+        assert found["worst"] < 1e-5
+        assert (found["graphs"], found["exchanged"]) == (1, 2)
+
+
 @pytest.mark.distributed
 def test_an_input_that_one_rank_alone_is_given_is_told_with_the_way_out() -> None:
-    for first, late in run_ranks(f"{_HERE}:images_on_one_rank", 2):
+    for first, late in (rank["images"] for rank in results()):
         assert "DisagreementError: hecate: ranks disagree on collective" in late
         assert "a forward took an input that others did without, such as images" in late
         assert "DisagreementError: hecate: ranks disagree on graph 0" in first and "input L['image']" in first

@@ -31,7 +31,7 @@ class GuardedMoE(ListMoE):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.view(-1, hidden.shape[-1])
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        weights, chosen = self.choose(tokens)
         out = torch.zeros_like(tokens)
         for number in range(len(self.experts)):
             rows, choice = torch.where(chosen == number)

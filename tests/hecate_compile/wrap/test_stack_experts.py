@@ -45,9 +45,12 @@ class ListMoE(nn.Module):
     def gather(self, experts: list[Expert]) -> nn.Module:
         return nn.ModuleList(experts)
 
+    def choose(self, tokens: torch.Tensor) -> Any:
+        return self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.view(-1, hidden.shape[-1])
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
         mask = torch.nn.functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
