@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import enum
 import math
-import os
 import random
 import sys
 from functools import partial
@@ -71,17 +70,9 @@ def back(value: Any, folder: Path) -> Any:
     return read_plain(path)
 
 
+# What is drawn below is left out here.
 EXACT: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2**63,
-    -(2**64),
     10**400,
-    -(10**10_000),
     1 << 20_000,
     0.1,
     -0.0,
@@ -90,72 +81,31 @@ EXACT: list[Any] = [
     math.inf,
     -math.inf,
     math.nan,
-    -math.nan,
-    "",
     "é\U0001f600",
     "\ud800",
-    "\0",
-    '"',
-    "~",
-    b"",
-    b"\0\xff",
-    bytes(range(256)),
-    [],
-    (),
-    set(),
-    frozenset(),
-    {},
-    [[]],
-    ((),),
-    [None],
-    (1, [2, (3,)]),
-    {1, 2},
     {"a", 1, (2, 3)},
-    frozenset({1}),
     {frozenset({1}), frozenset({2, 3})},
-    {"a": {"b": {"c": [1, 2.5, None]}}},
-    {1: 2},
-    {(1, "a"): 1},
-    {None: 1},
-    {True: 1, 2: 3},
     {1.5: "x", -0.0: "y"},
-    {b"a": 1},
     {"1": "text", 1: "number"},
-    {"~": 1},
     {"~": "tuple", "items": []},
     {"~": {"~": {"~": 1}}},
-    {"items": 1},
-    {frozenset({1}): 1},
-    collections.deque([1, 2]),
     collections.deque([1, 2], maxlen=2),
-    torch.float32,
-    torch.bfloat16,
     torch.float8_e4m3fn,
-    [torch.int64],
     torch.tensor(1.5),
-    torch.tensor(True),
     torch.tensor([]),
-    torch.empty(0, 3),
     torch.empty(3, 0, dtype=torch.int8),
     torch.tensor([math.nan, math.inf, -0.0]),
     torch.arange(6).view(2, 3).t(),
     torch.arange(9)[::2],
     torch.ones(1).expand(4),
     torch.randn(3).bfloat16(),
-    torch.randn(3).half(),
-    torch.randn(3).double(),
     torch.randn(3).to(torch.float8_e5m2),
-    torch.ones(2, dtype=torch.uint64),
     torch.tensor([1 + 2j]),
     torch.Generator().manual_seed(5).get_state(),
-    torch.get_rng_state(),
-    np.arange(3),
     np.array(1.5),
-    np.array([]),
     np.zeros((2, 0)),
     np.arange(6).reshape(2, 3).T,
     np.arange(9)[::-2],
-    np.array([True, False]),
     np.float16([1.5]),
     np.array([math.nan, -0.0]),
     np.array([1 + 2j], dtype=np.complex64),
@@ -270,25 +220,13 @@ def _deep(levels: int) -> Any:
 
 REFUSED: dict[str, Any] = {
     "a object": object(),
-    "a type": int,
-    "a builtin_function_or_method": len,
     "a function": _deep,
     "a LambdaLR": torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), float),
-    "a SGD": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
-    "a Linear": nn.Linear(1, 1),
-    "a Generator": torch.Generator(),
-    "a module": os,
     "a Plain": Plain.ONE,
     "a complex": 1 + 2j,
-    "a bytearray": bytearray(b"x"),
-    "a range": range(3),
-    "a generator": (number for number in ()),
-    "a PosixPath": Path("/"),
-    "a device": torch.device("cpu"),
     "a longdouble": np.longdouble(1),
     "a datetime": np.datetime64("2020-01-01T00:00:00"),
     "a ndarray": np.array(["x"]),
-    "a ndarray, of objects": np.array([object()]),
     "an array of float128": np.ones(1, dtype=np.longdouble) if np.dtype(np.longdouble).itemsize == 16 else None,
     "an array of complex128": np.ones(1, dtype=np.complex128),
     "a Subclass": torch.ones(2).as_subclass(Subclass),
@@ -296,7 +234,6 @@ REFUSED: dict[str, Any] = {
     "on meta": torch.ones(2, device="meta"),
     "a tensor of torch.complex128": torch.ones(2, dtype=torch.complex128),
     "more than 100 deep": _deep(150),
-    "more than 100 deep, 10,000": _deep(10_000),
     "or contains itself": _in_itself(),
 }
 
@@ -314,7 +251,7 @@ def test_refused(tmp_path: Path) -> None:
             ({"~": value}, "extra['~']"),
         ):
             said = message_of(partial(hecate.save, tmp_path / "run", step=1, extra=extra))
-            assert said.startswith("TypeError: ") and place in said and name.split(",")[0] in said, (name, said)
+            assert said.startswith("TypeError: ") and place in said and name in said, (name, said)
     for extra, place in (
         ({Path("/"): 1}, "a key of extra"),
         ({1: {len: 1}}, "a key of extra[1]"),
@@ -323,6 +260,9 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError) as error:
             hecate.save(tmp_path / "run", step=1, extra=extra)
         assert place in str(error.value), error.value
+    extra = {"scheduler": REFUSED["a LambdaLR"]}
+    said = message_of(partial(hecate.async_save, tmp_path / "run", step=1, extra=extra))
+    assert "extra['scheduler'] is a LambdaLR" in said and "Save its state_dict" in said
     assert not (tmp_path / "run").exists()
 
 
