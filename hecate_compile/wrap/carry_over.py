@@ -83,14 +83,10 @@ def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: b
 
 
 def check_carried(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> None:
-    """Refuse whatever hangs on the parameters to be replaced and cannot hang on shards.
+    """Raise ValueError for whatever hangs on the parameters to be replaced and cannot hang on shards.
 
-    Args:
-        dense: those outside of experts are replaced, too.
-
-    Raises:
-        ValueError: parametrized experts, experts of a list that differ in more than values, or hooks and attributes
-            that are bound to the whole parameter.
+    That is parametrized experts, experts of a list that differ in more than values, and hooks and attributes that are
+    bound to the whole parameter. With ``dense`` parameters outside of experts are replaced, too.
     """
     for experts in found:
         _check_plain(experts)

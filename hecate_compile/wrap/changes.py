@@ -26,11 +26,7 @@ _hooks: list[Any] = []
 
 @dataclass
 class Changes:
-    """A count of registrations, shared by all modules of one compiled model.
-
-    Attributes:
-        number: how many parameters and modules have been registered. A reader remembers the number it saw last.
-    """
+    """A count of registrations, shared by all modules of one compiled model. A reader remembers the last it saw."""
 
     number: int = 0
 
@@ -60,7 +56,6 @@ class PlacedHook:
 
     Attributes:
         place: "forward_hooks on blocks.0.router".
-        name: of the function, for people.
         flags: for each way in which a hook may be called whether this one is.
         identity: of the function, and of the object whose method it is; no other hook has it as long as it lives.
         alive: returns the function, or None when nobody has it any more.
@@ -98,11 +93,7 @@ Hooks = tuple[PlacedHook, ...]
 
 
 class ModuleHooks:
-    """The hooks on modules inside a model, and on all modules. Hooks on the model itself are called around graphs.
-
-    Args:
-        changes: told of what is registered in the model.
-    """
+    """The hooks on modules inside a model, and on all modules. Hooks on the model itself are called around graphs."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes, self._seen = changes, -1

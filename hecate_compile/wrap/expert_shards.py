@@ -59,31 +59,21 @@ def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:
 
 
 def shard_experts(
-    found: Sequence[ExpertsModule], sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
-) -> list[Layer]:
-    """Keep this rank's experts of each module, with rank 0's values, and free the rest.
+    experts: ExpertsModule, sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
+) -> Layer:
+    """Keep this rank's experts of a module, with rank 0's values, free the rest, and return the record.
 
-    A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``).
-
-    Returns:
-        The record of each module. Modules that share a parameter share a record: an expert has one owner.
+    A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``). Modules that
+    share a parameter share a record: an expert has one owner.
     """
-    layers = []
-    for experts in found:
-        layer = _layer_of_shared(experts)
-        if layer is None:
-            owners = Owners.contiguous(experts.num_experts, world.size)
-            layer = add_layer(name=experts.name, owners=owners, world=world, carrier=carrier, placer=placer)
-        for key in experts.parameters:
-            _shard_parameter(experts, key, layer, sites)
-        layers.append(layer)
-    return layers
-
-
-def _layer_of_shared(experts: ExpertsModule) -> Layer | None:
-    """Return the record of a module that was sharded before and shares parameters with this one; else None."""
     shards = [shard_of(parameters_of(experts.module)[key]) for key in experts.parameters]
-    return next((shard.layer for shard in shards if is_expert_shard(shard)), None)
+    layer = next((shard.layer for shard in shards if is_expert_shard(shard)), None)
+    if layer is None:
+        owners = Owners.contiguous(experts.num_experts, world.size)
+        layer = add_layer(name=experts.name, owners=owners, world=world, carrier=carrier, placer=placer)
+    for key in experts.parameters:
+        _shard_parameter(experts, key, layer, sites)
+    return layer
 
 
 def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites) -> None:
@@ -110,8 +100,7 @@ def size_up(
 ) -> None:
     """Tell each layer one expert's bytes on the wire and FLOPs per row, in ``dtype`` or its own.
 
-    Args:
-        rematerialize: replicas are gathered again for the backward.
+    With ``rematerialize`` replicas are gathered again for the backward.
     """
     for experts, layer in zip(found, layers, strict=True):
         shapes = [p.shape[1:] for p in map(parameters_of(experts.module).get, experts.parameters) if p is not None]

@@ -74,12 +74,8 @@ def find_experts(
 ) -> tuple[list[ExpertsModule], list[PassedOver]]:
     """Return all experts modules of ``model`` in module order, and the modules that were passed over.
 
-    Args:
-        patterns: ``fnmatch`` patterns of module names; given, they alone decide.
-
-    Raises:
-        NoExpertsError: nothing found, or a pattern matches nothing usable.
-        ValueError: a module shares parameters with two others that share none.
+    ``fnmatch`` patterns of module names decide alone, if they are given. Raises NoExpertsError if nothing is found or
+    a pattern matches nothing usable, and ValueError if a module shares parameters with two others that share none.
     """
     found: list[ExpertsModule] = []
     passed_over: list[PassedOver] = []

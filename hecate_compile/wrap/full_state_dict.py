@@ -13,7 +13,7 @@ from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.world import World
 from hecate.wrap.carry_over import ParameterSites
-from hecate.wrap.shard import Shard, as_parameter, shard_of
+from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, shard_of
 
 Site = tuple[nn.Module, str]
 
@@ -97,8 +97,5 @@ def _keep_full(
 def _shard_at(module: nn.Module, prefix: str, key: str) -> Shard:
     shard = shard_of(parameters_of(module)[key])
     if shard is None:
-        raise RuntimeError(
-            f"hecate: {prefix + key} is no longer the shard that hecate.compile made; something replaced the "
-            "parameter. Load weights with load_state_dict."
-        )
+        raise no_longer_the_shard(prefix + key)
     return shard

@@ -30,14 +30,11 @@ _Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 
 
 class _Breaks(logging.Handler):
-    """Notices graph breaks in torch's log.
-
-    Attributes:
-        causes: the place where the innermost code broke, by file and line of all code that was being traced.
-    """
+    """Notices graph breaks in torch's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
+        # The place where the innermost code broke, by file and line of all code that was being traced.
         self.causes: dict[str, dict[int, Place]] = defaultdict(dict)
 
     def emit(self, record: logging.LogRecord) -> None:

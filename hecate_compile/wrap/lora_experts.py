@@ -59,13 +59,9 @@ def adapter_of(module: nn.Module, key: str) -> ExpertAdapter | None:
 
 
 def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[ExpertsModule]:
-    """Make the adapters around the modules in ``found`` parameters of these modules.
+    """Make the adapters around the modules in ``found`` parameters of these modules, and return ``found`` with them.
 
-    Returns:
-        ``found``, with the new parameters.
-
-    Raises:
-        ValueError: a parameter has several adapters, or one that is merged.
+    Raises ValueError for a parameter that has several adapters, or one that is merged.
     """
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or not hasattr(layers, "ParamWrapper"):
@@ -172,16 +168,7 @@ def _save_by_old_names(record: ExpertAdapter) -> None:
 def _load_by_old_names(record: ExpertAdapter, size: int) -> None:
     path, down, up, name = record.path, record.down, record.up, record.name
 
-    def split(
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for kind, key, parted in (("lora_A", down, _split_down), ("lora_B", up, _split_up)):
             old = f"{prefix}{kind}.{name}.weight"
             if old in state:

@@ -26,14 +26,8 @@ def make_module_real(
 ) -> list[str]:
     """Replace a module's own meta tensors, and initialize them on rank 0 as the model itself would.
 
-    The nearest enclosing ``_init_weights`` initializes them, or the module's ``reset_parameters``. Other ranks get
-    their values from rank 0.
-
-    Args:
-        skip: parameters that stay on the meta device here, because this rank keeps only a part of them.
-
-    Returns:
-        The names of tensors that no initialization wrote.
+    Other ranks get their values from rank 0. Parameters in ``skip`` stay on the meta device here, because this rank
+    keeps only a part of them. Returns the names of tensors that no initialization wrote.
     """
     module = model.get_submodule(name)
     fresh = _allocate(module, world.device, sites, skip)
@@ -81,11 +75,7 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def warn_uninitialized(names: Sequence[str], world: World) -> None:
-    """Warn of tensors that came from the meta device and have no values yet. A collective.
-
-    Args:
-        names: as rank 0 has them, which initializes; the others have none.
-    """
+    """Warn of tensors that came from the meta device and have no values yet, as rank 0 knows them. A collective."""
     if world.group is not None:
         names = json.loads(gather_texts(json.dumps(names).encode(), world)[0])
     if names:
@@ -94,5 +84,5 @@ def warn_uninitialized(names: Sequence[str], world: World) -> None:
             "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
             "with load_state_dict, or, for buffers that are not in it, by computing them again.",
             world.rank,
-            stacklevel=6,
+            stacklevel=5,
         )

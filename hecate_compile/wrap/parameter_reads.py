@@ -29,17 +29,15 @@ from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.graph_breaks import called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import adapter_of
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import no_longer_the_shard, shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
-
 # The package that looks parameters up for their names, not to compute with them.
 CHECKPOINTING = "torch.distributed.checkpoint"
-
 
 # The way out that every model has, for messages.
 WITHOUT_TRACING = (
@@ -56,22 +54,18 @@ def install_reads(
 ) -> tuple[ReplicatedParameter, ...]:
     """Swap the classes of modules with parameters. A single process without mixed precision keeps dense ones.
 
-    Args:
-        step: tells whether a forward runs: only then does a frame that Dynamo left to Python read as the model does.
-
-    Returns:
-        Records that graphs will name; they must live as long as the model.
+    ``step`` tells whether a forward runs: only then does a frame that Dynamo left to Python read as the model does.
+    Returns records that graphs will name, which must live as long as the model.
     """
     hear_graph_breaks()
     checked: set[int] = set()
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
-        member = member_of(module)
-        for key in member.keys if member is not None else ():
-            assert member is not None
-            shard = shard_of(parameters_of(member.holder)[member.keys[key]])
-            assert is_expert_shard(shard)
-            readers[key] = _read_member(key, shard.layer, step, param_dtype)
+        if (member := member_of(module)) is not None:
+            for key, stacked in member.keys.items():
+                shard = shard_of(parameters_of(member.holder)[stacked])
+                assert is_expert_shard(shard)
+                readers[key] = _read_member(key, shard.layer, step, param_dtype)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -94,8 +88,7 @@ def install_replicated_reads(
 ) -> tuple[ReplicatedParameter, ...]:
     """Swap the classes of modules with parameters that are no shards, as far as they are not read this way already.
 
-    Returns:
-        Records of the parameters that are new; they must live as long as the model.
+    Returns records of the parameters that are new, which must live as long as the model.
     """
     if sync.world.size == 1 and param_dtype is None:
         return ()
@@ -108,10 +101,7 @@ def install_replicated_reads(
             qualified = f"{name}.{key}".lstrip(".")
             records = module.__dict__.setdefault(_RECORDS, {})
             if key not in records and key in getattr(type(module), _READERS, ()):
-                raise RuntimeError(
-                    f"hecate: {qualified} is no longer the shard that hecate.compile made; something replaced the "
-                    "parameter. Load weights with load_state_dict."
-                )
+                raise no_longer_the_shard(qualified)
             record = known.get(id(parameter))
             if record is None:
                 record = known[id(parameter)] = add_replicated(module, key, sync, name=qualified)

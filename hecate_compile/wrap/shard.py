@@ -56,6 +56,14 @@ def shard_of(parameter: torch.Tensor | None) -> Shard | None:
     return getattr(parameter, _SHARD, None)
 
 
+def no_longer_the_shard(name: str) -> RuntimeError:
+    """Return the error to raise for a parameter that lost its record."""
+    return RuntimeError(
+        f"hecate: {name} is no longer the shard that hecate.compile made; something replaced the parameter. Load "
+        "weights with load_state_dict."
+    )
+
+
 def shards_with_gradients() -> list[tuple[nn.Parameter, Shard]]:
     """Return the shards of living models that have a gradient, with their records."""
     return [(parameter, shard) for parameter, shard in _alive.items() if parameter.grad is not None]

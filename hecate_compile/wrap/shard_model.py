@@ -34,53 +34,31 @@ def shard_model(
     *,
     shard_dense: bool,
 ) -> list[Layer]:
-    """Shard the experts, and with ``shard_dense`` all else too; a meta-device model gets storage on the way.
+    """Shard the experts, and with ``shard_dense`` all else too; return the record of each experts module, in order.
 
-    A collective. It goes module by module, so that a rank holds one whole module of those that are sharded at a
+    A collective. It goes module by module, so that of a model on the meta device a rank holds one whole module at a
     time: rank 0 initializes it, the others only allocate what they keep.
-
-    Returns:
-        One record for each experts module, in order.
     """
     stack_experts(found)
     sites = ParameterSites(model)
     dense = DenseSharding(found, sites, sync) if shard_dense else None
-    if has_meta(model):
-        layers = _shard_modules(model, found, world, placer, carrier, sites, dense)
-    else:
-        layers = shard_experts(found, sites, world, placer, carrier)
+    experts = {id(e.module): e for e in found}
+    is_meta, layers, uninitialized = has_meta(model), list[Layer](), list[str]()
+    for name, module in model.named_modules():
+        own = experts.get(id(module))
+        if is_meta:
+            elsewhere = (*(own.parameters if own else ()), *(dense.keys(module) if dense else ()))
+            uninitialized += make_module_real(model, name, world, sites, elsewhere if world.rank != 0 else ())
+        if own is not None:
+            layers.append(shard_experts(own, sites, world, placer, carrier))
         if dense is not None:
-            for name, module in model.named_modules():
-                dense.shard(name, module)
+            dense.shard(name, module)
+    if is_meta:
+        warn_uninitialized(uninitialized, world)
     keep_state_dicts_full(model, sites, world)
     save_by_old_names(found)
     save_adapters_by_old_names(found)
     _copy_from_rank0(model, world)
-    return layers
-
-
-def _shard_modules(
-    model: nn.Module,
-    found: Sequence[ExpertsModule],
-    world: World,
-    placer: Placer,
-    carrier: Carrier,
-    sites: ParameterSites,
-    dense: DenseSharding | None,
-) -> list[Layer]:
-    experts = {id(e.module): e for e in found}
-    layers: list[Layer] = []
-    uninitialized: list[str] = []
-    for name, module in model.named_modules():
-        own = experts.get(id(module))
-        elsewhere = (*(own.parameters if own else ()), *(dense.keys(module) if dense else ()))
-        skip = elsewhere if world.rank != 0 else ()
-        uninitialized += make_module_real(model, name, world, sites, skip)
-        if own is not None:
-            layers += shard_experts([own], sites, world, placer, carrier)
-        if dense is not None:
-            dense.shard(name, module)
-    warn_uninitialized(uninitialized, world)
     return layers
 
 
@@ -95,11 +73,7 @@ def _copy_from_rank0(model: nn.Module, world: World) -> None:
 
 
 class DenseSharding:
-    """Shards the dense parameters of one model, one module at a time.
-
-    Args:
-        found: modules whose parameters are not dense.
-    """
+    """Shards the parameters of one model that are not those of ``found``, one module at a time."""
 
     def __init__(self, found: Sequence[ExpertsModule], sites: ParameterSites, sync: GradientSync) -> None:
         self._experts = {id(e.module): e.parameters for e in found}
@@ -108,19 +82,21 @@ class DenseSharding:
     def keys(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the module's own parameters that are to be sharded.
 
-        Left out are those with fewer than two rows, and those of ``nn.LSTM`` and its kin, which keep and read their
-        parameters elsewhere.
+        Left out are those with fewer than two rows, those that are an experts module's anywhere, and those of
+        ``nn.LSTM`` and its kin, which keep and read their parameters elsewhere.
         """
         return tuple(
             key
             for key, parameter in parameters_of(module).items()
             if parameter is not None
-            and key not in self._experts.get(id(module), ())
             and shard_of(parameter) is None
             and parameter.ndim > 0
             and parameter.shape[0] > 1
             and parameter.numel() > 0
-            and not any(has_flat_weights(holder) for holder, _ in self._sites.of(parameter))
+            and not any(
+                has_flat_weights(holder) or own in self._experts.get(id(holder), ())
+                for holder, own in self._sites.of(parameter)
+            )
         )
 
     def shard(self, name: str, module: nn.Module) -> None:

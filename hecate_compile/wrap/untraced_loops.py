@@ -33,13 +33,9 @@ _LEAVES_IN_FRONT, _LEAVES_LATER = (ast.Return, ast.Break, ast.Continue), (ast.Re
 
 @dataclass(frozen=True, eq=False)
 class _Line:
-    """A line that runs.
+    """A line that runs: the function that has it, values of local names, and the module whose method it is in.
 
-    Attributes:
-        function: the tree of the function that has it.
-        values: what local names have, as far as it is known.
-        owner: the module that the function is a method of.
-        frame: None if the line was traced; then only ``self`` is known.
+    ``frame`` is None if the line was traced; then only ``self`` is known.
     """
 
     place: Place
@@ -54,12 +50,10 @@ class _Line:
 
 
 def chosen_by_data(frame: FrameType, layer: Layer, traces: Iterable[str]) -> str | None:
-    """The lines of a loop that calls experts of a list by what data say; None if there is none.
+    """Return the lines of a loop that calls a layer's listed experts by what data say; None if there is none.
 
-    Args:
-        frame: the frame that called what was traced.
-        layer: that of the experts.
-        traces: the stacks of that code, as torch prints them, where it reads their parameters.
+    ``frame`` called what was traced; ``traces`` are stacks of that code, as torch prints them, where it reads the
+    parameters of experts.
     """
     running = [line for found in user_frames(frame) if (line := _running(found)) is not None]
     modules = list(_from_experts_out(running, layer))

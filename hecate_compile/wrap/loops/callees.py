@@ -17,20 +17,8 @@ from hecate.wrap.loops.empty_turns import CHANGES, REDUCES, keeps_rows
 from hecate.wrap.loops.spellings import is_load, is_method, text_of
 
 # Methods whose result shares the memory of the tensor that they are called on.
-_VIEWS = {
-    "detach",
-    "expand",
-    "flatten",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "squeeze",
-    "t",
-    "transpose",
-    "unsqueeze",
-    "view",
-}
+_VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
+_VIEWS |= {"t", "transpose"}
 
 
 def minds_no_rows(experts: ExpertsModule) -> str | None:

@@ -18,25 +18,8 @@ from hecate.wrap.loops.spellings import (
 
 # Methods that change what they are called on, and those that have no value for a tensor without rows.
 CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
-REDUCES = {
-    "mean",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "aminmax",
-    "var",
-    "std",
-    "median",
-    "argmax",
-    "argmin",
-    "quantile",
-    "mode",
-    "norm",
-    "kthvalue",
-    "item",
-    "tolist",
-}
+REDUCES = {"mean", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "item", "tolist"}
+REDUCES |= {"var", "std", "median", "quantile", "mode", "norm"}
 
 
 class Rows:

@@ -25,13 +25,7 @@ log = logging.getLogger("hecate")
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """A changed function.
-
-    Attributes:
-        lines: where it was changed.
-        loop: the first line of a loop that left experts out, if there is one.
-        diff: the lines of a unified diff of the unparsed sources.
-    """
+    """A changed function: the lines that changed, the first of a loop that left experts out, and a unified diff."""
 
     function: FunctionType
     lines: list[int]
@@ -50,11 +44,8 @@ class ChangedLoops:
 def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
     """Change loops over experts in the methods of experts modules and of the modules that they are in.
 
-    Args:
-        ranks: how many there are; on several a loop that is left unchanged cannot be traced later.
-
-    Raises:
-        ValueError: on several ranks, a loop leaves out experts without rows, and has to.
+    Raises ValueError if on several ranks, where an unchanged loop cannot be traced later, a loop leaves out experts
+    without rows, and has to.
     """
     near: dict[str, list[ExpertsModule]] = {}
     for experts in found:
@@ -119,11 +110,7 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
-    """Return the function with its loops changed, and their lines; None if there are none.
-
-    Args:
-        listed: whether ``self.experts`` is a list of modules.
-    """
+    """Return the function with its loops changed; None if there are none. ``listed``: ``self.experts`` is a list."""
     inner = vars(function).get("__wrapped__")
     if isinstance(inner, FunctionType):
         found = _rewritten(inner, listed)

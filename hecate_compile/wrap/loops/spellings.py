@@ -55,8 +55,7 @@ def names_assigned(node: ast.AST) -> list[str]:
 class Hits:
     """The experts of ``mask``, in its first dimension, that have any token in its ``depth`` others.
 
-    Attributes:
-        numbers: a loop gets numbers, not rows of one number each.
+    With ``numbers`` a loop gets numbers, not rows of one number each.
     """
 
     mask: str
@@ -145,11 +144,8 @@ def guard_of(node: ast.stmt) -> Guard | None:
     for name in sorted({n.id for n in ast.walk(node.test) if is_load(n)}):
         counts = {f"{name}.numel()", f"{name}.nelement()", f"{name}.shape[0]", f"{name}.size(0)", f"len({name})"}
         masks = {
-            f"{name}.any()",
             f"torch.any({name})",
-            f"{name}.sum()",
-            f"{name}.any().item()",
-            f"{name}.sum().item()",
+            *(f"{name}.{end}" for end in ("any()", "sum()", "any().item()", "sum().item()")),
         }
         for count in sorted(counts | masks):
             if text in (f"{count} == 0", f"not {count}", f"{count} < 1") and leaves:
