@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "150"
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ import torch._dynamo.pgo
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sizes that torch saw change in one test are not dynamic in the next, nor is a failing test's grad mode kept."""
     torch._dynamo.pgo.reset_code_state()
+    if request.path.relative_to(Path(__file__).parent).parts[0] in ("passes", "runtime"):
+        # These capture graphs with a plain torch.compile. Torch counts a function's graphs over all tests; Hecate
+        # does so per model.
+        torch._dynamo.reset()
     yield
     torch.set_grad_enabled(True)

@@ -42,6 +42,11 @@ class ExpertAdapter:
     transposed: bool
 
     @property
+    def kinds(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """The keys, each after PEFT's name of the adapter's half."""
+        return ("lora_A", self.down), ("lora_B", self.up)
+
+    @property
     def is_active(self) -> bool:
         """True while PEFT has it switched on."""
         return not self.wrapper.disable_adapters and self.name in self.wrapper.active_adapters
@@ -104,25 +109,33 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
-    key, (adapter,) = wrapper.parameter_name, wrapper.lora_A
-    size, down, up = experts.num_experts, wrapper.lora_A[adapter], wrapper.lora_B[adapter]
-    record = ExpertAdapter(
-        wrapper,
-        adapter,
-        _path(wrapper, experts.module),
-        f"{key}_lora_A",
-        f"{key}_lora_B",
-        transposed=is_transposed(wrapper),
-    )
-    inner = experts.module
+    key, (adapter,), inner = wrapper.parameter_name, wrapper.lora_A, experts.module
+    path = next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
+    down, up = f"{key}_lora_A", f"{key}_lora_B"
+    record = ExpertAdapter(wrapper, adapter, path, down, up, transposed=is_transposed(wrapper))
     with torch.no_grad():
-        for own, linear, split in ((record.down, down, _split_down), (record.up, up, _split_up)):
-            weight = split(linear.weight.detach(), size).clone(memory_format=torch.contiguous_format)
+        for kind, own in record.kinds:
+            linear = getattr(wrapper, kind)[adapter]
+            weight = _split(kind, linear.weight.detach(), experts.num_experts)
+            weight = weight.clone(memory_format=torch.contiguous_format)
             parameters_of(inner)[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
             parameters_of(linear)["weight"] = None
     inner.__dict__.setdefault(_ADAPTERS, {})[key] = record
-    _load_by_old_names(record, size)
-    return record.down, record.up
+    _load_by_old_names(record, experts.num_experts)
+    return down, up
+
+
+# PEFT's shapes: [E r, in], expert by expert; [out, r E], with the experts as the last of the two.
+def _split(kind: str, weight: torch.Tensor, size: int) -> torch.Tensor:
+    if kind == "lora_A":
+        return weight.reshape(size, -1, weight.shape[1])
+    return weight.reshape(weight.shape[0], -1, size).permute(2, 0, 1)
+
+
+def _join(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    if kind == "lora_A":
+        return weight.reshape(-1, weight.shape[2])
+    return weight.permute(1, 2, 0).reshape(weight.shape[1], -1)
 
 
 def save_adapters_by_old_names(found: Sequence[ExpertsModule]) -> None:
@@ -132,46 +145,21 @@ def save_adapters_by_old_names(found: Sequence[ExpertsModule]) -> None:
             _save_by_old_names(record)
 
 
-# PEFT's shapes: [E r, in], expert by expert; [out, r E], with the experts as the last of the two.
-def _split_down(weight: torch.Tensor, size: int) -> torch.Tensor:
-    return weight.reshape(size, -1, weight.shape[1])
-
-
-def _join_down(weight: torch.Tensor) -> torch.Tensor:
-    return weight.reshape(-1, weight.shape[2])
-
-
-def _split_up(weight: torch.Tensor, size: int) -> torch.Tensor:
-    return weight.reshape(weight.shape[0], -1, size).permute(2, 0, 1)
-
-
-def _join_up(weight: torch.Tensor) -> torch.Tensor:
-    return weight.permute(1, 2, 0).reshape(weight.shape[1], -1)
-
-
-def _path(wrapper: nn.Module, inner: nn.Module) -> str:
-    return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
-
-
 def _save_by_old_names(record: ExpertAdapter) -> None:
-    path, down, up, name = record.path, record.down, record.up, record.name
-
     def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for kind, key, joined in (("lora_A", down, _join_down), ("lora_B", up, _join_up)):
-            whole = state.pop(prefix + path + key, None)
+        for kind, key in record.kinds:
+            whole = state.pop(prefix + record.path + key, None)
             if whole is not None:
-                state[f"{prefix}{kind}.{name}.weight"] = joined(whole).clone()
+                state[f"{prefix}{kind}.{record.name}.weight"] = _join(kind, whole).clone()
 
     record.wrapper.register_state_dict_post_hook(join)
 
 
 def _load_by_old_names(record: ExpertAdapter, size: int) -> None:
-    path, down, up, name = record.path, record.down, record.up, record.name
-
     def split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for kind, key, parted in (("lora_A", down, _split_down), ("lora_B", up, _split_up)):
-            old = f"{prefix}{kind}.{name}.weight"
+        for kind, key in record.kinds:
+            old = f"{prefix}{kind}.{record.name}.weight"
             if old in state:
-                state[prefix + path + key] = parted(state.pop(old), size)
+                state[prefix + record.path + key] = _split(kind, state.pop(old), size)
 
     record.wrapper.register_load_state_dict_pre_hook(split)

@@ -7,6 +7,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -167,234 +169,81 @@ def test_counts_of_a_known_length(kind: type[Experts]) -> None:
         module(torch.zeros(6, 3))
 
 
-class Counts(Experts):
-    """A turn adds to something that is no row."""
+GUARDED = """
+def forward(self, out):
+    for expert in range(self.num_experts):
+        (token,) = torch.where(self.chosen[:, 0] == expert)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, self.tokens[token] @ self.w[expert])
+    return out
+"""
+HITS = """
+def forward(self, out):
+    mask = self.mask()
+    hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()
+    for expert in hit:
+        _, token = torch.where(mask[expert[0]])
+        out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
+    return out
+"""
+COUNTS = """
+def forward(self, out):
+    return out + torch.bincount(self.chosen[:, 0] + 3, minlength=4).sum()
+"""
 
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        turns = 0
-        for expert in self.mask_of().sum(-1).nonzero():
-            turns += 1
-            (token,) = torch.where(self.mask_of()[expert[0]])
-            out.index_add_(0, token, self.tokens[token])
-        return out * turns
-
-    def mask_of(self) -> torch.Tensor:
-        return (self.chosen == torch.arange(4)).t()
-
-
-class Other(Experts):
-    """What is left out has rows in another way than what is written."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        for expert in range(self.num_experts):
-            (token,) = torch.where(self.chosen[:, 0] == expert)
-            everybody = torch.arange(6)
-            if token.numel() == 0:
-                continue
-            out.index_add_(0, everybody, self.tokens @ self.w[expert])
-        return out
-
-
-class Threshold(Experts):
-    """Experts with few tokens are left out, too."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask = self.mask()
-        hit = torch.greater(mask.sum(dim=(-1, -2)), 3).nonzero()
-        for expert in hit:
-            _, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out
-
-
-class Carried(Experts):
-    """A turn needs what the last one with rows has left."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        last = torch.zeros(1, 3)
-        for expert in range(self.num_experts):
-            (token,) = torch.where(self.chosen[:, 0] == expert)
-            if token.numel() == 0:
-                continue
-            current = self.tokens[token] @ self.w[expert] + last
-            last = current[:1]
-            out.index_add_(0, token, current)
-        return out
-
-
-class AnotherMask(Experts):
-    """The mask changes between the hits and the loop."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask = self.mask()
-        hit = mask.sum(dim=(-1, -2)).nonzero()
-        mask = mask.flip(0)
-        for expert in hit:
-            _, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out
+# A loop, and what is another in it.
+LEFT_ALONE = {
+    "a turn counts": (HITS, "_, token", "turns += 1\n        _, token"),
+    "other rows are written": (GUARDED, "index_add_(0, token", "index_add_(0, everybody"),
+    "experts with few tokens are left out, too": (HITS, "greater(0)", "greater(3)"),
+    "a turn needs what the last one left": (
+        GUARDED,
+        "out.index_add_(0, token, self.tokens[token] @ self.w[expert])",
+        "now = self.tokens[token] @ self.w[expert] + last\n"
+        "        last = now[:1]\n"
+        "        out.index_add_(0, token, now)",
+    ),
+    "the mask changes after the hits": (HITS, "for expert", "mask = mask.flip(0)\n    for expert"),
+    "a turn ends the loop": (GUARDED, "    return out", "        if expert > 2:\n            break\n    return out"),
+    "a guard asks for something else": (
+        HITS,
+        "out.",
+        "strong = self.tokens[token, 0] > 5\n        if not strong.any():\n            continue\n        out.",
+    ),
+    "rows that nothing found": (GUARDED, "torch.where(self.chosen[:, 0] == expert)", "ids[expert]"),
+    "the expert's own line is written": (GUARDED, "out.index_add_(0, token, self", "out[expert] = (self"),
+    "the expert's own line is changed, too": (GUARDED, "out.", "used[expert] += 1\n        out."),
+    "changed through a view": (HITS, "out.", "line = used[token[:1]].add_(1)\n        out."),
+    "some of the experts": (HITS, "mask.sum", "mask[:1].sum"),
+    "hits that may be given": (HITS, "(self, out)", "(self, out, hit)"),
+    "a mean over no rows": (GUARDED, "self.w[expert])", "(self.w[expert] * self.tokens[token].abs().mean()))"),
+    "the name that is asked is another": (
+        GUARDED,
+        "if token",
+        "rows = self.tokens[token]\n        rows = self.w.new_zeros(self.num_experts - expert - 1)\n        if rows",
+    ),
+    "the loop's variable has another use": (HITS, "return out", "return out + expert"),
+    "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),
+}
 
 
-class Stops(Experts):
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        for expert in range(self.num_experts):
-            (token,) = torch.where(self.chosen[:, 0] == expert)
-            if token.numel() == 0:
-                continue
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert])
-            if expert > 2:
-                break
-        return out
-
-
-class OtherGuard(Experts):
-    """A guard in a loop over hits that asks for something else than rows."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask = self.mask()
-        hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()
-        for expert in hit:
-            _, token = torch.where(mask[expert[0]])
-            strong = self.tokens[token, 0] > 5
-            if not strong.any():
-                continue
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out
-
-
-class Pooled(Experts):
-    """What is written is the expert's own line, rows or not."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        parts = self.tokens.split([3, 3, 0, 0])
-        for expert in range(self.num_experts):
-            rows = parts[expert]
-            if rows.shape[0] == 0:
-                continue
-            out[expert] = (rows @ self.w[expert]).sum(0) + 1
-        return out
-
-
-class Used(Experts):
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        dispatch = self.mask().sum(1).bool()
-        used = torch.zeros(4)
-        for expert in range(self.num_experts):
-            mask = dispatch[expert]
-            if not mask.any():
-                continue
-            used[expert] += 1
-            out[mask] += self.tokens[mask] @ self.w[expert]
-        return out * used.sum()
-
-
-class ChangedThrough(Experts):
-    """Through a view, or a method that changes its tensor."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask, used = self.mask(), torch.zeros(4)
-        for expert in mask.sum(dim=(-1, -2)).nonzero():
-            _, token = torch.where(mask[expert[0]])
-            line = used[token[:1]].add_(1)
-            out.index_add_(0, token, self.tokens[token] + line.sum())
-        return out
-
-
-class SomeExperts(Experts):
-    """Not all experts of the mask, but some of them."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask = self.mask()
-        hit = mask[:1].sum(dim=(-1, -2)).greater(0).nonzero()
-        for expert in hit:
-            _, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out
-
-
-class Given(Experts):
-    """The hits may come from outside."""
-
-    def forward(self, out: torch.Tensor, hit: torch.Tensor | None = None) -> torch.Tensor:
-        mask = self.mask()
-        if hit is None:
-            hit = mask.sum(dim=(-1, -2)).greater(0).nonzero()
-        for expert in hit:
-            _, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out
-
-
-class Mean(Experts):
-    """A mean over no rows is not a number, and so is its gradient."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        for expert in range(self.num_experts):
-            (token,) = torch.where(self.chosen[:, 0] == expert)
-            if token.numel() == 0:
-                continue
-            scale = self.tokens[token].abs().mean()
-            out.index_add_(0, token, self.tokens[token] @ (self.w[expert] * scale))
-        return out
-
-
-class Renamed(Experts):
-    """The name that is asked has become something else."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        for expert in range(self.num_experts):
-            (token,) = torch.where(self.chosen[:, 0] == expert)
-            rows = self.tokens[token]
-            rows = self.w.new_zeros(self.num_experts - expert - 1)
-            if rows.numel() == 0:
-                continue
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert] + 1)
-        return out
-
-
-class Again(Experts):
-    """The loop's variable has another use in the function."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        mask = self.mask()
-        for expert in mask.sum(dim=(-1, -2)).nonzero():
-            _, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
-        return out + expert
-
-
-class Sentinel(Experts):
-    """Ids beyond the experts, of tokens that were dropped."""
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        return out + torch.bincount(self.chosen[:, 0] + 3, minlength=4)[:4].sum()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Counts,
-        Other,
-        Threshold,
-        Carried,
-        AnotherMask,
-        Stops,
-        OtherGuard,
-        Pooled,
-        Used,
-        ChangedThrough,
-        SomeExperts,
-        Given,
-        Mean,
-        Renamed,
-        Again,
-        Sentinel,
-    ],
-)
-def test_left_alone(kind: type[Experts]) -> None:
+def changed_in(forward: str, path: Path) -> ChangedLoops:
+    """What is changed in a module with this forward, whose source is in a file."""
+    path.write_text("class Case(Experts):" + indent(forward, " " * 4))
+    kind = run_path(str(path), {"Experts": Experts, "torch": torch})["Case"]
     module = kind()
-    assert make_loops_traceable(module, find_experts(module)[0]) == ChangedLoops()
-    assert type(module) is kind is class_before(module)
+    changed = make_loops_traceable(module, find_experts(module)[0])
+    assert (type(module) is kind) is (not changed.places) and class_before(module) is kind
+    return changed
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_alone(name: str, tmp_path: Path) -> None:
+    code, old, new = LEFT_ALONE[name]
+    assert code.count(old) == 1
+    assert changed_in(code, tmp_path / "as it is.py").places
+    assert changed_in(code.replace(old, new), tmp_path / "another.py") == ChangedLoops()
 
 
 def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:
