@@ -5,9 +5,7 @@ that stay: inputs, gradients, and the tables that say who holds which replicas
 (:class:`~hecate.runtime.one_sided.replays.FollowedTables`). While the backward runs the host reads the counts of the
 forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
 
-Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come. Tested on
-one GPU (docs/gpu.md), and without one by a recorder that runs the same code again, while graphs still carry the first
-placement.
+Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come.
 """
 
 from __future__ import annotations
@@ -33,12 +31,9 @@ _TRAINING = StepMode(training=True, first=False)
 
 
 class Recorder(Protocol):
-    """A recorder of launches, which launches them again.
+    """A recorder of launches, which launches them again."""
 
-    Attributes:
-        host_runs: in a replay the host's part runs again, too.
-    """
-
+    # In a replay the host's part runs again, too.
     host_runs: bool
 
     def warm_up(self, run: Callable[[], None]) -> None:
@@ -89,21 +84,42 @@ class CudaGraphs:
         return tuple(replays)
 
 
-@dataclass(eq=False)
-class _Figures:
-    """The fields that a recorded forward and backward left in a layer's record, to be restored in each replay."""
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """A recorded forward and backward.
 
-    counted: Tensor | None
-    unread: list[tuple[int, Tensor]]
-    arrived: Tensor | None
+    Attributes:
+        figures: what recording left in ``counted``, ``unread`` and ``arrived`` of each layer's record.
+        gradients: where the backward writes them.
+        tensors: the parameters and buffers that it reads. Kept, so that an equal address is equal memory: else
+            ranks could come to different answers.
+        trained: which parameters had a gradient.
+    """
 
-    @classmethod
-    def of(cls, layer: Layer) -> _Figures:
-        return cls(layer.counted, list(layer.unread), layer.arrived)
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    figures: list[tuple[Layer, Tensor | None, list[tuple[int, Tensor]], Tensor | None]]
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    tensors: list[Tensor]
+    trained: list[bool]
 
-    def restore(self, layer: Layer) -> None:
-        layer.counted, layer.unread, layer.arrived = self.counted, list(self.unread), self.arrived
-        layer.bytes_sent = layer.node_bytes_sent = 0
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether the model has the same tensors, and trains the same. All ranks answer alike."""
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+        return [
+            tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())
+        ] == addresses and trained == self.trained
+
+    def restore_figures(self) -> None:
+        for layer, counted, unread, arrived in self.figures:
+            layer.counted, layer.unread, layer.arrived = counted, list(unread), arrived
+            layer.bytes_sent = layer.node_bytes_sent = 0
+
+    def restore_gradients(self) -> None:
+        for parameter, gradient in self.gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
 
 
 def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> None:
@@ -123,17 +139,7 @@ class CapturedStep:
     """A captured step, as :func:`hecate.capture` makes it. Making it is a collective, and so is each call.
 
     Args:
-        model: the model whose step it is.
-        compiled: the callable that ``model(...)`` runs.
-        layers: the model's MoE layers.
         gathers: how often replicas are gathered in a step.
-        forward: calls the model and returns a scalar loss.
-        inputs: inputs of ``forward``, in the shapes of all steps.
-        warm_up: forwards and backwards before the first capture.
-        recorder: recorder of CUDA graphs.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as ``hecate.capture``.
 
     Attributes:
         captures: how often it was captured: again if a plan has no room, owners changed, or parameters are others.
@@ -155,22 +161,17 @@ class CapturedStep:
     ) -> None:
         self._model, self._compiled, self._forward, self._recorder = model, compiled, forward, recorder
         self._world, self._gathers = world, gathers
+        self._carrier, self._tables = compiled.between.carrier, compiled.between.carrier.replays(placer)
         self._check_devices(inputs)
         self._inputs = tuple(value.detach().clone() for value in inputs)
         self._loss: Tensor | None = None
-        self._replays: tuple[Callable[[], None], ...] = ()
-        self._follows = compiled.between.carrier.replays(placer)
-        self._figures: list[_Figures] = []
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        # Kept, so that an equal address is equal memory: else ranks could come to different answers.
-        self._tensors: list[Tensor] = []
-        self._trained: list[bool] = []
+        self._recorded: _Recorded | None = None
         self._constants: list[Tensor] = []
         self.captures = 0
         for _ in range(max(1, warm_up)):
             recorder.warm_up(self._run_both)
         self._clear_gradients()
-        compiled.between.carrier.settle(whole=True)
+        self._carrier.settle(whole=True)
         self._check_averages()
         self._all_layers = tuple(dict.fromkeys(layers))
         # At one rank none is placed, nor are those that gather their experts.
@@ -179,112 +180,106 @@ class CapturedStep:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Run a forward and backward, and return the loss, detached."""
         with telling("in a captured step"):
-            return self._step(inputs)
+            self._check_inputs(inputs)
+            self._check_synchronization()
+            placements = self._begin(inputs)
+            recorded = self._recorded_for(placements)
+            forward_ends = self._replay(recorded)
+            # While the backward runs, the host learns of the forward, and plans.
+            self._learn(recorded, placements, forward_ends)
+            for layer in self._layers:
+                layer.placer.plan_ahead()
+            if self._compiled.after is not None:
+                self._compiled.after()
+            assert self._loss is not None
+            return self._loss.detach()
 
-    def _step(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        self._check(inputs)
-        compiled = self._compiled
-        if not compiled.outside_gradients.synchronizes:
-            raise RuntimeError(
-                "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
-                "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
-            )
-        # Step 1: the work between two steps, and the placements of this one.
-        compiled.between(_TRAINING)
+    # --- the parts of a step ---
+
+    def _begin(self, inputs: tuple[Tensor, ...]) -> dict[Layer, Placement]:
+        """Do the work between two steps, bring the inputs, and return the placements of this step."""
+        self._compiled.between(_TRAINING)
         placements = {layer: layer.placer.take() for layer in self._layers}
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
-        if self._replays and self._follows.have_room(placements) and self._same_tensors():
-            self._follows.write(placements)
-        else:
-            self._capture(placements)
-        # Step 2: both graphs, and nothing to wait for between them.
+        return placements
+
+    def _recorded_for(self, placements: Mapping[Layer, Placement]) -> _Recorded:
+        """Return graphs that follow ``placements``: those that there are, or new ones."""
+        recorded = self._recorded
+        if recorded is None or not self._tables.have_room(placements) or not recorded.is_of(self._model):
+            return self._capture(placements)
+        self._tables.write(placements)
+        return recorded
+
+    def _replay(self, recorded: _Recorded) -> Any:
+        """Launch both graphs, with nothing to wait for between them; return an event at the end of the forward."""
         self._clear_gradients()
-        replay_forward, replay_backward = self._replays
         with self._recording():
-            replay_forward()
+            recorded.forward()
             forward_ends = self._mark()
-            replay_backward()
-        for parameter, gradient in self._gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient
-        # Step 3: while the backward runs, the host learns of the forward, and plans.
+            recorded.backward()
+        recorded.restore_gradients()
+        return forward_ends
+
+    def _learn(self, recorded: _Recorded, placements: Mapping[Layer, Placement], forward_ends: Any) -> None:
+        """Note what the host would have noted, had it run the forward."""
         if not self._recorder.host_runs:
-            for layer, figures in zip(self._all_layers, self._figures, strict=True):
-                figures.restore(layer)
+            recorded.restore_figures()
             for layer, placement in placements.items():
                 count_experts_sent(layer, placement, gathers=self._gathers)
-            self._follows.tell_again(forward_ends)
-        compiled.between.carrier.settle()
-        for layer in self._layers:
-            layer.placer.plan_ahead()
-        if compiled.after is not None:
-            compiled.after()
-        assert self._loss is not None
-        return self._loss.detach()
+            self._tables.tell_again(forward_ends)
+        self._carrier.settle()
 
     # --- recording ---
 
-    def _capture(self, placements: Mapping[Layer, Placement]) -> None:
+    def _capture(self, placements: Mapping[Layer, Placement]) -> _Recorded:
         """Record forward and backward, with room for ``placements`` and more."""
-        self._replays, self._gradients, self._figures = (), [], []
-        self._follows.forget()
-        self._follows.prepare(placements)
-        recorded = False
+        self._recorded = None
+        self._tables.forget()
+        self._tables.prepare(placements)
+        try:
+            forward, backward = self._record()
+        except BaseException:
+            for layer in self._all_layers:
+                layer.counted, layer.unread, layer.arrived = None, [], None
+            raise
+        self._recorded = _Recorded(
+            forward=forward,
+            backward=backward,
+            figures=[(each, each.counted, list(each.unread), each.arrived) for each in self._all_layers],
+            gradients=[(p, p.grad) for p in self._model.parameters() if p.grad is not None],
+            tensors=[tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())],
+            trained=[parameter.requires_grad for parameter in self._model.parameters()],
+        )
+        self.captures += 1
+        return self._recorded
+
+    def _record(self) -> tuple[Callable[[], None], ...]:
         try:
             with self._recording():
                 # Run once without recording: kernels are compiled and tuned for the sizes of this room.
                 self._recorder.warm_up(self._run_both)
                 self._check_averages()
-                self._compiled.between.carrier.forget()
+                self._carrier.forget()
                 self._clear_gradients()
                 with keeping_constants() as self._constants:
-                    self._replays = self._recorder.record(self._run_forward, self._run_backward)
-            recorded = True
+                    return self._recorder.record(self._run_forward, self._run_backward)
         finally:
-            self._follows.recorded()
+            self._tables.recorded()
             # Replays run no jobs, and the jobs that ran here are of no step.
             self._world.queue.begin_step()
             self._world.queue.forget_spans()
-            if not recorded:
-                for layer in self._all_layers:
-                    layer.counted, layer.unread, layer.arrived = None, [], None
-        self._figures = [_Figures.of(layer) for layer in self._all_layers]
-        self._gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        self._tensors = [tensor.detach() for tensor in self._state()]
-        self._trained = [parameter.requires_grad for parameter in self._model.parameters()]
-        self.captures += 1
-
-    def _check_averages(self) -> None:
-        if self._compiled.outside_gradients.averages:
-            raise RuntimeError(
-                "hecate.capture: gradients of some parameters are averaged on the host when a backward ends, which "
-                "is in no CUDA graph: something outside of the compiled forward uses them, synchronization is off, "
-                'or policy="replicate" is on'
-            )
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Let host code in the block read and write the memory that graphs use."""
         self._compiled.recording = True
         try:
-            with self._follows.recording():
+            with self._tables.recording():
                 yield
         finally:
             self._compiled.recording = False
-
-    def _state(self) -> Iterator[Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
-
-    def _same_tensors(self) -> bool:
-        """Return whether graphs find all parameters and buffers, and train the same ones. All ranks answer alike."""
-        now, trained = list(self._state()), [parameter.requires_grad for parameter in self._model.parameters()]
-        return (
-            len(now) == len(self._tensors)
-            and all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
-            and trained == self._trained
-        )
 
     def _run_both(self) -> None:
         self._clear_gradients()
@@ -314,16 +309,9 @@ class CapturedStep:
         event.record()
         return event
 
-    # --- what is given ---
+    # --- refusals ---
 
-    def _check_devices(self, inputs: Sequence[object]) -> None:
-        device = self._world.device
-        for place, value in enumerate(inputs):
-            if not isinstance(value, Tensor) or value.device != device:
-                what = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise ValueError(f"hecate.capture: input {place} is {what}, expected a tensor on {device}")
-
-    def _check(self, inputs: Sequence[object]) -> None:
+    def _check_inputs(self, inputs: Sequence[object]) -> None:
         """Refuse inputs of other dtypes or shapes than those that were captured."""
         self._check_devices(inputs)
         given = [_form(value) for value in inputs if isinstance(value, Tensor)]
@@ -332,6 +320,28 @@ class CapturedStep:
                 f"hecate.capture: inputs {'; '.join(given)}, but captured were {'; '.join(wanted)}. CUDA graphs have "
                 "fixed shapes: pad the batch, drop a last one that is shorter, or clear the gradients and call the "
                 "model itself for it"
+            )
+
+    def _check_devices(self, inputs: Sequence[object]) -> None:
+        device = self._world.device
+        for place, value in enumerate(inputs):
+            if not isinstance(value, Tensor) or value.device != device:
+                what = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise ValueError(f"hecate.capture: input {place} is {what}, expected a tensor on {device}")
+
+    def _check_synchronization(self) -> None:
+        if not self._compiled.outside_gradients.synchronizes:
+            raise RuntimeError(
+                "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
+                "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
+            )
+
+    def _check_averages(self) -> None:
+        if self._compiled.outside_gradients.averages:
+            raise RuntimeError(
+                "hecate.capture: gradients of some parameters are averaged on the host when a backward ends, which "
+                "is in no CUDA graph: something outside of the compiled forward uses them, synchronization is off, "
+                'or policy="replicate" is on'
             )
 
 

@@ -46,66 +46,26 @@ class _Edges:
     others: tuple[int, ...]
 
 
-class OutsideGradients:
-    """Watches the replicated parameters of one model.
+class _Sent:
+    """The gradients that compiled backwards have sent to parameters, by address and version."""
 
-    Args:
-        sync: with synchronization off gradients stay local, wherever they come from.
-    """
-
-    def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
-        self._watched: dict[int, _Watched] = {}
-        # Gradients that compiled backwards have sent to a parameter, by address and version.
-        self._sent: dict[int, list[tuple[int, int]]] = {}
-        self._unsure: dict[int, _Watched] = {}
-        # Parameters whose gradients backwards without synchronization left local.
-        self._local: dict[int, _Watched] = {}
-        self._frozen: dict[int, ReplicatedParameter] = {}
-        # A comparison is due at the end of this backward; one was due before, so that all of them compare.
-        self._queued = self._outside = False
+    def __init__(self, watched: dict[int, _Watched]) -> None:
+        self._watched = watched
+        self._of: dict[int, list[tuple[int, int]]] = {}
         # By the class of the autograd node: every compiled graph has a class of its own.
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
-        self._warned = False
 
-    @property
-    def averages(self) -> bool:
-        """True once a backward has ended with averages, or will: all ranks compare in each from then on."""
-        return self._outside or bool(self._local) or not self._sync.in_graph
+    def forget(self) -> None:
+        self._of.clear()
 
-    @property
-    def synchronizes(self) -> bool:
-        """True while gradients are averaged."""
-        return self._sync.enabled
+    def take(self, record: ReplicatedParameter) -> list[tuple[int, int]]:
+        return self._of.pop(record.id, [])
 
-    def watch(self, record: ReplicatedParameter) -> None:
-        """Look at each gradient that arrives at the parameter of ``record``, if it gets any."""
-        parameter = record.parameter
-        if self._sync.world.group is None:
-            return
-        if not parameter.requires_grad:
-            # A frozen parameter may be unfrozen later.
-            self._frozen[record.id] = record
-            return
-        self._frozen.pop(record.id, None)
-        watched = self._watched[id(parameter)] = _Watched(weakref.ref(parameter), record)
-        parameter.register_hook(lambda grad: self._arrived(watched, grad))
-
-    def after_forward(self, out: Any) -> None:
+    def follow(self, out: Any) -> None:
         """Let the compiled backwards that an output leads to tell what they send to which parameter."""
-        if self._sync.world.group is None:
-            return
-        if not in_backward():
-            # No backward runs, so notes of one that failed are of no use.
-            self._sent.clear()
-            self._unsure.clear()
-            self._queued = False
-        for record in [r for r in self._frozen.values() if r.exists and r.parameter.requires_grad]:
-            self.watch(record)
         seen: set[Any] = set()
-        nodes: list[Any] = [
-            leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        ]
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        nodes: list[Any] = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
         while nodes:
             node = nodes.pop()
             if node in seen:
@@ -139,14 +99,82 @@ class OutsideGradients:
         for index, record in edges.watched:
             grad = sent[index]
             if grad is not None:
-                self._sent.setdefault(record.id, []).append((grad.data_ptr(), version_of(grad)))
+                self._of.setdefault(record.id, []).append((grad.data_ptr(), version_of(grad)))
+
+
+class OutsideGradients:
+    """Watches the replicated parameters of one model.
+
+    =========  ========================================  ===================================================
+    parameter  how it comes to this                      what happens when a backward ends
+    =========  ========================================  ===================================================
+    frozen     it had no gradient when it was looked at  nothing; watched from the next forward after it has
+    averaged   the graph's own gradient arrived alone    nothing: it was averaged in the graph
+    unsure     anything else arrived                     averaged; forgotten if the backward failed
+    local      synchronization was off                   nothing while it is off; then averaged, unless the
+                                                         graph's own gradient took it along
+    =========  ========================================  ===================================================
+
+    Ranks meet at the end of a backward from the first on in which some rank was unsure; so they must be unsure alike.
+
+    Args:
+        sync: with synchronization off gradients stay local, wherever they come from.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+        # By identity of the parameter; all others by number of the record.
+        self._watched: dict[int, _Watched] = {}
+        self._frozen: dict[int, ReplicatedParameter] = {}
+        self._unsure: dict[int, _Watched] = {}
+        self._local: dict[int, _Watched] = {}
+        self._sent = _Sent(self._watched)
+        # A comparison is due at the end of this backward; one was due before, so that all of them compare.
+        self._queued = self._outside = False
+        self._warned = False
+
+    @property
+    def averages(self) -> bool:
+        """True once a backward has ended with averages, or will: all ranks compare in each from then on."""
+        return self._outside or bool(self._local) or not self._sync.in_graph
+
+    @property
+    def synchronizes(self) -> bool:
+        """True while gradients are averaged."""
+        return self._sync.enabled
+
+    def watch(self, record: ReplicatedParameter) -> None:
+        """Look at each gradient that arrives at the parameter of ``record``, if it gets any."""
+        parameter = record.parameter
+        if self._sync.world.group is None:
+            return
+        if not parameter.requires_grad:
+            self._frozen[record.id] = record
+            return
+        self._frozen.pop(record.id, None)
+        watched = self._watched[id(parameter)] = _Watched(weakref.ref(parameter), record)
+        parameter.register_hook(lambda grad: self._arrived(watched, grad))
+
+    def after_forward(self, out: Any) -> None:
+        """Follow the gradients of this forward, and of parameters that were unfrozen."""
+        if self._sync.world.group is None:
+            return
+        if not in_backward():
+            # No backward runs, so notes of one that failed are of no use.
+            self._sent.forget()
+            self._unsure.clear()
+            self._queued = False
+        for record in [r for r in self._frozen.values() if r.exists and r.parameter.requires_grad]:
+            self.watch(record)
+        self._sent.follow(out)
 
     def _arrived(self, watched: _Watched, grad: Tensor | None) -> None:
+        """Decide the state of a parameter by its gradient, and let the end of the backward average what is due."""
         record, parameter = watched.record, watched.parameter()
         if parameter is None or self._watched.get(id(parameter)) is not watched:
             # The record is of another parameter by now.
             return
-        sent, averaged = self._sent.pop(record.id, []), record.take_averaged()
+        sent, averaged = self._sent.take(record), record.take_averaged()
         if grad is None:
             return
         if not self._sync.enabled:
@@ -160,36 +188,28 @@ class OutsideGradients:
             self._unsure[record.id] = watched
         if not self._queued and (not certain or self._outside or self._local):
             self._queued = True
-            when_backward_ends(self._average)
+            when_backward_ends(self._average_due)
 
-    def _average(self) -> None:
+    def _average_due(self) -> None:
         """Average, at the end of a backward, the gradients that may differ between ranks. A collective."""
         due = self._local | self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
-        unsure = [due[id] for id in sorted(due)]
-        if not unsure and not self._outside:
+        if not due and not self._outside:
             return
         if not self._sync.in_graph:
-            unsure = self._used_anywhere(due)
-        else:
-            self._outside = True
-            agree(
-                [watched.record.name for watched in unsure],
-                "which parameters get gradients from outside of the compiled forward",
-                "What is computed outside of it must use the same parameters on every rank, also where the local "
-                "batch has nothing for them.",
-                self._sync.world,
-            )
-            if unsure:
-                self._say(unsure)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for watched in unsure:
-            gradient = _gradient_of(watched)
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        with torch.no_grad():
-            for same in by_dtype.values():
-                for bucket in _buckets(same):
-                    self._average_bucket(bucket)
+            self._average(self._used_anywhere(due))
+            return
+        self._outside = True
+        unsure = [due[id] for id in sorted(due)]
+        agree(
+            [watched.record.name for watched in unsure],
+            "which parameters get gradients from outside of the compiled forward",
+            "What is computed outside of it must use the same parameters on every rank, also where the local "
+            "batch has nothing for them.",
+            self._sync.world,
+        )
+        self._warn(unsure)
+        self._average(unsure)
 
     def _used_anywhere(self, due: dict[int, _Watched]) -> list[_Watched]:
         """Return the parameters that got a gradient on any rank; where one got none it gets zeros."""
@@ -199,8 +219,7 @@ class OutsideGradients:
         agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
         # torch.autograd.grad calls the hooks too, and leaves no .grad.
         mine = [w.record.id in due and (p := w.parameter()) is not None and p.grad is not None for w in everything]
-        used = torch.tensor(mine, dtype=torch.uint8, device="cpu")
-        used = used.to(world.device)
+        used = torch.tensor(mine, dtype=torch.uint8, device="cpu").to(world.device)
         collectives.all_reduce(used, world, op=ReduceOp.MAX)
         found = [watched for watched, anywhere in zip(everything, used.tolist(), strict=True) if anywhere]
         for watched in found:
@@ -209,15 +228,21 @@ class OutsideGradients:
                 parameter.grad = torch.zeros_like(parameter)
         return found
 
-    def _average_bucket(self, gradients: list[Tensor]) -> None:
-        dtype = self._sync.travels_as(gradients[0].dtype)
-        buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype)
-        self._sync.average(buffer)
-        for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    @torch.no_grad()
+    def _average(self, parameters: Iterable[_Watched]) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in map(_gradient_of, parameters):
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for same in by_dtype.values():
+            for bucket in _buckets(same):
+                dtype = self._sync.travels_as(bucket[0].dtype)
+                buffer = torch.cat([gradient.reshape(-1) for gradient in bucket]).to(dtype)
+                self._sync.average(buffer)
+                for gradient, part in zip(bucket, buffer.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
-    def _say(self, unsure: list[_Watched]) -> None:
-        if self._warned:
+    def _warn(self, unsure: list[_Watched]) -> None:
+        if self._warned or not unsure:
             return
         self._warned = True
         warn_together(
