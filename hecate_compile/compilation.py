@@ -23,14 +23,8 @@ from hecate.compiled_model import CompiledModel
 from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.graph.traces import Traces
-from hecate.integrations import (
-    accelerate_state,
-    model_averaging,
-    transformers_generate,
-    transformers_models,
-    transformers_trainer,
-)
-from hecate.integrations.data_parallel import leave_unwrapped, no_sync
+from hecate.integrations import accelerate_state, transformers_models, transformers_trainer
+from hecate.integrations.data_parallel import leave_unwrapped, no_sync, refuse_averages
 from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.history import doing
@@ -257,15 +251,15 @@ def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
 
 def _adopt_libraries(model: nn.Module, found: _Found) -> None:
     """Make optimizers, clipping and other libraries work with shards; ``docs/patches.md`` lists what changes."""
-    transformers_models.prepare(model)
+    transformers_models.install_recorders(model)
     if found.world.size > 1 or any(e.vectors for e in found.experts):
         watch_optimizers()
     if found.world.size > 1:
         watch_clipping()
         watch_scalers()
         leave_unwrapped()
-        model_averaging.refuse_shards()
-        transformers_generate.adopt(model)
+        refuse_averages()
+        transformers_models.generate_together(model)
     transformers_trainer.adopt()
     accelerate_state.adopt()
 

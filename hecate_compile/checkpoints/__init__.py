@@ -9,7 +9,6 @@
 | ``logical_tensor`` | one tensor of which every rank has pieces, as ``torch.distributed.checkpoint`` asks for it |
 | ``state_dicts``, ``optimizer_tensors`` | model and optimizer as such tensors, under the names of the plain model |
 | ``whole_optimizer`` | optimizer state that was saved whole, into an optimizer of shards |
-| ``adapters`` | parameters of a model that are not PEFT's |
 | ``run_state`` | all else: owners, what the planner remembers, random numbers, options |
 | ``coordination`` | messages between ranks meanwhile |
 | ``safety`` | files that are read without running what is in them |

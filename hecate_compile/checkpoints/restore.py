@@ -42,8 +42,7 @@ from hecate.checkpoints.run_state import (
 from hecate.checkpoints.safety.files import CorruptError
 from hecate.checkpoints.safety.old_metadata import read_old_metadata
 from hecate.checkpoints.safety.plain_data import read_plain
-from hecate.checkpoints.safety.tensor_index import read_index
-from hecate.checkpoints.safety.tensor_reader import TensorReader
+from hecate.checkpoints.safety.tensor_index import TensorReader, read_index
 from hecate.checkpoints.state_dicts import get_model_state_dict
 
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.

@@ -1,23 +1,29 @@
-"""Keep DistributedDataParallel, which trainers put around any model, off compiled models.
+"""Keep what averages over ranks off compiled models, whose experts differ from rank to rank.
 
-It would copy rank 0's experts over everybody else's and average gradients of different experts, and there is nothing
-left for it to do. So wrapping a compiled model gives the model itself, with the ``no_sync`` that wrapped ones have.
-``broadcast_buffers=False`` is taken over.
+DistributedDataParallel, which trainers put around any model, would copy rank 0's experts over everybody else's and
+average gradients of different experts, and there is nothing left for it to do. So wrapping a compiled model gives the
+model itself, with the ``no_sync`` that wrapped ones have. ``broadcast_buffers=False`` is taken over. Torch's averages
+of parameters (``PostLocalSGDOptimizer`` and its kin) refuse shards.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms.model_averaging import utils
 from torch.nn.parallel import DistributedDataParallel
 
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.integrations import transformers_trainer
 from hecate.runtime.ops.gradients import GradientSync
+from hecate.wrap.shard import shard_of
 from hecate.wrap.swapped_class import swap_class
+
+_average_parameters = utils.average_parameters
 
 
 def leave_unwrapped() -> None:
@@ -81,3 +87,22 @@ def no_sync(sync: GradientSync) -> Callable[[], AbstractContextManager[None]]:
             sync.enabled = before
 
     return no_sync
+
+
+def refuse_averages() -> None:
+    """Make torch's averages of shards over ranks raise. Further calls change nothing."""
+    utils.average_parameters = _average_whole
+
+
+@functools.wraps(_average_parameters)
+def _average_whole(params: Iterator[nn.Parameter], process_group: Any) -> None:
+    given = list(params)
+    for parameter in given:
+        shard = shard_of(parameter)
+        if shard is not None and shard.world.group is not None:
+            raise RuntimeError(
+                f"hecate: {shard.name} would be averaged over ranks, each of which has other {shard.part} of it. "
+                "Leave PostLocalSGDOptimizer or the averager out: gradients are averaged already, and each expert is "
+                "updated by its owner."
+            )
+    _average_parameters(iter(given), process_group)

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import nn
 
-from hecate.checkpoints.adapters import has_adapters
 from hecate.checkpoints.hub.load_pretrained import load_pretrained
 from hecate.checkpoints.load import load as load_checkpoint
 from hecate.checkpoints.save import save as save_checkpoint
+from hecate.checkpoints.state_dicts import has_adapters
 from hecate.checkpoints.whole_optimizer import take_whole_state
 from hecate.compiled_model import is_compiled
 from hecate.private import (
@@ -52,10 +52,8 @@ def adopt() -> None:
         return
     _adopted.add(trainer)
     save, load, load_best = trainer.save_model, getattr(trainer, TRAINER_LOAD), getattr(trainer, TRAINER_LOAD_BEST)
-    save_optimizer, load_optimizer = (
-        getattr(trainer, TRAINER_SAVE_OPTIMIZER),
-        getattr(trainer, TRAINER_LOAD_OPTIMIZER),
-    )
+    save_optimizer = getattr(trainer, TRAINER_SAVE_OPTIMIZER)
+    load_optimizer = getattr(trainer, TRAINER_LOAD_OPTIMIZER)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, so that ``from_pretrained`` reads it. All ranks call it together."""
@@ -140,9 +138,8 @@ def _in_place_of_its_optimizer(trainer: Any, optimizer: Any) -> Iterator[None]:
 def _load_pretrained(model: nn.Module, folder: str) -> bool:
     """Load a folder of ``save_pretrained``; return False if ``model`` has none, is not compiled or has adapters."""
     kind: Any = class_before(model)
-    if not is_compiled(model) or not hasattr(kind, "from_pretrained") or not hasattr(model, "config"):
-        return False
-    if has_adapters(model):
+    is_pretrained = hasattr(kind, "from_pretrained") and hasattr(model, "config")
+    if not is_compiled(model) or not is_pretrained or has_adapters(model):
         return False
     load_pretrained(model, folder)
     return True

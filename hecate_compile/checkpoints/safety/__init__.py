@@ -4,7 +4,6 @@
 |---|---|
 | ``files`` | plain files, opened without following links, and their SHA-256 |
 | ``plain_data`` | numbers, texts and tensors as JSON and safetensors |
-| ``tensor_index`` | the place of each tensor in DCP's files, as JSON, and whether that can be true |
-| ``tensor_reader`` | DCP's own reader on such an index |
+| ``tensor_index`` | where each tensor is in DCP's files, as JSON, whether that can be true, DCP's reader on it |
 | ``old_metadata`` | the pickle that is the index of checkpoints of format 1 |
 """

@@ -1,7 +1,7 @@
-"""The place of each tensor in the files that ``torch.distributed.checkpoint`` (DCP) wrote, as JSON.
+"""The place of each tensor in the files that ``torch.distributed.checkpoint`` (DCP) wrote, and a reader of them.
 
-DCP's own metadata is a pickle, which may run code when it is read. It is written too, for DCP's own ``load``, and
-not read here.
+The places are JSON. DCP's own metadata is a pickle, which may run code when it is read. It is written too, for DCP's
+own ``load``, and not read here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,10 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from hecate.checkpoints.safety.files import CorruptError, FileRecord, open_plain, short
 from hecate.checkpoints.safety.plain_data import DTYPES
-from hecate.private import StorageInfo
+from hecate.private import StorageInfo, narrow_tensor_by_index
 
 INDEX = "tensors.json"
 # Tensors of other dtypes cannot be made, or not copied.
@@ -131,3 +134,44 @@ def _check_cover(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetad
             corner = tuple(chunk.offsets[d] + end * chunk.sizes[d] for d, end in zip(split, ends, strict=True))
             corners[corner] += sign * (-1) ** sum(ends)
     _expect(not any(corners.values()), f"{name} has chunks that overlap")
+
+
+class TensorReader(FileSystemReader):
+    """The tensors of one checkpoint, read by ``torch.load(weights_only=True)``, which runs nothing."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._folder, self._metadata = folder, metadata
+        # The index has no byte items, which DCP reads as pickles.
+        self._expected: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {
+            MetadataIndex(name, chunk.offsets): (tensor.properties.dtype, chunk.sizes)
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+            for chunk in tensor.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors; raise CorruptError if a file does not hold what the index says."""
+        for item in plan.items:
+            index = item.storage_index
+            info = self._metadata.storage_data[index]
+            try:
+                with open_plain(self._folder / info.relative_path) as file:
+                    tensor = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
+                found = tensor.dtype, tensor.shape
+                if found != self._expected[index]:
+                    raise CorruptError(f"it is {found}, and the index says {self._expected[index]}")
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+            except OSError:
+                raise
+            except Exception as error:
+                # A file that was tampered with may lead to any error.
+                raise CorruptError(f"{info.relative_path}: {index.fqn} cannot be read: {short(error)}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from hecate.checkpoints.safety.files import record_files
-from hecate.checkpoints.safety.tensor_index import INDEX, read_index, write_index
-from hecate.checkpoints.safety.tensor_reader import TensorReader
+from hecate.checkpoints.safety.tensor_index import INDEX, TensorReader, read_index, write_index
 from hecate.checkpoints.state_dicts import Site
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.dense import add_dense_shard
