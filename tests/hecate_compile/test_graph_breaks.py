@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
-from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, run_step, state_error
+from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_graph_breaks"
@@ -55,15 +54,10 @@ def _pair(moe: Any, config: hecate.Config = EAGER, **options: Any) -> tuple[nn.M
 
 def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
     """A step of gradient descent by both; the worst error of the loss and of all weights."""
-    clear_gradients(model, reference)
-    loss, expected = run_step(model, ids), reference(ids, ids)["loss"]
-    expected.backward()
-    if dist.is_initialized():
-        dist.all_reduce(loss)
+    loss_error = step_both(model, reference, ids)
     for one in (model, reference):
         torch.optim.SGD(one.parameters(), lr=0.5).step()
-    error = state_error(model.state_dict(), reference.state_dict())
-    return max(error, error_of(loss / rank_and_size()[1], expected.detach()))
+    return max(loss_error, state_error(model.state_dict(), reference.state_dict()))
 
 
 def uneven_owners() -> float:

@@ -45,14 +45,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
         ),
         "gpt_oss": dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, head_dim=8),
     }
-    names = {
-        "mixtral": "MixtralConfig",
-        "qwen3_moe": "Qwen3MoeConfig",
-        "olmoe": "OlmoeConfig",
-        "deepseek_v3": "DeepseekV3Config",
-        "gpt_oss": "GptOssConfig",
-    }
-    return getattr(transformers, names[family])(**(_COMMON | specific[family] | changes))
+    return transformers.AutoConfig.for_model(family, **(_COMMON | specific[family] | changes))
 
 
 class PlainMoE(nn.Module):

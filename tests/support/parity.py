@@ -49,6 +49,16 @@ def step_and_compare(model: nn.Module, reference: nn.Module, ids: torch.Tensor) 
     return compare(model, loss, reference, expected.detach())
 
 
+def step_both(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
+    """One forward and backward of both models from cleared gradients; the error of the loss, averaged over ranks."""
+    clear_gradients(model, reference)
+    loss, expected = run_step(model, ids), reference(input_ids=ids, labels=ids)["loss"]
+    expected.backward()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return error_of(loss / rank_and_size()[1], expected.detach())
+
+
 def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor) -> Difference:
     """Errors of ``model``, whose parameters are sharded, against the unsharded ``reference``.
 

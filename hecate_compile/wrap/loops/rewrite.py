@@ -9,7 +9,7 @@ import logging
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -156,25 +156,16 @@ def has_private_names(definition: ast.FunctionDef) -> bool:
 
 
 def compiled(definition: ast.FunctionDef, function: FunctionType) -> FunctionType:
-    """Return the function of a changed definition, with the closure and attributes of ``function``."""
-    definition.decorator_list, definition.returns = [], None
-    given = definition.args
-    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    # Only the number of defaults matters here: their values come from ``function``.
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [None if default is None else ast.Constant(None) for default in given.kw_defaults]
+    """Return the function of a changed definition, with the defaults, closure and attributes of ``function``."""
     # Names that it closes over, __class__ of super() among them, are arguments of a function around it.
     free = function.__code__.co_freevars
-    around = ast.parse(f"def around({', '.join(free)}):\n    return {definition.name}")
-    outer = around.body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.body.insert(0, definition)
-    ast.fix_missing_locations(around)
-    namespace: dict[str, Any] = {}
-    exec(compile(around, function.__code__.co_filename, "exec", dont_inherit=True), namespace)
-    code = namespace["around"](*(None for _ in free)).__code__
+    tree = ast.parse(f"def around({', '.join(free)}): pass")
+    around = tree.body[0]
+    assert isinstance(around, ast.FunctionDef)
+    around.body = [definition]
+    code = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec", dont_inherit=True)
+    for name in ("around", definition.name):
+        code = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name)
     cells = dict(zip(free, function.__closure__ or (), strict=True))
     return _function(function, code, tuple(cells[name] for name in code.co_freevars))
 

@@ -19,7 +19,7 @@ from hecate.wrap.shard import shard_of
 from tests.hecate_compile.wrap.test_stack_experts import Expert, ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, PlainMoE, batch
-from tests.support.parity import error_of, run_step, state_error
+from tests.support.parity import error_of, run_step, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.wrap.test_carry_over"
@@ -142,13 +142,7 @@ def train() -> dict[str, Any]:
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
         loss = 0.0
         for step in range(5):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            mean = run_step(model, batch(step))
-            torch.distributed.all_reduce(mean)
-            expected = reference(batch(step), batch(step))["loss"]
-            expected.backward()
-            loss = max(loss, error_of(mean / 2, expected.detach()))
+            loss = max(loss, step_both(model, reference, batch(step)))
             for optimizer in optimizers:
                 optimizer.step()
         shards = [p for p in model.parameters() if shard_of(p) is not None]
@@ -161,6 +155,15 @@ def train() -> dict[str, Any]:
             "attributes": all(vars(p).get("lr_scale") == 0.5 and "_no_weight_decay" in vars(p) for p in shards),
         }
     return found
+
+
+def told_by(optimizer: torch.optim.Optimizer, word: str) -> str:
+    """Warnings with this word in two steps."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return " ".join(str(one.message) for one in said if word in str(one.message))
 
 
 def refused() -> dict[str, str]:
@@ -191,20 +194,13 @@ def refused() -> dict[str, str]:
         {"params": [p for n, p in model.named_parameters() if "bias" in n or p.dim() == 1], "weight_decay": 0.0},
     ]
     for name, groups in (("dimension", by_dimension), ("name", by_name), ("all", named)):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1)  # type: ignore[arg-type]
-            optimizer.step()
-            optimizer.step()
-        found[name] = " ".join(str(one.message) for one in said if "decays" in str(one.message))
+        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1)  # type: ignore[arg-type]
+        found[name] = told_by(optimizer, "decays")
     experts = model.blocks[0].experts
     by_expert = [{"params": list(expert.parameters()), "lr": 0.1} for expert in experts]
     rest = {"params": [p for n, p in model.named_parameters() if "experts" not in n]}
     for name, groups in (("by expert", [rest, *by_expert]), ("an empty group", [{"params": named}, {"params": []}])):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            torch.optim.SGD(groups, lr=0.0).step()
-        found[name] = " ".join(str(one.message) for one in said if "no parameters" in str(one.message))
+        found[name] = told_by(torch.optim.SGD(groups, lr=0.0), "no parameters")
     return found
 
 

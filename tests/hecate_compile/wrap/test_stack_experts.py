@@ -14,7 +14,7 @@ import hecate
 from hecate.wrap.find_experts import NoExpertsError, find_experts
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import error_of, rank_and_size, state_error
+from tests.support.parity import state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.wrap.test_stack_experts"
@@ -96,10 +96,7 @@ def train() -> dict[str, Any]:
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
         worst = 0.0
         for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            difference = step_of(model, reference, batch(step))
-            worst = max(worst, difference)
+            worst = max(worst, step_both(model, reference, batch(step)))
             for optimizer in optimizers:
                 optimizer.step()
         state, expected = model.state_dict(), reference.state_dict()
@@ -122,19 +119,6 @@ def train() -> dict[str, Any]:
             "rows": list(next(p for n, p in model.named_parameters() if n.endswith("w1_weight")).shape[1:]),
         }
     return found
-
-
-def step_of(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
-    """The worst error of loss and weights' gradients, experts compared by what the reference has of each."""
-    rank, size = rank_and_size()
-    mine = ids.chunk(size)[rank]
-    loss = model(mine, mine)["loss"]
-    loss.backward()
-    expected = reference(ids, ids)["loss"]
-    expected.backward()
-    mean = loss.detach().clone()
-    torch.distributed.all_reduce(mean)
-    return error_of(mean / size, expected.detach())
 
 
 @cache
