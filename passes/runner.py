@@ -14,8 +14,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes import PASSES, Outcome, Pass, PassContext, summary_of
 from hecate.passes.base import PassRecord
-from hecate.passes.dumps.graph_log import GraphLog
-from hecate.passes.dumps.harmless import harmless
+from hecate.passes.dumps.folder import GraphLog, harmless
 from hecate.passes.dumps.value_names import name_values, note_pass, short_names
 from hecate.passes.invariants import verify
 

@@ -20,8 +20,7 @@ from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.base import PassRecord, Skip
-from hecate.passes.dumps.folder import DumpFolder, own_folder
-from hecate.passes.dumps.graph_log import graph_log
+from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
 from hecate.passes.fx import is_of_model
 from hecate.passes.runner import run_passes

@@ -25,9 +25,8 @@ from hecate.passes import (
     PassContext,
 )
 from hecate.passes.base import PassRecord
-from hecate.passes.dumps.folder import DumpFolder
-from hecate.passes.dumps.graph_log import graph_log
-from hecate.passes.dumps.sources import note_sources, sources_of
+from hecate.passes.dumps.folder import DumpFolder, graph_log
+from hecate.passes.dumps.value_names import note_sources, sources_of
 from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final

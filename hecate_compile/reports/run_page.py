@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hecate.passes.dumps.html_page import html_page
-from hecate.passes.dumps.palette import KINDS
+from hecate.passes.dumps.html_page import KINDS, html_page
 from hecate.reports.plots import COLOURS, Bar, heat_map, line_plot, timeline
 from hecate.reports.ratios import Floats, max_over_mean
 from hecate.reports.run_alerts import Alert, find_alerts, gone_since

@@ -12,10 +12,9 @@ from html import escape
 
 from torch.fx import GraphModule, Node
 
-from hecate.passes.dumps.palette import colour_of, kind_colour
-from hecate.passes.dumps.regions import expert_regions, layers_in
-from hecate.passes.dumps.shapes import letters_of, text_of, value_of
-from hecate.passes.dumps.value_names import operator_name
+from hecate.passes.dumps.html_page import colour_of, kind_colour
+from hecate.passes.dumps.printing import letters_of, text_of, value_of
+from hecate.passes.dumps.value_names import expert_regions, operator_name
 from hecate.passes.fx import describe
 from hecate.runtime.comm.collective import collective_of
 
@@ -111,7 +110,7 @@ def picture_of(gm: GraphModule, layers: Mapping[int, str]) -> Picture | None:
         regions = expert_regions(module.graph)
         if not regions:
             continue
-        layer = layers_in(regions)[0]
+        layer = next(iter(regions.values()))
         inside = {node for node, own in regions.items() if own == layer}
         if len(inside) > MOST_BOXES:
             return None

@@ -1,4 +1,4 @@
-"""Graph dumps on disk: the graph that went in, the changes of each pass, and a page that walks through it.
+"""Graph dumps: the graph that went in, the changes of each pass, and a page that walks through it.
 
     rank0/index.html
     rank0/make_loops_traceable.diff          what was changed in the model's code, if anything was
@@ -8,23 +8,29 @@
     rank0/graph0/schedule.txt                what travels, behind how much compute
     rank0/graph0/layer_before.svg, layer_after.svg
 
-A graph is printed once for every pass (``graph_log``); nothing is written for a pass that changed no line.
+A graph is printed once for every pass, for the folder and for TORCH_TRACE, where tlparse shows it; nothing is written
+for a pass that changed no line.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from torch.fx import GraphModule
 
+from hecate.passes.base import PassRecord
 from hecate.passes.dumps.drawing import Picture, picture_of
-from hecate.passes.dumps.graph_log import GraphLog, graph_log
-from hecate.passes.dumps.page import PartOfPage, page, part_of_page
-from hecate.passes.dumps.printing import text_of_lines
-from hecate.passes.dumps.steps import DumpedPart, Step
+from hecate.passes.dumps.page import DumpedPart, PartOfPage, Step, page, part_of_page
+from hecate.passes.dumps.printing import Line, print_graph, text_of_lines
 from hecate.passes.dumps.value_names import short_names
+from hecate.private import trace_structured
 from hecate.runtime.comm.warn import warn_alone
 
 MOST_BYTES = 4 * 2**20
@@ -50,15 +56,8 @@ class DumpFolder:
         self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
     def part(self, graph: int, part: str = "", names: Mapping[int, str] | None = None) -> GraphLog | None:
-        """Return the log of one part of graph number ``graph``, which is written here; None after a failure.
-
-        Args:
-            part: "joint", "forward", "backward", or "" for what Dynamo captured.
-            names: module name of each layer id, in model order.
-        """
-        names = names or {}
-        dump = GraphDump(self, DumpedPart(graph=graph, part=part), names)
-        return graph_log(graph, part, names, () if self.failed else (dump,))
+        """Return the log of one part of graph number ``graph``, which is written here (:func:`graph_log`)."""
+        return graph_log(graph, part, names or {}, None if self.failed else self)
 
     def write(self, file: str, text: str, *, whole: bool = False) -> None:
         """Write a file, cut to its longest unless it is of use only as a ``whole``."""
@@ -67,7 +66,7 @@ class DumpFolder:
         path = self.folder / file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text if whole else cut(text, self.most_bytes), encoding="utf-8")
+            path.write_text(text if whole else _cut(text, self.most_bytes), encoding="utf-8")
         except OSError as error:
             # Perhaps this rank alone fails to write, and the others wait for it.
             self.failed, self.whole = True, False
@@ -109,7 +108,7 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
-def cut(text: str, most: int) -> str:
+def _cut(text: str, most: int) -> str:
     """Return the lines that fit, and one that says what is missing."""
     encoded = text.encode()
     if len(encoded) <= most:
@@ -120,26 +119,86 @@ def cut(text: str, most: int) -> str:
     return f"{kept}\n# cut here: {missing} more lines, {len(encoded) - most} bytes; {how}\n"
 
 
-class GraphDump:
-    """Writes one part of a graph: the graph that came in, and the changes of each pass."""
+def graph_log(graph: int, part: str, names: Mapping[int, str], folder: DumpFolder | None = None) -> GraphLog | None:
+    """Return the log of one part of graph number ``graph``; None if nobody reads it, for to print graphs takes time.
 
-    def __init__(self, owner: DumpFolder, dumped: DumpedPart, names: Mapping[int, str]) -> None:
-        self._owner, self._dumped, self._layers = owner, dumped, short_names(names)
+    Args:
+        part: "joint", "forward", "backward", or "" for what Dynamo captured.
+        names: module name of each layer id, in model order.
+        folder: where it is written, besides TORCH_TRACE.
+    """
+    read = folder is not None or logging.getLogger("torch.__trace").handlers
+    return GraphLog(DumpedPart(graph=graph, part=part), names, folder) if read else None
+
+
+@contextmanager
+def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turn an error of the block into a warning: on one rank it must not end a compile that the others wait for.
+
+    Args:
+        what: the part that is missing then, for the warning.
+        otherwise: called after an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        otherwise()
+        warn_alone(f"hecate: no {what} from here on: {type(error).__name__}: {error}", stacklevel=3)
+
+
+_P = ParamSpec("_P")
+
+
+def _unless_ended(method: Callable[Concatenate[GraphLog, _P], None]) -> Callable[Concatenate[GraphLog, _P], None]:
+    @wraps(method)
+    def told(self: GraphLog, *args: _P.args, **options: _P.kwargs) -> None:
+        if not self.ended:
+            with harmless("dump of this graph", self.break_off):
+                method(self, *args, **options)
+
+    return told
+
+
+class GraphLog:
+    """Writes what passes do to one part of a graph. An error in it ends the log, and not the compile."""
+
+    def __init__(self, dumped: DumpedPart, names: Mapping[int, str], folder: DumpFolder | None) -> None:
+        self._dumped, self._names, self._folder, self.ended = dumped, names, folder, False
+        self._lines: Sequence[Line] = ()
         self._pictures: list[Picture] = []
 
-    def take(self, step: Step, gm: GraphModule) -> None:
-        """Write a step, if it changed something."""
-        self._dumped.steps.append(step)
-        if step.lines:
-            self._owner.write(self._dumped.file(step), text_of_lines(step.lines))
-            picture = picture_of(gm, self._layers) if not self._dumped.part else None
-            if picture is not None:
-                self._pictures.append(picture)
-        if step.diff:
-            self._owner.write(self._dumped.file(step, "diff"), "\n".join(step.diff) + "\n")
+    @_unless_ended
+    def begin(self, gm: GraphModule) -> None:
+        """Write the graph that came in."""
+        self._lines = self._printed(gm)
+        self._write(Step(index=0, name="from_autograd" if self._dumped.part else "model", lines=self._lines), gm)
 
+    @_unless_ended
+    def after(self, index: int, record: PassRecord, gm: GraphModule, summary: str = "") -> None:
+        """Write what a pass changed."""
+        lines = self._printed(gm) if record.enabled else self._lines
+        before, now = ([line.text for line in graph] for graph in (self._lines, lines))
+        diff = list(difflib.unified_diff(before, now, "before", f"after {record.name}", lineterm="", n=3))
+        self._lines = lines
+        step = Step(
+            index=index, name=record.name, record=record, summary=summary, lines=lines if diff else (), diff=diff
+        )
+        self._write(step, gm)
+
+    def broken(self, index: int, name: str, gm: GraphModule) -> None:
+        """Write what a failed pass left behind, as far as it can be printed."""
+        self._write_broken(index, name, gm)
+        self.end()
+
+    @_unless_ended
+    def _write_broken(self, index: int, name: str, gm: GraphModule) -> None:
+        self._write(Step(index=index, name=f"{name}.broken", lines=self._printed(gm)), gm)
+
+    @_unless_ended
     def end(self) -> None:
         """Draw one layer, and write the page anew."""
+        if self._folder is None:
+            return
         exchanged = next((i for i, one in enumerate(self._pictures) if one.exchanges), None)
         if exchanged is not None:
             self._dumped.after = self._pictures[-1]
@@ -149,14 +208,45 @@ class GraphDump:
             self._dumped.before = self._pictures[exchanged - 1 if exchanged else 0]
         for name, picture in (("before", self._dumped.before), ("after", self._dumped.after)):
             if picture is not None:
-                self._owner.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg(), whole=True)
-        self._owner.show(self._dumped)
+                self._folder.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg(), whole=True)
+        self._folder.show(self._dumped)
+
+    @_unless_ended
+    def schedule(self, lines: Sequence[str]) -> None:
+        """Write the collectives, behind how much compute each is."""
+        self._trace("schedule", lambda: "\n".join(lines))
+        if self._folder is not None:
+            self._dumped.schedule = list(lines)
+            self._folder.show(self._dumped)
 
     def break_off(self) -> None:
-        """Remember that the rest of this part is missing."""
-        self._owner.whole = False
+        """End the log: the rest of this part is missing."""
+        self.ended = True
+        if self._folder is not None:
+            self._folder.whole = False
 
-    def schedule(self, lines: Sequence[str]) -> None:
-        """Add this part's lines to ``schedule.txt``, and to the page."""
-        self._dumped.schedule = list(lines)
-        self._owner.show(self._dumped)
+    def _printed(self, gm: GraphModule) -> list[Line]:
+        return print_graph(gm, short_names(self._names), self._names, part=self._dumped.part)
+
+    def _write(self, step: Step, gm: GraphModule) -> None:
+        if step.lines:
+            self._trace(step.title, lambda: text_of_lines(step.lines))
+        if step.diff:
+            self._trace(f"{step.title}.diff", lambda: "\n".join(step.diff))
+        if self._folder is None:
+            return
+        self._dumped.steps.append(step)
+        if step.lines:
+            self._folder.write(self._dumped.file(step), text_of_lines(step.lines))
+            if not self._dumped.part and (picture := picture_of(gm, short_names(self._names))) is not None:
+                self._pictures.append(picture)
+        if step.diff:
+            self._folder.write(self._dumped.file(step, "diff"), "\n".join(step.diff) + "\n")
+
+    def _trace(self, name: str, text: Callable[[], str]) -> None:
+        part = f"_{self._dumped.part}" if self._dumped.part else ""
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"hecate_graph{self._dumped.graph}{part}_{name}", "encoding": "string"},
+            payload_fn=text,
+        )

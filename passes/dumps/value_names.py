@@ -14,14 +14,13 @@ A node's writer is in two entries of ``meta["custom"]``, which autograd hands on
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.dumps.sources import source_of
-from hecate.passes.fx import BODY_OF, closure_forward, is_getitem, note
-from hecate.private import OpOverload, OpOverloadPacket, names_in, qualified_name, rename, schema_of
+from hecate.passes.fx import BODY_OF, between, closure_forward, computed_from, is_getitem, name_in_model, note
+from hecate.private import OpOverload, OpOverloadPacket, PlainAOTInput, names_in, qualified_name, rename, schema_of
 from hecate.runtime.comm.collective import collective_of, start_of
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.registration import RESULTS, Results
@@ -185,3 +184,78 @@ def _as_name(text: str) -> str:
 def _suffix(node: Node, layers: Mapping[int, str]) -> str:
     layer = layer_of(node)
     return f"_{layers.get(layer, f'L_{layer}')}" if layer is not None else ""
+
+
+# --- arguments: Dynamo knows their sources for its graph, and later graphs learn them here ---
+
+
+def source_of(node: Node) -> str:
+    """Return the name in the model of a graph's argument, ``layers.0.norm.weight``; "" if it is not known."""
+    if "hecate_source" in node.meta:
+        return str(node.meta["hecate_source"])
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", str(source.name))
+    return name_in_model(name)
+
+
+def sources_of(gm: GraphModule) -> list[str]:
+    """Return :func:`source_of` for each argument of a captured graph."""
+    return [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def note_sources(gm: GraphModule, sources: Sequence[str]) -> None:
+    """Note on the arguments of a graph after autograd which arguments of the captured graph they are."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        described = node.meta.get("desc")
+        if isinstance(described, PlainAOTInput) and described.idx < len(sources):
+            node.meta["hecate_source"] = sources[described.idx]
+
+
+# --- regions: which nodes compute with the experts of which layer, to colour them ---
+
+_PRODUCTS = ("grouped_mm", "grouped_mm_pair", "grouped_mm_weight_grad", "grouped_mm_pair_weight_grad")
+
+
+def expert_regions(graph: Graph, *, joint: bool = False) -> dict[Node, int]:
+    """Return the layer id of every node of an MoE layer's experts: results of Hecate's operators, and nodes between.
+
+    Args:
+        joint: forward and backward are in one graph, where nearly everything lies between two nodes of a layer.
+    """
+    found = _named(graph)
+    if joint:
+        return found
+    anchors: dict[int, list[Node]] = {}
+    for node, layer in found.items():
+        collective = collective_of(node.target) if node.op == "call_function" else None
+        carries_rows = collective is not None and collective.carries == "rows"
+        if operator_name(node) in _PRODUCTS or carries_rows:
+            anchors.setdefault(layer, []).append(node)
+    for layer, ends in anchors.items():
+        for node in between(ends, ends):
+            found.setdefault(node, layer)
+    return found
+
+
+def _named(graph: Graph) -> dict[Node, int]:
+    """Return nodes that say their layer, and results and products of these."""
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        layer = layer_of(node)
+        name = operator_name(node)
+        results = results_of(node)
+        dense = results is not None and results.records is not None
+        if layer is None and node.op == "call_function" and not dense and (name or is_getitem(node)):
+            # A product has the layer of its weights; a part, that of the whole.
+            sources = node.all_input_nodes if name else node.all_input_nodes[:1]
+            layer = next((found[source] for source in reversed(sources) if source in found), None)
+        if layer is None:
+            continue
+        found[node] = layer
+        if name == "gather_experts":
+            # Views and casts of the experts alone come before the products that use them.
+            for view in computed_from([node]):
+                found.setdefault(view, layer)
+    return found

@@ -141,7 +141,7 @@ def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
         raise AttributeError("torch has no such thing any more")
 
     def fail(gm: GraphModule, context: PassContext) -> Outcome:
-        monkeypatch.setattr("hecate.passes.dumps.graph_log.print_graph", refuse)
+        monkeypatch.setattr("hecate.passes.dumps.folder.print_graph", refuse)
         raise ZeroDivisionError
 
     dumps = DumpFolder(tmp_path)

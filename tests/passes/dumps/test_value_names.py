@@ -15,11 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hecate
 from hecate.passes import FINAL_PASSES, PassContext
-from hecate.passes.dumps.printing import Line, literal, print_graph
-from hecate.passes.dumps.regions import expert_regions
-from hecate.passes.dumps.shapes import letters_of, text_of, value_of
-from hecate.passes.dumps.sources import source_of
-from hecate.passes.dumps.value_names import name_values, short_names
+from hecate.passes.dumps.printing import Line, letters_of, literal, print_graph, text_of, value_of
+from hecate.passes.dumps.value_names import expert_regions, name_values, short_names, source_of
 from hecate.passes.fx import Builder, describe, line_of
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
