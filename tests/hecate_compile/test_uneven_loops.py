@@ -11,20 +11,24 @@ import pytest
 import torch.distributed as dist
 
 import hecate
+from hecate.runtime.comm import program, watch
 from tests.support.extent import ALL
 from tests.support.models import PlainLanguageModel, batch
 from tests.support.ranks import RanksFailed, run_ranks
 
 _HERE = "tests.hecate_compile.test_uneven_loops"
 _TIMEOUT = 90
+# Seconds that a rank which has gone stays a process, and that one which is late takes.
+_GONE, _LATE = 60, 6
 only_with_all = pytest.mark.skipif(not ALL, reason="with HECATE_TESTS=all")
 
 
 def uneven(ending: str) -> float:
     """On one rank: steps of which the last rank calls one less than the others, or calls it late; seconds of it."""
+    watch.TOLD, program._STAYS = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT))
     config = hecate.Config(backend="aot_eager", policy="static")
-    compiled = hecate.compile(PlainLanguageModel(hidden=8, layers=2, experts=4), config)
+    compiled = hecate.compile(PlainLanguageModel(hidden=8, layers=1, experts=4), config)
 
     def step(number: int) -> None:
         ids = batch(number)
@@ -44,19 +48,19 @@ def uneven(ending: str) -> float:
         dist.all_gather_object([None] * dist.get_world_size(), "done")
     elif ending == "group":
         dist.destroy_process_group()
-        time.sleep(60)
+        time.sleep(_GONE)
     elif ending in ("exit", "error"):
         if ending == "error":
             sys.last_value = KeyError("mine")
         # What Python does at its end, and ranks of these tests do not.
         atexit._run_exitfuncs()
-        time.sleep(60)
+        time.sleep(_GONE)
     elif ending == "a collective that all have begun":
         dist.barrier()
-        time.sleep(8)
+        time.sleep(_LATE)
         step(1)
     else:
-        time.sleep(14)
+        time.sleep(_LATE)
         step(1)
     return 0.0
 
@@ -64,7 +68,7 @@ def uneven(ending: str) -> float:
 def failed(ending: str) -> str:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(f"{_HERE}:uneven", 2, timeout=100, ending=ending)
+        run_ranks(f"{_HERE}:uneven", 2, timeout=100, grace=0.5, ending=ending)
     # With launching and compiling; the group's timeout is longer.
     assert time.monotonic() - start < 45
     assert " cannot end: rank 1 " in str(failure.value)
@@ -100,4 +104,4 @@ def test_a_rank_that_left_for_good_is_named(ending: str, told: str) -> None:
 @pytest.mark.parametrize("ending", ["it is slow", "a collective that all have begun"])
 def test_a_rank_that_is_late_is_waited_for(ending: str) -> None:
     first, _ = run_ranks(f"{_HERE}:uneven", 2, timeout=100, ending=ending)
-    assert first > 7
+    assert first > _LATE - 1

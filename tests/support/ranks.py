@@ -69,18 +69,27 @@ def message_of(function: Callable[[], object]) -> str:
 
 
 def run_ranks(
-    function: str, world_size: int, *, timeout: float = 300, launcher: str = "fork", **arguments: Any
+    function: str,
+    world_size: int,
+    *,
+    timeout: float = 300,
+    grace: float = _GRACE,
+    launcher: str = "fork",
+    **arguments: Any,
 ) -> list[Any]:
     """Call ``module:function(**arguments)`` on every rank; returns the JSON-able results in rank order.
 
     Args:
         timeout: seconds; then every process of the run is killed.
+        grace: seconds that the other forked ranks have to end when one has failed.
         launcher: ``"fork"`` or ``"torchrun"``.
     """
     folder = Path(tempfile.mkdtemp(prefix="hecate-ranks-"))
-    launch = _fork if launcher == "fork" else _torchrun
     try:
-        problem = launch(function, world_size, timeout, folder, arguments)
+        if launcher == "fork":
+            problem = _fork(function, world_size, timeout, grace, folder, arguments)
+        else:
+            problem = _torchrun(function, world_size, timeout, folder, arguments)
         found = [_read(folder / f"{rank}.json") for rank in range(world_size)]
         said = "\n".join(f"--- rank {rank}\n{one['error']}" for rank, one in enumerate(found) if "error" in one)
         if problem or said:
@@ -112,7 +121,9 @@ def _output(folder: Path) -> str:
 # --- forked ranks ---
 
 
-def _fork(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
+def _fork(
+    function: str, world_size: int, timeout: float, grace: float, folder: Path, arguments: dict[str, Any]
+) -> str:
     """Returns what went wrong, or nothing."""
     import torch.distributed as dist
 
@@ -127,7 +138,7 @@ def _fork(function: str, world_size: int, timeout: float, folder: Path, argument
     try:
         for process in ranks:
             process.start()
-        return _join(ranks, timeout)
+        return _join(ranks, timeout, grace)
     finally:
         for process in ranks:
             if process.pid is not None:
@@ -135,7 +146,7 @@ def _fork(function: str, world_size: int, timeout: float, folder: Path, argument
                 process.join()
 
 
-def _join(ranks: list[Any], timeout: float) -> str:
+def _join(ranks: list[Any], timeout: float, grace: float) -> str:
     end, problem = time.monotonic() + timeout, ""
     running = list(ranks)
     while running and (left := end - time.monotonic()) > 0:
@@ -144,7 +155,7 @@ def _join(ranks: list[Any], timeout: float) -> str:
         failed = [number for number, process in enumerate(ranks) if process.exitcode]
         if failed and not problem:
             problem = f"rank {failed[0]} ended with {ranks[failed[0]].exitcode}"
-            end = min(end, time.monotonic() + _GRACE)
+            end = min(end, time.monotonic() + grace)
     if running and not problem:
         return f"no end after {timeout:g} s"
     return problem
