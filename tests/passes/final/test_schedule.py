@@ -57,20 +57,29 @@ def context(**options: Any) -> PassContext:
     return PassContext(**({"world_size": 2, "rates": FAST, "owned": E, "slots": 2} | options))
 
 
-def run(passes: Sequence[Pass], gm: GraphModule, **options: Any) -> GraphModule:
+def run(passes: Sequence[Pass], graph: tuple[GraphModule, list[Any]], **options: Any) -> GraphModule:
+    """Run passes on a graph, which must then compute and draw the same of its inputs as before."""
+    gm, inputs = graph
+    torch.manual_seed(0)
+    expected = gm(*inputs)
     run_passes(gm, context(**options), passes=passes, check=verify_final)
+    torch.manual_seed(0)
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
     return gm
 
 
-def same(gm: GraphModule, inputs: list[Any], expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+def layer_id(name: str) -> int:
+    return number_of(add_layer(name=name, owners=Owners.contiguous(E, 1), world=SINGLE))
+
+
+def ticket() -> list[torch.Tensor]:
+    return [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]
 
 
 def test_split_puts_both_halves_where_the_collective_was() -> None:
     gm, inputs = traced()
-    expected = gm(*inputs)
     found = [one for node in gm.graph.nodes if (one := whole_of(node.target)) is not None]
-    run([split_collectives], gm)
+    run([split_collectives], (gm, inputs))
     nodes = list(gm.graph.nodes)
     collectives = in_flight(nodes)
     assert [one.start.target for one in collectives] == [one.start for one in found]
@@ -80,14 +89,10 @@ def test_split_puts_both_halves_where_the_collective_was() -> None:
         assert not any(node.meta["val"].is_floating_point() for node in kept), "what travels need not be kept"
     empty = [node.meta["val"] for node in nodes if calls(node, torch.ops.aten.new_empty)]
     assert empty and len({tuple(value.shape) for value in empty}) == len(empty), "one stands in for all alike"
-    same(gm, inputs, expected)
 
 
 def test_schedule_starts_early_and_waits_late() -> None:
-    gm, inputs = traced()
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm, prefetch_bytes=10**9)
-    assert names(gm) == [
+    assert names(run(FINAL_PASSES, traced(), prefetch_bytes=10**9)) == [
         # Layer 0's experts come while its attention computes.
         "sparse_all_gather_start 0",
         "mm",
@@ -120,15 +125,12 @@ def test_schedule_starts_early_and_waits_late() -> None:
         "sparse_reduce_scatter_wait 0",
         "sparse_reduce_scatter_wait 1",
     ]
-    same(gm, inputs, expected)
 
 
 def test_a_wait_for_counts_takes_the_rows_beside_it_and_no_numbers() -> None:
     """Where lengths vary, a size that a later start reads may stand there, too: no tensor, and nothing to compute."""
     gm, inputs = traced()
-    expected = gm(*inputs)
-    run([split_collectives], gm)
-    graph = gm.graph
+    graph = run([split_collectives], (gm, inputs)).graph
     counts = next(one for one in in_flight(graph.nodes) if one.collective.carries == "counts")
     back = next(one for one in in_flight(graph.nodes) if one.collective.homeward and one.layer == counts.layer)
     there = next(
@@ -141,31 +143,24 @@ def test_a_wait_for_counts_takes_the_rows_beside_it_and_no_numbers() -> None:
     beside.meta["val"], size.meta["val"] = rows.meta["val"], rows.meta["val"].shape[0]
     there.start.args = (beside, *there.start.args[1:])
     back.start.args = tuple(size if value == R else value for value in back.start.args)
-    run([order_collectives], gm)
-    assert counts.wait.args[-1] == [beside]
     gm.recompile()
-    same(gm, inputs, expected)
+    run([order_collectives], (gm, inputs))
+    assert counts.wait.args[-1] == [beside]
 
 
 def test_nothing_is_in_flight_without_a_budget() -> None:
-    gm, inputs = traced()
-    expected = gm(*inputs)
-    order = names(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    order = names(run(FINAL_PASSES, traced(), prefetch_bytes=0))
     for layer in (0, 1):
         for name in ("sparse_all_gather", "sparse_reduce_scatter"):
             start = order.index(f"{name}_start {layer}")
             assert order[start + 1] == f"{name}_wait {layer}"
     assert order[order.index("exchange_back_start 0") + 1] == "mm", "exchanges still hide behind what is there"
-    same(gm, inputs, expected)
 
 
 @pytest.mark.parametrize("attention_left", [False, True], ids=["nothing left", "attention left"])
 def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool) -> None:
     """They leave behind these, unless a matmul is left beside which they can travel."""
-    (first, second), ops = (
-        [number_of(add_layer(name=name, owners=Owners.contiguous(E, 1), world=SINGLE)) for name in ("a", "b")],
-        torch.ops.hecate,
-    )
+    first, second, ops = layer_id("a"), layer_id("b"), torch.ops.hecate
     record = add_replicated(torch.nn.Linear(H, H, bias=False), "weight", GradientSync(SINGLE))
 
     def backward(x: torch.Tensor, weight: torch.Tensor, ticket: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -175,10 +170,8 @@ def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool)
         experts = ops.exchange(down, *ticket, second) @ weight
         return ops.exchange_back(experts, *ticket, R, second), mean
 
-    inputs = [torch.randn(R, H), torch.randn(H, H), [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]]
-    gm = make_fx(backward, tracing_mode="fake")(*inputs)
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm)
+    inputs = [torch.randn(R, H), torch.randn(H, H), ticket()]
+    gm = run(FINAL_PASSES, (make_fx(backward, tracing_mode="fake")(*inputs), inputs))
     nodes = list(gm.graph.nodes)
     place = {(one.collective.name, one.start.args[-3]): one for one in in_flight(nodes) if one.role == "exchange"}
     (mean,) = (one for one in in_flight(nodes) if one.role == "reduce")
@@ -190,22 +183,18 @@ def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool)
         assert nodes.index(mean.start) < nodes.index(exchange.start)
     else:
         assert order == sorted(order), "the gradient itself is computed while the rows travel"
-    same(gm, inputs, expected)
 
 
 def test_compute_that_needs_no_exchange_fills_it() -> None:
     """With a slow link the shared expert's matmul moves before the wait of the first exchange."""
-    gm, inputs = traced()
-    expected = gm(*inputs)
-    order = names(run(FINAL_PASSES, gm, rates=SLOW))
+    order = names(run(FINAL_PASSES, traced(), rates=SLOW))
     assert order.index("exchange_start 0") + 1 == order.index("mm", 3)
     assert order[order.index("exchange_start 0") + 2] == "exchange_wait 0"
-    same(gm, inputs, expected)
 
 
 def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
     """A backward as autograd writes it: weight gradients between the exchanges, and dense ones before the first."""
-    layer = number_of(add_layer(name="layer", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("layer")
     ops = torch.ops.hecate
 
     def function(
@@ -237,7 +226,7 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
         torch.randn(R, H),
         torch.full((E, 1), 2, dtype=torch.int8),
         torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+        ticket(),
     ]
     return make_fx(function, tracing_mode="fake")(*inputs), inputs
 
@@ -250,9 +239,7 @@ def steps(gm: GraphModule) -> list[str]:
 
 
 def test_weight_gradients_come_behind_the_exchange() -> None:
-    gm, inputs = backward_of_a_layer()
-    expected = gm(*inputs)
-    order = steps(run(FINAL_PASSES, gm))
+    order = steps(run(FINAL_PASSES, backward_of_a_layer()))
     # A fast link: the dense gradient, which no exchange needs, goes to the last one.
     assert order == [
         "mm",
@@ -271,12 +258,11 @@ def test_weight_gradients_come_behind_the_exchange() -> None:
         "mm",
         "sparse_reduce_scatter_wait",
     ]
-    same(gm, inputs, expected)
 
 
 def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
     """Rows in two chunks: as the pass writes a forward, or as autograd writes its backward."""
-    layer = number_of(add_layer(name="layer", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("layer")
     ops = torch.ops.hecate
 
     def forward(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor, ticket: Any) -> Any:
@@ -298,16 +284,14 @@ def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
         torch.randn(R, H),
         torch.randn(E, H, H),
         torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)],
+        ticket(),
     ]
     return make_fx(reverse if backward else forward, tracing_mode="fake")(*inputs), inputs
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_chunk_travels_while_another_is_computed(backward: bool) -> None:
-    gm, inputs = chunks_of_a_layer(backward)
-    expected = gm(*inputs)
-    order = steps(run(FINAL_PASSES, gm))
+    order = steps(run(FINAL_PASSES, chunks_of_a_layer(backward)))
     # Of equal matmuls, those of the weight are last, when nothing waits for them.
     weights = ["grouped_mm_weight_grad"] * 2 if backward else []
     assert order == [
@@ -323,22 +307,16 @@ def test_one_chunk_travels_while_another_is_computed(backward: bool) -> None:
         "exchange_back_wait",
         "exchange_back_wait",
     ]
-    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
 
 
 def test_the_first_exchange_is_filled_first() -> None:
-    gm, inputs = backward_of_a_layer()
-    expected = gm(*inputs)
-    order = steps(run(FINAL_PASSES, gm, rates=SLOW))
+    order = steps(run(FINAL_PASSES, backward_of_a_layer(), rates=SLOW))
     assert order[:4] == ["mm", "exchange_start", "mm", "exchange_wait"]
-    same(gm, inputs, expected)
 
 
 def test_what_a_start_needs_stays_before_it() -> None:
     """With the experts' gradients sent before the exchange, their matmuls stay there."""
-    gm, inputs = backward_of_a_layer()
-    expected = gm(*inputs)
-    order = steps(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    order = steps(run(FINAL_PASSES, backward_of_a_layer(), prefetch_bytes=0))
     assert order.index("sparse_reduce_scatter_start") > order.index("exchange_back_start")
     assert order.index("grouped_mm_weight_grad") > order.index("exchange_back_start")
     gm, inputs = backward_of_a_layer()
@@ -348,29 +326,22 @@ def test_what_a_start_needs_stays_before_it() -> None:
             node.prepend(reduced)
             break
     gm.recompile()
-    order = steps(run(FINAL_PASSES, gm, prefetch_bytes=0))
+    order = steps(run(FINAL_PASSES, (gm, inputs), prefetch_bytes=0))
     at = order.index("sparse_reduce_scatter_start")
     assert at < order.index("exchange_back_start")
     assert order[:at].count("grouped_mm_weight_grad") == 2
-    same(gm, inputs, expected)
 
 
 def scheduled(forward: Callable[..., list[torch.Tensor]], dense: list[torch.Tensor]) -> GraphModule:
-    """``forward`` of dense tensors, a placement, offsets and a ticket, after the passes. It must draw as before."""
-    ticket = [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]
-    inputs = [*dense, torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32), ticket]
-    gm = make_fx(forward, tracing_mode="fake")(*inputs)
-    torch.manual_seed(0)
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm)
-    torch.manual_seed(0)
-    same(gm, inputs, expected)
-    return gm
+    """``forward`` of dense tensors, a placement, offsets and a ticket, after the passes."""
+    placement, offsets = torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+    inputs = [*dense, placement, offsets, ticket()]
+    return run(FINAL_PASSES, (make_fx(forward, tracing_mode="fake")(*inputs), inputs))
 
 
 def test_counts_leave_before_rows_are_put_in_order() -> None:
     """What lies between the router and counts and is not needed for them comes behind their start, in order."""
-    layer = number_of(add_layer(name="counted", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("counted")
     ops = torch.ops.hecate
 
     def forward(
@@ -404,7 +375,7 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
 
 def test_draws_in_front_of_counts_keep_their_order() -> None:
     """Also behind a matmul that no start needs, and inside of an operator that keeps the state of the generator."""
-    layer = number_of(add_layer(name="drawn", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("drawn")
     ops = torch.ops.hecate
 
     def forward(
@@ -440,30 +411,24 @@ def test_switched_off_everything_stays() -> None:
     for index, name in enumerate(order):
         if "_start" in name:
             assert order[index + 1] == name.replace("_start", "_wait")
-    same(gm, inputs, expected)
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
 
 
 def test_random_numbers_keep_their_order() -> None:
     """A dropout beside the experts does not move before the wait of an exchange, however slow the link is."""
-    layer = number_of(add_layer(name="random", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("random")
 
     def function(x: torch.Tensor, w: torch.Tensor, ticket: list[torch.Tensor]) -> torch.Tensor:
         rows = torch.ops.hecate.exchange(x, *ticket, layer)
         noisy = rows * torch.bernoulli(torch.full_like(rows, 0.5))
         return noisy + (x * torch.bernoulli(torch.full_like(x, 0.5))) @ w
 
-    inputs = [torch.randn(R, H), torch.randn(H, H), [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]]
-    gm = make_fx(function, tracing_mode="fake")(*inputs)
-    torch.manual_seed(0)
-    expected = gm(*inputs)
-    run(FINAL_PASSES, gm, rates=SLOW)
-    torch.manual_seed(0)
-    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+    inputs = [torch.randn(R, H), torch.randn(H, H), ticket()]
+    run(FINAL_PASSES, (make_fx(function, tracing_mode="fake")(*inputs), inputs), rates=SLOW)
 
 
 def test_order_is_data_flow_and_labels_say_what_is_predicted() -> None:
-    gm, _ = traced()
-    run([split_collectives, order_collectives], gm, layer_names={}, rates=SLOW)
+    gm = run([split_collectives, order_collectives], traced(), layer_names={}, rates=SLOW)
     starts = [node for node in gm.graph.nodes if start_of(node.target) is not None]
     assert starts[0].args[-2] == []
     for before, start in pairwise(starts):
@@ -501,7 +466,7 @@ def test_costs_are_expressions_in_the_symbols_of_the_graph() -> None:
 
 def test_data_dependent_sizes_are_guessed() -> None:
     """Replicas: as many as there is room for. Rows that arrive: as many as leave."""
-    layer = number_of(add_layer(name="guessed", owners=Owners.contiguous(E, 1), world=SINGLE))
+    layer = layer_id("guessed")
     ops = torch.ops.hecate
 
     def function(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
