@@ -98,16 +98,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A model's experts and surroundings, found before its parameters change.
-
-    Attributes:
-        config: the options, adjusted to the experts that were found.
-        world: the ranks that share it.
-        experts: modules whose experts are sharded.
-        passed_over: modules that may be experts and are not, with the reasons.
-        attention: what the model's config says of its attention.
-        loops: loops over experts that now take every turn.
-    """
+    """A model's experts and surroundings, found before its parameters change; options are adjusted to them."""
 
     config: Config
     world: World
@@ -119,16 +110,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharded:
-    """The parts of a sharded model by which its ranks work together.
-
-    Attributes:
-        layers: the records of its MoE layers.
-        placer: decides which experts have replicas where.
-        carrier: brings rows and experts to other ranks.
-        sync: averages gradients.
-        step: tells what runs now.
-        replicated: records of the parameters that every rank has whole.
-    """
+    """The parts of a sharded model by which its ranks work together."""
 
     layers: list[Layer]
     placer: Placer

@@ -26,7 +26,7 @@ class CompiledModel:
 
     Attributes:
         experts: the modules that were sharded.
-        passed_over: modules that look similar and were not.
+        passed_over: modules that look similar and were not sharded.
         layers: the runtime record of each of ``experts``; modules that share parameters have one in common.
         loops: where loops were changed (``make_loops_traceable``).
     """

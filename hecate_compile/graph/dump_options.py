@@ -13,13 +13,7 @@ from hecate.passes.dumps.folder import MOST_BYTES
 
 @dataclass(frozen=True)
 class DumpOptions:
-    """Options of a model whose graphs are dumped.
-
-    Attributes:
-        folder: the folder of the dump.
-        every_rank: every rank dumps, not rank 0 alone.
-        most_bytes: bytes of the longest file.
-    """
+    """Options of a model whose graphs are dumped: by every rank or rank 0 alone, in files of so many bytes."""
 
     folder: Path
     every_rank: bool

@@ -50,12 +50,7 @@ _HOOKS_TOGETHER = (
 
 @dataclass(eq=False)
 class _Trace:
-    """A callable with graphs of its own.
-
-    Attributes:
-        modes: grad modes in which it has been called.
-        graphs: the records of its graphs.
-    """
+    """A callable with graphs of its own, and the grad modes in which it has been called."""
 
     call: Callable[..., Any]
     modes: set[bool] = field(default_factory=set)

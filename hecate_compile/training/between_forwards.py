@@ -23,17 +23,11 @@ class BetweenForwards:
     """The parts of a model that act before a forward, in the order in which they act.
 
     Attributes:
-        model: the model; weak, since it holds this.
-        world: the ranks that share it, with the queue of its collectives.
+        model: weak, since it holds this.
         has_shards: whether a forward reads parameters of other ranks. If not, a rank can evaluate alone when the
             others are gone.
-        carrier: carries the rows of its layers.
         watcher: called when the queue and the layers still have what the last forward and backward left; see
             :func:`hecate.monitor`.
-        buffers: gives all ranks rank 0's buffers.
-        additions: takes in parameters that were added to the model.
-        drift: compares now and then the parameters that all ranks have whole.
-        owner_mover: may move experts before a training forward.
         hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
     """
 

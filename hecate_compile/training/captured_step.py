@@ -123,11 +123,7 @@ class _Recorded:
 
 
 def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> None:
-    """Note replicas and bytes of experts of a step in a layer's record, with ``placement`` on one node.
-
-    Args:
-        gathers: how often replicas are gathered.
-    """
+    """Note replicas, gathered ``gathers`` times, and bytes of experts of a step on one node in a layer's record."""
     rank = layer.world.rank
     own = placement.owner_array == rank
     leaving = int((placement.matrix[own] > 0).sum() - own.sum())

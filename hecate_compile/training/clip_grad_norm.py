@@ -85,14 +85,13 @@ def clip_grad_norm_(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters = list(parameters)
-    worlds = [_world_of_shard(p) for p in parameters]
-    whole = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is None]
-    owned = [p.grad for p, world in zip(parameters, worlds, strict=True) if p.grad is not None and world is not None]
+    shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
+    whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
+    owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
     norm = _local_norm(whole, norm_type, foreach=foreach)
-    shared = next((world for world in worlds if world is not None), None)
-    if shared is not None:
+    if shards:
         with doing("hecate.clip_grad_norm_"):
-            norm = _with_owned(norm, owned, norm_type, shared, foreach)
+            norm = _with_owned(norm, owned, norm_type, shards[0].world, foreach)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
@@ -105,12 +104,6 @@ def _check_finite(norm: torch.Tensor, order: float) -> None:
             f"hecate.clip_grad_norm_: the gradient norm of order {order} is {float(norm)}. To clip anyway, "
             "set error_if_nonfinite=False."
         )
-
-
-def _world_of_shard(parameter: torch.Tensor) -> World | None:
-    """Return the ranks over which a parameter is sharded; None for one that every rank has whole."""
-    shard = shard_of(parameter)
-    return shard.world if shard is not None else None
 
 
 def _with_owned(

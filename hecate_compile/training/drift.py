@@ -38,14 +38,10 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class Drift:
-    """A difference between ranks.
-
-    Attributes:
-        text: the parameters that differ and by how much.
-        rounding: they differ by no more than other hardware on some ranks would explain.
-    """
+    """A difference between ranks: the parameters, and by how much."""
 
     text: str
+    # No more than other hardware on some ranks would explain.
     rounding: bool
 
 

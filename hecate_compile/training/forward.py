@@ -41,20 +41,14 @@ class CompiledForward:
     """The callable that ``model(...)`` runs.
 
     Args:
-        traces: the forward as torch.compile makes it.
-        between: acts before each forward.
         records: records that its graphs name by number. A loss keeps them for its backward, in case the model goes
             first.
         experts: modules whose shards Dynamo must see without gradients.
-        step: tells everything else of the model what runs now.
         precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
-        outside_gradients: averages gradients that do not come from the compiled forward alone.
-        same_batches: compares the inputs of the first training forwards.
         check_compiled: called once, after the first forward; raises if its graphs are not what was asked for.
         one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
 
     Attributes:
-        between, outside_gradients: as given.
         after: called at the end of every forward; see :func:`hecate.record`.
         recording: a forward is recorded to be replayed; the work between two is up to the code that replays it.
     """

@@ -8,6 +8,7 @@ not, and neither does one that averages or copies parameters between ranks: ever
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -77,7 +78,8 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
         raise RuntimeError(_needs_whole(kind))
     verdict, problem = _FINE, ""
     try:
-        verdict = _try(optimizer, world, _takes_closure(args, kwargs))
+        closure = any(callable(value) for value in (*args, *kwargs.values()))
+        verdict = _try(optimizer, world, closure)
     except Exception as error:
         verdict, problem = _UNKNOWN, f"{type(error).__name__}: {error}".splitlines()[0]
     found = torch.tensor([verdict == _DIFFERS, verdict == _UNKNOWN], dtype=torch.int64, device=world.control_device)
@@ -106,10 +108,6 @@ def _needs_whole(kind: type) -> str:
         "Use an optimizer that treats elements alone, such as AdamW, Adam, SGD or Lion, or leave sharded parameters "
         "to such a one."
     )
-
-
-def _takes_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(callable(value) for value in (*args, *kwargs.values()))
 
 
 # --- made-up parameters ---
@@ -191,12 +189,7 @@ def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of a twin's steps.
-
-    Attributes:
-        parameters: their values after the steps, by kind.
-        numbers: options of its groups that are numbers, such as an estimate of all gradients.
-    """
+    """The result of a twin's steps: parameters by kind, and its groups' numbers, as an estimate of all gradients."""
 
     parameters: dict[str, torch.Tensor]
     numbers: dict[str, float]
@@ -270,11 +263,8 @@ def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int 
         rounding = 1e-6 * float(whole.parameters[kind].abs().max())
         if not float((expected - found).abs().max()) <= 1e-4 * moved + rounding:
             return False
-    near = [abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in _pairs(whole.numbers, part.numbers)]
-    return all(near)
-
-
-def _pairs(first: dict[str, float], second: dict[str, float]) -> Iterator[tuple[float, float]]:
-    for key in first.keys() & second.keys():
-        if first[key] == first[key] and abs(first[key]) != float("inf"):
-            yield first[key], second[key]
+    return all(
+        math.isclose(number, part.numbers[key], rel_tol=1e-4)
+        for key, number in whole.numbers.items()
+        if key in part.numbers and math.isfinite(number)
+    )

@@ -35,14 +35,10 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Edges:
-    """The targets of the edges of a compiled backward.
-
-    Attributes:
-        watched: position and record of the parameters that are watched.
-        others: positions of targets that are no parameter: an earlier part of the forward, if the graph broke.
-    """
+    """The targets of the edges of a compiled backward, by position."""
 
     watched: tuple[tuple[int, ReplicatedParameter], ...]
+    # Targets that are no parameter: an earlier part of the forward, if the graph broke.
     others: tuple[int, ...]
 
 
