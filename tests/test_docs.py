@@ -16,7 +16,15 @@ from tests.runtime.kernels.device import kernel_modules
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = ("Write a pass", "An idiom", "A policy", "A checkpoint field", "A transport", "A collective")
+# Sections of docs/extending.md, and a name that each defines.
+SECTIONS = {
+    "Write a pass": "drop_double_relu",
+    "An idiom": "offsets",
+    "A policy": "HottestEverywhere",
+    "A checkpoint field": "Recording",
+    "A transport": "Counted",
+    "A collective": "MOST_ROWS",
+}
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -87,18 +95,8 @@ def run_section(title: str) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("title", SECTIONS)
 def test_extending(title: str) -> None:
-    ranks = run_ranks(
-        "tests.test_docs:run_section", 2 if title in ("A transport", "A collective") else 1, title=title
-    )
-    expected = {
-        "Write a pass": "drop_double_relu",
-        "An idiom": "offsets",
-        "A policy": "HottestEverywhere",
-        "A transport": "Counted",
-        "A collective": "MOST_ROWS",
-        "A checkpoint field": "Recording",
-    }
-    assert all(expected[title] in names for names in ranks)
+    ranks = 2 if title in ("A transport", "A collective") else 1
+    assert all(SECTIONS[title] in names for names in run_ranks("tests.test_docs:run_section", ranks, title=title))
 
 
 def program_of(name: str) -> str:
