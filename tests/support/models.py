@@ -19,7 +19,7 @@ _COMMON: dict[str, Any] = dict(
 
 
 def transformers_config(family: str, **changes: Any) -> Any:
-    """A two-layer config with 8 experts, top 2."""
+    """A two-layer config with 8 experts, top 2; llama has none."""
     import transformers
 
     specific: dict[str, dict[str, Any]] = {
@@ -43,6 +43,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
             v_head_dim=8,
             num_key_value_heads=4,
         ),
+        "llama": dict(intermediate_size=32),
         "gpt_oss": dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, head_dim=8),
     }
     return transformers.AutoConfig.for_model(family, **(_COMMON | specific[family] | changes))
