@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 import torch
 from torch import nn
 
-from hecate.private import parameters_of
+from hecate.private import children_of, parameters_of
 from hecate.wrap.attention_config import config_value
 
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
@@ -126,8 +126,9 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
     # "moe" does not count here: that may be a list of layers.
     if not chosen and "expert" not in last.lower():
         return None
-    # A dictionary of experts may hold a dropout, too.
-    members = tuple(m for m in module.children() if next(m.parameters(), None) is not None)
+    # A dictionary of experts may hold a dropout, too. An expert that stands twice shares parameters with itself.
+    children = [m for m in children_of(module).values() if m is not None]
+    members = tuple(m for m in children if next(m.parameters(), None) is not None)
     shapes = [[(key, p.shape, p.dtype) for key, p in m.named_parameters(remove_duplicate=False)] for m in members]
     if len(members) < 2 or any(other != shapes[0] for other in shapes[1:]):
         return PassedOver(name=name, reason="a list of modules whose parameters are not of the same names and shapes")

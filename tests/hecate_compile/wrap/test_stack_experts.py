@@ -160,5 +160,9 @@ def test_lists_that_are_no_experts() -> None:
     found, passed_over = find_experts(model)
     assert [experts.name for experts in found] == ["blocks.1.experts"]
     assert passed_over[0].name == "blocks.0.experts" and "not of the same names and shapes" in passed_over[0].reason
+    twice = small()
+    twice.blocks[0].experts[2] = twice.blocks[0].experts[1]
+    found, passed_over = find_experts(twice)
+    assert [experts.name for experts in found] == ["blocks.1.experts"] and "share parameters" in passed_over[0].reason
     with torch.device("meta"), pytest.raises(NoExpertsError, match="build the model on the CPU"):
         hecate.compile(small())
