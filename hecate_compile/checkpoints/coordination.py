@@ -69,11 +69,7 @@ class Ranks:
         return self.gather(value if self.first else None)[0]
 
     def agree(self, **arguments: Any) -> None:
-        """Check that all ranks were called with the same arguments.
-
-        Raises:
-            ValueError: on every rank; names an argument that differs.
-        """
+        """Raise ValueError on every rank if they were called with different arguments."""
         told = self.gather({name: str(value) for name, value in arguments.items()})
         for name, value in told[0].items():
             for rank, others in enumerate(told):
@@ -84,11 +80,7 @@ class Ranks:
                     )
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; if it fails on any, all of them raise.
-
-        Raises:
-            CheckpointError: names the first rank that failed, and why.
-        """
+        """Run ``work`` on every rank; if it fails on any, all raise an error that names the first, and why."""
         results: list[T] = []
         error: Exception | None = None
         try:
@@ -117,15 +109,9 @@ def describe(error: BaseException) -> str:
 def ranks_of(model: nn.Module | None, function: str) -> Ranks:
     """Return the ranks that share ``model``; all ranks, if it is not compiled. They call this together.
 
-    Args:
-        function: the function that the user called, for messages.
-
-    Raises:
-        RuntimeError: another rank is in something else.
+    A rank that is in another function than ``function``, which the user called, is an error.
     """
-    compiled = model is not None and is_compiled(model)
-    if compiled:
-        assert model is not None
+    if model is not None and is_compiled(model):
         world = compiled_model_of(model, function).world
         group = world.group
         if group is not None:

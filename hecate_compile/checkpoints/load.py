@@ -95,7 +95,11 @@ def load(
     ranks = ranks_of(model, "hecate.load")
     ranks.agree(directory=directory, step=step)
     skipped, touched = list[str](), False
-    for name in _candidates(folder, step, ranks):
+    # The newest first, as rank 0 sees them.
+    names: list[str] = ranks.on_first(
+        lambda: [one.path.name for one in published(folder) if step is None or one.step == step]
+    )
+    for name in names:
         path = folder / name
         problem = _verify(path, ranks)
         if not problem:
@@ -114,16 +118,6 @@ def load(
     if touched:
         lines.append("The model has a part of a step that could not be read to its end: do not train on.")
     raise NoCheckpointError("\n  ".join(lines))
-
-
-def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[str]:
-    """Return the names of steps, the newest first, as rank 0 sees them."""
-
-    def find() -> list[str]:
-        return [one.path.name for one in published(folder) if step is None or one.step == step]
-
-    names: list[str] = ranks.on_first(find)
-    return names
 
 
 def _verify(path: Path, ranks: Ranks) -> str:

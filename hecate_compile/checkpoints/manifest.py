@@ -45,10 +45,9 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, if it is whole. Fields of a later version that keeps the format are left out.
+    """Read a checkpoint's manifest; raise CorruptError if it is missing, changed, or of a later format.
 
-    Raises:
-        CorruptError: it is missing, changed, or of a later format.
+    Fields of a later version that keeps the format are left out.
     """
     try:
         with open_plain(folder / NAME) as file:

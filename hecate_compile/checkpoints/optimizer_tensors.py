@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hecate.checkpoints.logical_tensor import LogicalTensor
-from hecate.checkpoints.state_dicts import Site, sites_of
+from hecate.checkpoints.state_dicts import Site, sites_of, whole_shape
 from hecate.private import init_optimizer_state
 from hecate.training.optimizer_state import (
     bring_along,
@@ -27,14 +27,12 @@ from hecate.wrap.shard import shard_of
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Return a list of the given optimizers, without wrappers such as accelerate's."""
-    several = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
-    return [_unwrapped(optimizer) for optimizer in several]
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer
+    found = []
+    for optimizer in [] if given is None else [given] if isinstance(given, Optimizer) else given:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        found.append(optimizer)
+    return found
 
 
 def optimizer_name(number: int) -> str:
@@ -60,11 +58,7 @@ class OptimizerTensors:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
-    """Return the state of ``optimizer``; tensors share its memory. All ranks call this together.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model has not, or state that cannot be split.
-    """
+    """Return the state of ``optimizer``; tensors share its memory. All ranks call this together."""
     bring_along(optimizer)
     problem = state_that_cannot_be_saved(optimizer)
     if problem is not None:
@@ -86,14 +80,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensor
 def prepare_optimizer(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
 ) -> OptimizerTensors:
-    """Make room in ``optimizer`` for state that was saved; its own state is dropped.
-
-    Args:
-        saved: the tensors in the checkpoint, by parameter name and key.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model has not, or saved state cannot be split over ranks.
-    """
+    """Make room in ``optimizer`` for ``saved`` state, by parameter name and key; its own state is dropped."""
     sites = _first_sites(model)
     out = OptimizerTensors(groups=_groups(optimizer, sites))
     optimizer.state.clear()
@@ -133,10 +120,8 @@ def _take_largest(room: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Callab
 
 
 def _whole_shape(site: Site) -> torch.Size:
-    shard = shard_of(site.parameter)
-    if shard is None:
-        return site.parameter.shape
-    return shard.full_shape[1:] if site.members else shard.full_shape
+    shape = whole_shape(site.parameter)
+    return shape[1:] if site.members and shard_of(site.parameter) is not None else shape
 
 
 def set_plain(model: nn.Module, optimizer: Optimizer, plain: Mapping[str, Mapping[str, Any]]) -> None:
@@ -147,15 +132,7 @@ def set_plain(model: nn.Module, optimizer: Optimizer, plain: Mapping[str, Mappin
 
 
 def set_options(optimizer: Optimizer, groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Give each group the options that were saved with the same parameters.
-
-    Args:
-        groups: as saved.
-        own: those of ``optimizer``, of its :class:`OptimizerTensors`.
-
-    Raises:
-        ValueError: the optimizer groups its parameters in another way.
-    """
+    """Give each group the options that were saved, in ``groups``, with the parameters that ``own`` names for it."""
     for number, (group, mine) in enumerate(zip(optimizer.param_groups, own, strict=True)):
         # Groups may be in any order, since names tell them apart.
         match = [saved for saved in groups if set(saved["params"]) == set(mine["params"])]
@@ -186,14 +163,11 @@ def compare_groups(model: nn.Module, optimizer: Optimizer, groups: list[dict[str
 
 
 def _no_such_group(optimizer: Optimizer, number: int, names: list[str]) -> str:
+    shown = f"{len(names)} parameters ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
     return (
-        f"group {number} of {type(optimizer).__name__} has {_shown(names)}, and no group in the checkpoint has the "
-        "same parameters. Build the optimizer as it was built when it was saved"
+        f"group {number} of {type(optimizer).__name__} has {shown}, and no group in the checkpoint has the same "
+        "parameters. Build the optimizer as it was built when it was saved"
     )
-
-
-def _shown(names: list[str]) -> str:
-    return f"{len(names)} parameters ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
 
 
 def _first_sites(model: nn.Module) -> dict[int, Site]:
@@ -256,7 +230,9 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict:
             given = state_dict["state"].get(name, {}).get(key)
             if given is None:
                 raise ValueError(f"hecate.set_optimizer_state_dict: no {key!r} of {name}")
-            _copy(given, tensor)
+            source, target = (one.part if isinstance(one, LogicalTensor) else one for one in (given, tensor))
+            if isinstance(target, DTensor) or source.data_ptr() != target.data_ptr():
+                target.copy_(source)
     plain = {
         name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for name, state in state_dict["state"].items()
@@ -264,10 +240,3 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict:
     set_plain(model, optimizer, plain)
     set_options(optimizer, state_dict["param_groups"], own.groups)
     note_owners(optimizer)
-
-
-def _copy(given: torch.Tensor, tensor: torch.Tensor) -> None:
-    source = given.part if isinstance(given, LogicalTensor) else given
-    target = tensor.part if isinstance(tensor, LogicalTensor) else tensor
-    if isinstance(target, DTensor) or source.data_ptr() != target.data_ptr():
-        target.copy_(source)

@@ -74,12 +74,11 @@ def published(folder: Path) -> list[Published]:
         except CorruptError as error:
             problem = str(error)
         found.append(Published(path, int(name[1]), manifest, problem))
-    return sorted(found, key=_age, reverse=True)
 
+    def age(one: Published) -> tuple[bool, int, int, str]:
+        return one.manifest is None, one.manifest.sequence if one.manifest else 0, one.step, one.path.name
 
-def _age(one: Published) -> tuple[bool, int, int, str]:
-    sequence = one.manifest.sequence if one.manifest is not None else 0
-    return one.manifest is None, sequence, one.step, one.path.name
+    return sorted(found, key=age, reverse=True)
 
 
 def open_draft(folder: Path, step: int) -> Path:

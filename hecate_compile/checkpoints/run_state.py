@@ -66,11 +66,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to a state of :func:`random_state`.
-
-    Raises:
-        ValueError: it is no state of these generators.
-    """
+    """Set the generators to a state of :func:`random_state`."""
     # numpy does not check the position that it reads at.
     if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):
         raise ValueError("a generator of numpy is at no position of its state")
@@ -139,20 +135,20 @@ def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
         compiled.owner_mover.move(wanted)
 
 
-def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
+def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> None:
     """Let the planner go on with what it knew, if it would plan for the same ranks, nodes and devices.
 
     Elsewhere its measurements say nothing, and it begins anew.
     """
     if state is None or not is_compiled(model):
-        return False
+        return
     compiled = compiled_model_of(model, "load")
     layers = {layer.name: layer for layer in _layers(compiled)}
     saved = {"memory": 1} | state["conditions"]
     if saved != _conditions(compiled) or list(state["layers"]) != list(layers):
-        return False
+        return
     if any(list(layer.owners.ranks) != state["owners"][name] for name, layer in layers.items()):
-        return False
+        return
     compiled.placer.load_state_dict(state["placer"])
     compiled.placer.policy.load_state_dict({layers[name].id: memory for name, memory in state["policy"].items()})
     for name, layer in layers.items():
@@ -161,7 +157,6 @@ def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> bool:
     hidden_time = compiled.forward.between.hidden_time
     if hidden_time is not None and state["hidden_time"] is not None:
         hidden_time.load_state_dict(state["hidden_time"])
-    return True
 
 
 def _layers(compiled: CompiledModel) -> list[Layer]:
@@ -190,11 +185,6 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Return the results of ``get_extra_state``, by the names of the modules."""
-    return {name: module.get_extra_state() for name, module in modules_with_extra_state(model).items()}
 
 
 def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from hecate.checkpoints import publish
 from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
 from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.optimizer_tensors import as_optimizers, optimizer_name, optimizer_tensors
-from hecate.checkpoints.run_state import extra_states, function_options, placement_state, random_state
+from hecate.checkpoints.run_state import function_options, modules_with_extra_state, placement_state, random_state
 from hecate.checkpoints.safety.files import FileRecord, record_files
 from hecate.checkpoints.safety.plain_data import check_plain, write_plain
 from hecate.checkpoints.safety.tensor_index import INDEX, write_index
@@ -169,7 +169,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
             for name in run["left_out"]:
                 tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)
-        run["extra_state"] = extra_states(model)
+        run["extra_state"] = {n: module.get_extra_state() for n, module in modules_with_extra_state(model).items()}
         run["placement"], run["options"] = placement_state(model), function_options(model)
     elif optimizers:
         raise ValueError(

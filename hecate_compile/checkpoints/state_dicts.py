@@ -42,11 +42,7 @@ class Site:
         return self.members or (self.name,)
 
     def split(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the parameter, or optimizer state of its shape, by the names of the plain model.
-
-        Raises:
-            ValueError: it has no line for each line of the shard.
-        """
+        """Split the parameter, or optimizer state of its shape, by the names of the plain model."""
         shard = shard_of(self.parameter)
         if shard is None or value.ndim == 0:
             return {name: value.detach() for name in self.names}
@@ -76,12 +72,21 @@ class Site:
         return {self.name: LogicalTensor.of(value, shard.full_shape, pieces)}
 
 
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of a tensor, or of the whole if it is a shard."""
+    shard = shard_of(tensor)
+    return tensor.shape if shard is None else shard.full_shape
+
+
+def members_of(model: nn.Module) -> dict[int, dict[str, tuple[str, ...]]]:
+    """Return, by a module's identity and a parameter's name, the names of the experts that are stacked in it."""
+    experts = compiled_model_of(model, "save").experts if is_compiled(model) else ()
+    return {id(one.module): names_of_members(one) for one in experts}
+
+
 def sites_of(model: nn.Module) -> Iterator[Site]:
     """Yield every parameter under every name, tied ones more than once; in the same order on all ranks."""
-    members = {}
-    if is_compiled(model):
-        for experts in compiled_model_of(model, "save").experts:
-            members[id(experts.module)] = names_of_members(experts)
+    members = members_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in parameters_of(module).items():
             if parameter is not None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hecate.checkpoints.coordination import MismatchError
 from hecate.checkpoints.optimizer_tensors import as_optimizers
-from hecate.checkpoints.state_dicts import sites_of
+from hecate.checkpoints.state_dicts import sites_of, whole_shape
 from hecate.training.optimizer_state import note_owners, noted, options_of
 from hecate.wrap.shard import shard_of
 
@@ -70,8 +70,7 @@ def _check(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            shard = shard_of(parameter)
-            whole = parameter.shape if shard is None else shard.full_shape
+            shard, whole = shard_of(parameter), whole_shape(parameter)
             for key, value in state["state"].get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape != whole:
                     raise MismatchError(

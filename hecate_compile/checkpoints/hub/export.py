@@ -15,15 +15,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from hecate.checkpoints.coordination import Ranks, ranks_of
-from hecate.checkpoints.hub.layouts import Layout, PlainLayout, PretrainedLayout, Tensors
+from hecate.checkpoints.hub.layouts import PlainLayout, PretrainedLayout, Tensors
 from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
 from hecate.checkpoints.publish import discard, sync
+from hecate.checkpoints.run_state import modules_with_extra_state
 from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
@@ -68,11 +70,14 @@ def export(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"hecate.export: dtype={dtype}, expected one of floating point")
     check_no_adapters(model, "hecate.export", "model.save_pretrained(directory), called on all ranks, saves them.")
-    _check_no_extra_state(model)
+    for name in modules_with_extra_state(model):
+        raise ValueError(
+            f"hecate.export: {name or 'the model'} has extra state, for which safetensors files have no place"
+        )
     view = PlainView(model, "hecate.export")
     ranks = ranks_of(model, "hecate.export")
     plan = ranks.together(lambda: _Plan.of(view, limit, dtype) if ranks.first else None)
-    steps = [_Step(*step) for step in ranks.from_first(plan and [[step.names, step.ends] for step in plan.steps])]
+    steps = [_Step(*step) for step in ranks.from_first(plan and plan.steps)]
     draft = Path(ranks.on_first(lambda: str(_open_draft(Path(directory)))))
     try:
         _write(view, steps, plan, draft, ranks)
@@ -93,16 +98,7 @@ def _bytes_of(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_no_extra_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise ValueError(
-                f"hecate.export: {name or 'the model'} has extra state, for which safetensors files have no place"
-            )
-
-
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """A group of tensors that is sent to rank 0 at once.
 
     Attributes:
@@ -124,7 +120,7 @@ class _Plan:
         size: bytes of all tensors.
     """
 
-    layout: Layout
+    layout: PlainLayout
     steps: list[_Step]
     dtypes: dict[str, torch.dtype]
     files: dict[str, list[str]]
@@ -133,7 +129,7 @@ class _Plan:
     @staticmethod
     def of(view: PlainView, limit: int, dtype: torch.dtype | None) -> _Plan:
         """Plan from shapes, without any data."""
-        layout: Layout = PretrainedLayout(view) if view.is_pretrained else PlainLayout(view)
+        layout = PretrainedLayout(view) if view.is_pretrained else PlainLayout(view)
         if view.is_pretrained and getattr(view, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized. model.save_pretrained writes it")
         dtypes = _dtypes_of(view, dtype)
@@ -185,11 +181,7 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def _open_draft(final: Path) -> Path:
-    """Make a folder beside ``final``, which it replaces when it is complete.
-
-    Raises:
-        FileExistsError: ``final`` is a file, or not empty.
-    """
+    """Make a folder beside ``final``, which it replaces when it is complete and which must be empty or missing."""
     final = final.resolve()
     if final.exists() and not final.is_dir():
         raise FileExistsError(f"{final} is a file")
@@ -198,15 +190,6 @@ def _open_draft(final: Path) -> Path:
     draft = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     return draft
-
-
-def _publish(draft: Path, final: Path) -> None:
-    for path in draft.iterdir():
-        sync(path)
-    sync(draft)
-    # This fails if something has been put into an empty folder since.
-    draft.rename(final)
-    sync(final.parent)
 
 
 # --- to rank 0, and to the disk ---
@@ -300,7 +283,11 @@ def _finish(view: PlainView, plan: _Plan, draft: Path, dtype: torch.dtype | None
         (draft / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if view.is_pretrained:
         _write_config(view, draft, dtype)
-    _publish(draft, final.resolve())
+    for path in (*draft.iterdir(), draft):
+        sync(path)
+    # This fails if something has been put into an empty folder since.
+    draft.rename(final.resolve())
+    sync(final.resolve().parent)
 
 
 def _write_config(view: PlainView, folder: Path, dtype: torch.dtype | None) -> None:

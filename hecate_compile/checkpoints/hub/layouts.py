@@ -7,8 +7,9 @@ out on the meta device first.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,43 +21,28 @@ log = logging.getLogger("hecate")
 Tensors = dict[str, torch.Tensor]
 
 
-class Layout(Protocol):
-    """The tensors of a model in the form in which a library writes them."""
-
-    def kept(self, likes: Tensors) -> Tensors:
-        """Return the model's tensors that are written."""
-        ...
-
-    def groups(self, likes: Tensors) -> list[list[str]]:
-        """Return the names of tensors that are converted together."""
-        ...
-
-    def convert(self, tensors: Tensors) -> Tensors:
-        """Return the tensors that files have in place of a group, in order."""
-        ...
-
-
 class PlainLayout:
     """The layout of the state dict."""
 
     def __init__(self, view: PlainView) -> None:
-        sharing: dict[int, int] = {}
-        for tensor in view.tensors.values():
-            sharing[id(tensor.like)] = sharing.get(id(tensor.like), 0) + 1
+        sharing = Counter(id(tensor.like) for tensor in view.tensors.values())
         self._tied = {name for name, tensor in view.tensors.items() if sharing[id(tensor.like)] > 1}
 
     def kept(self, likes: Tensors) -> Tensors:
+        """Return the model's tensors that are written."""
         return likes
 
     def groups(self, likes: Tensors) -> list[list[str]]:
+        """Return the names of tensors that are converted together."""
         return [[name] for name in likes]
 
     def convert(self, tensors: Tensors) -> Tensors:
+        """Return the tensors that files have in place of a group, in order."""
         # In a file no two tensors share memory.
         return {name: tensor.clone() if name in self._tied else tensor for name, tensor in tensors.items()}
 
 
-class PretrainedLayout:
+class PretrainedLayout(PlainLayout):
     """The layout of transformers' ``save_pretrained``."""
 
     def __init__(self, view: PlainView) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, ranks_of
 from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
-from hecate.checkpoints.hub.read_plan import Group, ReadPlan, differences_of
+from hecate.checkpoints.hub.read_plan import Group, ReadPlan
 from hecate.checkpoints.hub.safe_files import SafeFiles
 from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import set_weight_conversions
@@ -73,7 +73,10 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     files = ranks.together(lambda: SafeFiles(folder))
     _check_same(files, ranks)
     plan = ranks.together(lambda: ReadPlan.of(view, files))
-    problems = plan.problems + (differences_of(plan) if strict else [])
+    problems = list(plan.problems)
+    if strict:
+        problems += [f"{name} is not in the files" for name in plan.missing]
+        problems += [f"{name} is not in the model" for name in plan.unexpected]
     told = list(dict.fromkeys(line for lines in ranks.gather(problems[:_SHOWN]) for line in lines))
     if told:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

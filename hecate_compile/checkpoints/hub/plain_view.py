@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.checkpoints.state_dicts import members_of, whole_shape
 from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.wrap.shard import shard_of
-from hecate.wrap.stack_experts import names_of_members
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ class PlainView:
 
     @property
     def is_pretrained(self) -> bool:
-        """True if the model is of transformers."""
-        return is_pretrained(self.model)
+        """True if the model is of transformers, which is not imported for that."""
+        module: Any = sys.modules.get("transformers.modeling_utils")
+        return module is not None and isinstance(self.model, module.PreTrainedModel)
 
     def get_parameter(self, target: str) -> torch.Tensor:
         """Return a tensor with the shape and dtype of a parameter, on the meta device."""
@@ -74,17 +74,8 @@ class PlainView:
     get_parameter_or_buffer = get_parameter
 
 
-def is_pretrained(model: nn.Module) -> bool:
-    """Return whether a model is of transformers. Imports nothing."""
-    module: Any = sys.modules.get("transformers.modeling_utils")
-    return module is not None and isinstance(model, module.PreTrainedModel)
-
-
 def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
-    members = {}
-    if is_compiled(model):
-        for experts in compiled_model_of(model, function).experts:
-            members[id(experts.module)] = names_of_members(experts)
+    members = members_of(model)
     likes: dict[tuple[int, int | None], torch.Tensor] = {}
     found: dict[str, PlainTensor] = {}
 
@@ -100,14 +91,11 @@ def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
         for key, here in (*parameters_of(module).items(), *buffers_of(module).items()):
             if here is None or not is_persistent(module, key):
                 continue
-            shard = shard_of(here)
-            shape = here.shape if shard is None else shard.full_shape
             names = members.get(id(module), {}).get(key)
             if names is None:
-                add(f"{prefix}.{key}".lstrip("."), here, shape)
+                add(f"{prefix}.{key}".lstrip("."), here, whole_shape(here))
             else:
                 stacked += [(expert, f"{prefix}.{name}".lstrip("."), here) for expert, name in enumerate(names)]
         for expert, name, here in sorted(stacked, key=lambda one: one[0]):
-            shard = shard_of(here)
-            add(name, here, (here.shape if shard is None else shard.full_shape)[1:], expert)
+            add(name, here, whole_shape(here)[1:], expert)
     return found

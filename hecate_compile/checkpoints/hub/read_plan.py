@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Group:
         for name, pattern in self.sources:
             if name in wanted:
                 # Read by the converter, which frees what it has used.
-                converter.add_tensor(self.target, name, pattern, _later(read, name))
+                converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=view, config=view.config)
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
@@ -65,10 +66,6 @@ class Group:
             for expert, name in enumerate(names):
                 experts.setdefault(expert, []).append(name)
         return experts
-
-
-def _later(read: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch.Tensor]:
-    return lambda: read(name)
 
 
 def _is_by_line(operations: Sequence[Any]) -> bool:
@@ -194,11 +191,6 @@ class ReadPlan:
         adjust_missing_and_unexpected(self.view.model, info)
         self.missing = [name for name in self.missing if name in info.missing_keys]
         self.unexpected = [name for name in self.unexpected if name in info.unexpected_keys]
-
-
-def differences_of(plan: ReadPlan) -> list[str]:
-    missing = [f"{name} is not in the files" for name in plan.missing]
-    return missing + [f"{name} is not in the model" for name in plan.unexpected]
 
 
 def _is_numbered(names: Sequence[str]) -> bool:

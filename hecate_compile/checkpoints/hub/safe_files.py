@@ -64,25 +64,23 @@ class SafeFiles:
         path = self._real / _INDEX
         if not path.exists():
             raise FileNotFoundError(f"{self.folder} has no {_SINGLE} and no {_INDEX}{self._what_else()}")
-        try:
-            found = json.loads(self._confined(_INDEX).read_text())["weight_map"]
-            if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-                raise TypeError("no names of files")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, CorruptError):
-                raise
-            raise CorruptError(f"{_INDEX} cannot be read: {type(error).__name__}") from error
+        index = self._read_json(_INDEX)
+        found = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise CorruptError(f"{_INDEX} cannot be read: it does not say in which file each tensor is")
         return found
+
+    def _read_json(self, name: str) -> Any:
+        content = self._confined(name).read_bytes()
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{name} cannot be read: {type(error).__name__}") from error
 
     def _check_not_quantized(self) -> None:
         if not (self._real / "config.json").exists():
             return
-        try:
-            config = json.loads(self._confined("config.json").read_text())
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, CorruptError):
-                raise
-            raise CorruptError(f"config.json cannot be read: {type(error).__name__}") from error
+        config = self._read_json("config.json")
         if isinstance(config, dict) and config.get("quantization_config"):
             raise ValueError(
                 f"the weights in {self.folder} are quantized. transformers' from_pretrained dequantizes many kinds "
@@ -101,11 +99,7 @@ class SafeFiles:
         return ""
 
     def _confined(self, name: str) -> Path:
-        """Return the path of a file of the folder.
-
-        Raises:
-            CorruptError: there is no such plain file, or a link leads elsewhere.
-        """
+        """Return the path of a plain file of the folder, and refuse a link that leads elsewhere."""
         if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
             raise CorruptError(f"{_INDEX} names a file outside of the folder: {name[:255]!r}")
         path = self._real / name
@@ -129,14 +123,10 @@ class SafeFiles:
                 if name in self._where:
                     raise CorruptError(f"{name} is in {self._where[name]}, and in {file} again")
                 self._where[name] = file
-                self.likes[name] = _like(opened, name)
+                part = opened.get_slice(name)
+                shape = part.get_shape()
+                empty = part[:0] if shape else opened.get_tensor(name)
+                self.likes[name] = torch.empty(shape, dtype=empty.dtype, device="meta")
         except SafetensorError as error:
             raise CorruptError(f"{file} cannot be read: {error}") from error
         self._open[file] = opened
-
-
-def _like(file: Any, name: str) -> torch.Tensor:
-    part = file.get_slice(name)
-    shape = part.get_shape()
-    empty = part[:0] if shape else file.get_tensor(name)
-    return torch.empty(shape, dtype=empty.dtype, device="meta")

@@ -27,11 +27,7 @@ class FileRecord:
 
 @contextlib.contextmanager
 def open_plain(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a checkpoint if it is a plain one: a link may lead elsewhere, a pipe block, a device never end.
-
-    Raises:
-        CorruptError: it is missing, or no plain file.
-    """
+    """Open a file of a checkpoint if it is plain: a link may lead elsewhere, a pipe block, a device never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -58,11 +54,7 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Compare files with their records.
-
-    Raises:
-        CorruptError: names the first that is missing, no plain file, or changed.
-    """
+    """Raise CorruptError for the first file that is missing, no plain file, or not as its record says."""
     for name, record in files.items():
         with open_plain(folder / name) as file:
             size = os.fstat(file.fileno()).st_size

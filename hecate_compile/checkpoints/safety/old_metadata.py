@@ -32,11 +32,7 @@ _FORBIDDEN = {"EXT1", "EXT2", "EXT4", "BINPUT", "LONG_BINPUT", "PUT"}
 def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """Read the index of a checkpoint of format 1.
 
-    Args:
-        files: the files that the index may refer to.
-
-    Raises:
-        CorruptError: it is no such index, names other files, or contradicts itself.
+    Raise CorruptError if it is no such index, refers to others than ``files``, or contradicts itself.
     """
     if OLD_INDEX not in files:
         raise CorruptError(f"{OLD_INDEX} is missing")

@@ -32,12 +32,8 @@ _MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError, Ru
 def write_plain(value: Any, path: Path) -> None:
     """Write ``value`` to ``path`` (.json), and tensors in it to a .safetensors file with the same stem.
 
-    Args:
-        value: None, bool, int, float, str, bytes, list, tuple, set, frozenset, deque, dict, torch.Tensor,
-            torch.dtype, numpy array or number, nested in any way, up to a depth of 100.
-
-    Raises:
-        TypeError: names the place of anything else.
+    It is None, bool, int, float, str, bytes, list, tuple, set, frozenset, deque, dict, torch.Tensor, torch.dtype,
+    numpy array or number, nested in any way, up to a depth of 100. A TypeError names the place of anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encode(value, "", tensors))
@@ -47,11 +43,7 @@ def write_plain(value: Any, path: Path) -> None:
 
 
 def read_plain(path: Path) -> Any:
-    """Read what :func:`write_plain` wrote.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Read what :func:`write_plain` wrote; raise ValueError if the file holds something else."""
     try:
         with open_plain(path) as file:
             value = json.loads(file.read())

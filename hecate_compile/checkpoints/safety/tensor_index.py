@@ -37,11 +37,7 @@ _TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not re.match(
 
 
 def write_index(metadata: Metadata, path: Path) -> None:
-    """Write what DCP's ``save`` returned: by name, dtype and size of a tensor, and the place of each chunk.
-
-    Raises:
-        TypeError: something was saved that is no tensor.
-    """
+    """Write what DCP's ``save`` returned: by name, dtype and size of a tensor, and the place of each chunk."""
     index = {}
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
@@ -58,11 +54,7 @@ def write_index(metadata: Metadata, path: Path) -> None:
 def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """Read what :func:`write_index` wrote.
 
-    Args:
-        files: the files that the index may refer to.
-
-    Raises:
-        CorruptError: it is no such index, or contradicts itself.
+    Raise CorruptError if it is no such index, refers to others than ``files``, or contradicts itself.
     """
     if INDEX not in files:
         raise CorruptError(f"{INDEX} is missing")
@@ -78,8 +70,7 @@ def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
     """Return an index as DCP's reader takes it: every element of a tensor in one chunk, chunks in bytes of their own.
 
-    Raises:
-        Exception: it is of another form; a :class:`CorruptError` says what contradicts itself.
+    An index of another form leads to any error; a CorruptError says what contradicts itself.
     """
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
