@@ -2,7 +2,7 @@
 
 The host launches two graphs in place of some hundred kernels. Data that change from step to step lie at addresses
 that stay: inputs, gradients, and the tables that say who holds which replicas
-(:class:`~hecate.runtime.one_sided.replays.FollowedTables`). While the backward runs the host reads the counts of the
+(:class:`~hecate.runtime.one_sided.carrier.FollowedTables`). While the backward runs the host reads the counts of the
 forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
 
 Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come.

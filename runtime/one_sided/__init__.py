@@ -2,14 +2,11 @@
 
 | file | what is in it |
 |---|---|
-| ``carrier`` | the ``Carrier`` itself: what each operator of a layer does |
-| ``exchanges``, ``transport`` | an exchange of rows, and the order of its steps |
+| ``carrier`` | the ``Carrier`` itself: what each operator of a layer does; what it does between replays |
+| ``exchanges``, ``transport`` | an exchange of rows or replicas, the order of its steps, what the host learns later |
 | ``windows`` | memory that all ranks see |
-| ``experts`` | how replicas and their gradients travel |
 | ``device_dispatch`` | from counts to tickets on the device: ``balance_rows``, ``split_rows``, ``ticket_segments`` |
-| ``device_tables`` | a placement on the device |
-| ``replays`` | placements under launches that are recorded once |
-| ``late_news`` | numbers of the device that the host learns later |
+| ``device_tables`` | a placement on the device, also under launches that are recorded once |
 
 Its Triton kernels are here, one a file, each with a plain reference beside it, as in ``hecate.runtime.kernels``:
 

@@ -1,6 +1,6 @@
 """The one-sided carrier, with a bound of the rows that come: the host never learns how many rows go where.
 
-With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients (``experts``) travel over
+With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients travel over
 :class:`~hecate.runtime.one_sided.exchanges.Exchanges`. Counts stay on the device, and tickets are made there
 (``device_dispatch``). A rank that has R rows has room for so many percent of R, so every shape is known before
 anything has run. Rows that come lie in the front of that room; behind them zeros are written, and nowhere else.
@@ -19,7 +19,8 @@ second graph, since shapes are fixed in this one; there is none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,13 +32,11 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.launch import on_amd
 from hecate.runtime.kernels.operands import FLOATS
-from hecate.runtime.one_sided import experts
 from hecate.runtime.one_sided.device_dispatch import bounded_ticket, room_for
-from hecate.runtime.one_sided.device_tables import LayerTables
-from hecate.runtime.one_sided.exchanges import Exchanges
-from hecate.runtime.one_sided.late_news import LateNews
+from hecate.runtime.one_sided.device_tables import FixedTables, LayerTables, Recorded
+from hecate.runtime.one_sided.exchanges import Exchanges, gather_replicas, reduce_replicas
 from hecate.runtime.one_sided.links import MOST_RANKS, Rows
-from hecate.runtime.one_sided.replays import FollowedTables, Recorded
+from hecate.runtime.one_sided.transport import LateNews, Message
 from hecate.runtime.ops.by_collectives import as_tensors
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
@@ -200,13 +199,13 @@ class OneSided:
     # --- experts ---
 
     def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
-        run = experts.gather(self.exchanges, self.tables_of(placement, layer).experts, shards)
+        run = gather_replicas(self.exchanges, self.tables_of(placement, layer).experts, shards)
         return Job(layer.world.queue, run, label=layer.placer.label("sparse_all_gather"))
 
     def reduce_replicas(
         self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
     ) -> Job:
-        run = experts.reduce(self.exchanges, self.tables_of(placement, layer).experts, own, replicas)
+        run = reduce_replicas(self.exchanges, self.tables_of(placement, layer).experts, own, replicas)
         return Job(layer.world.queue, run, label=layer.placer.label("sparse_reduce_scatter"))
 
     # --- what the host learns ---
@@ -221,6 +220,52 @@ class OneSided:
 
     def replays(self, placer: Placer) -> FollowedTables:
         return FollowedTables(self, placer)
+
+
+class FollowedTables:
+    """The :class:`~hecate.runtime.state.layer.Replays` of a :class:`OneSided`: tables that replays follow."""
+
+    def __init__(self, carrier: OneSided, placer: Placer) -> None:
+        self._carrier, self._placer = carrier, placer
+        self._now: Recorded | None = None
+        self._before: Recorded | None = None
+        self._messages: list[Message] = []
+
+    def prepare(self, placements: Mapping[Layer, Placement]) -> None:
+        had = {} if self._before is None else self._before.layers
+        tables = {
+            layer.id: FixedTables.of(placement, layer, had.get(layer.id)) for layer, placement in placements.items()
+        }
+        self._now = Recorded(tables, self._carrier.signature(self._placer.signature))
+
+    def forget(self) -> None:
+        self._before, self._now, self._messages = self._now, None, []
+
+    def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
+        now = self._now
+        return now is not None and all(
+            now.layers[layer.id].has_room_for(placement) for layer, placement in placements.items()
+        )
+
+    def write(self, placements: Mapping[Layer, Placement]) -> None:
+        assert self._now is not None, "nothing was recorded"
+        for layer, placement in placements.items():
+            self._now.layers[layer.id].write(placement, layer)
+        self._now.signature.copy_(self._carrier.signature(self._placer.signature), non_blocking=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._carrier.recorded = self._now
+        try:
+            yield
+        finally:
+            self._carrier.recorded = None
+
+    def recorded(self) -> None:
+        self._messages = self._carrier.news.take()
+
+    def tell_again(self, forward_ends: object) -> None:
+        self._carrier.news.send_again(self._messages, forward_ends)
 
 
 def _check_ranks(topology: Topology, world: World) -> None:

@@ -158,6 +158,64 @@ class LayerTables:
         ]
 
 
+@dataclass(eq=False)
+class FixedTables:
+    """A layer's tables at addresses that stay, for launches that are repeated with other placements.
+
+    Attributes:
+        room: of all placements that come.
+        tables: what launches read; all are parts of ``numbers``.
+        numbers: int64 ``[n]``.
+        placement: the one in the tables now.
+        first: the one when the launches were recorded, which graphs carry.
+    """
+
+    room: Room
+    tables: LayerTables
+    numbers: torch.Tensor
+    placement: Placement
+    first: Placement
+
+    @classmethod
+    def of(cls, placement: Placement, layer: Layer, before: FixedTables | None = None) -> FixedTables:
+        """Return tables of ``placement``, with room for others.
+
+        Args:
+            before: tables without room for it. With the same owners, the new ones have room for all that these had.
+        """
+        # Where a policy makes no replicas, graphs have no slots for any.
+        room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
+        if before is not None and before.first.owners == placement.owners:
+            room = room.joined(before.room)
+        host = LayerTables.from_placement(placement, layer, room)
+        numbers = on_device(host.joined(), layer.world.device)
+        return cls(room, host.within(numbers), numbers, placement, placement)
+
+    def has_room_for(self, placement: Placement) -> bool:
+        """Tell whether the tables have room for ``placement``; the same on all ranks."""
+        return placement.owners == self.first.owners and self.room.holds(Room.needed(placement))
+
+    def write(self, placement: Placement, layer: Layer) -> None:
+        """Write ``placement`` into the tables, for launches after this."""
+        if placement != self.placement:
+            host = LayerTables.from_placement(placement, layer, self.room)
+            self.numbers.copy_(on_device(host.joined(), layer.world.device), non_blocking=True)
+            self.placement = placement
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Tables that recorded launches read in place of the placements that graphs carry.
+
+    Attributes:
+        layers: by their numbers.
+        signature: the numbers that travel with counts, int64 ``[3]``; see ``OneSided.signature``.
+    """
+
+    layers: dict[int, FixedTables]
+    signature: torch.Tensor
+
+
 _HOST = torch.device("cpu")
 
 

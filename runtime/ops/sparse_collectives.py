@@ -1,8 +1,8 @@
 """SparseAllGather and SparseReduceScatter: experts to their replicas, and gradients back (paper, section 2).
 
 All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype (one-sided they
-are in ``one_sided_experts``). With several nodes there are two stages: an expert crosses to a node once and fans out
-inside it. The bytes sent are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
+are in ``one_sided.exchanges``). With several nodes there are two stages: an expert crosses to a node once and fans
+out inside it. The bytes sent are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
 """
 
 from __future__ import annotations

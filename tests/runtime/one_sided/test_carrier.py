@@ -21,12 +21,10 @@ from hecate.runtime.one_sided import (
     exchanges,
 )
 from hecate.runtime.one_sided.carrier import OneSided
-from hecate.runtime.one_sided.device_tables import Room
+from hecate.runtime.one_sided.device_tables import FixedTables, Recorded, Room
 from hecate.runtime.one_sided.exchanges import Exchanges
-from hecate.runtime.one_sided.late_news import LateNews
 from hecate.runtime.one_sided.links import Rows
-from hecate.runtime.one_sided.replays import FixedTables, Recorded
-from hecate.runtime.one_sided.transport import Transport
+from hecate.runtime.one_sided.transport import LateNews, Transport
 from hecate.runtime.one_sided.windows import local_windows
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement

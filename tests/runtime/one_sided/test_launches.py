@@ -23,7 +23,7 @@ from hecate.runtime.one_sided import (
     ticket_segments,
     wait_words,
 )
-from hecate.runtime.one_sided.replays import FixedTables, Recorded
+from hecate.runtime.one_sided.device_tables import FixedTables, Recorded
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import PLACES, Windows
 from hecate.runtime.placement.placement import Placement
