@@ -163,30 +163,26 @@ def test_ranks_that_all_failed_may_try_again() -> None:
 # --- nothing is left ---
 
 
+def one_of_two(rank: int, port: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start ``command`` as one of two ranks, beside torchrun."""
+    own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | own | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 @pytest.mark.distributed
 @only_with_all
 def test_processes_end_by_themselves_although_a_collective_is_on_its_way() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = f"from {_HERE} import break_down; break_down('skips', patience=600)"
-    environment = os.environ | {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    environment = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [one_of_two(rank, store.port, [sys.executable, "-c", code], environment) for rank in range(2)]
     try:
         for process in ranks:
             output, _ = process.communicate(timeout=90)
@@ -216,26 +212,13 @@ def test_a_cut_link_ends_ranks_on_both_sides() -> None:
         try:
             made = network.make_network(prefix, 2, None)
             for rank, node in enumerate(made):
-                environment = os.environ | {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
+                environment = {
                     "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_PORT": "29500",
                     "MASTER_ADDR": made[0].address,
                     "GLOO_SOCKET_IFNAME": "eth0",
-                    "OMP_NUM_THREADS": "1",
                 }
                 command = ["ip", "netns", "exec", node.namespace, sys.executable, "-c", _NODE, f"{folder}/{rank}"]
-                nodes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environment,
-                        text=True,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                nodes.append(one_of_two(rank, 29500, command, environment))
             wait_until(lambda: all(Path(folder, str(rank)).exists() for rank in range(2)), 90)
             subprocess.run(["ip", "-n", made[1].namespace, "link", "set", "eth0", "down"], check=True)
             start = time.monotonic()
@@ -270,11 +253,7 @@ def test_workers_end_with_their_agent() -> None:
         script = Path(folder, "worker.py")
         script.write_text(_WORKER)
         agent = subprocess.Popen(
-            [
-                *torchrun(2),
-                str(script),
-                folder,
-            ],
+            [*torchrun(2), str(script), folder],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,

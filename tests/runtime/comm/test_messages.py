@@ -159,6 +159,7 @@ def on_ranks() -> str:
         assert got.tolist() == list(range(size))
     nothing = collectives.all_to_all(torch.ones(2 * size, 0), [2] * size, [2] * size, world)
     assert nothing.shape == (2 * size, 0)
+    assert collectives.all_gather_even(torch.zeros(0, 3), world).shape == (size, 0, 3)
     # The last rank has nothing for the others, and they have nothing for it.
     store = dist.distributed_c10d._get_default_store()
     if rank == size - 1:
@@ -205,15 +206,3 @@ def test_a_rank_that_is_killed_amid_a_message_is_named() -> None:
         run_ranks(f"{_HERE}:die_amid_a_message", 2, timeout=240)
     assert "cannot end: rank 1 has not been heard of for" in str(failure.value)
     assert time.monotonic() - start < 60
-
-
-def gather_nothing() -> list[int]:
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank=rank, size=size, group=dist.group.WORLD, device=torch.device("cpu"))
-    return list(collectives.all_gather_even(torch.zeros(0, 3), world).shape)
-
-
-@pytest.mark.distributed
-def test_values_that_there_are_none_of_are_gathered() -> None:
-    assert run_ranks(f"{_HERE}:gather_nothing", 2) == [[2, 0, 3]] * 2

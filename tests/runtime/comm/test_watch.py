@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 import hecate
-from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import meeting, watch
-from hecate.runtime.comm.history import history_of
+from hecate.runtime.comm import collectives, meeting, watch
+from hecate.runtime.comm.history import known_groups
 from hecate.runtime.comm.start import timeout_of
+from hecate.runtime.comm.world import World
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.ranks import RanksFailed, message_of, run_ranks
+from tests.support.threads import on_threads
 
 _HERE = "tests.runtime.comm.test_watch"
 
@@ -62,37 +63,15 @@ def leave_early() -> str:
     return handler.stream.getvalue()
 
 
-def go_elsewhere() -> list[str]:
-    """On one rank: the messages of what rank 0 alone calls, while rank 1 is in another collective."""
+def go_elsewhere() -> dict[str, str]:
+    """On one rank: what is raised when ranks call different things, and when rank 0 calls alone."""
     model = compiled()
-    group = compiled_model_of(model, "test").world.group
-    assert group is not None
-    watch.TOLD, found = 0.5, []
-    for call in (model.state_dict, lambda: hecate.stats(model)):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            found.append(message_of(call))
-        else:
-            # As it looks to others: in a collective that the first rank has not begun.
-            history_of(group).number += 1
-            with watch.watched(group, "exchange of layer 0"):
-                time.sleep(3)
-            history_of(group).number -= 1
-            # What was pretended is told until the next round; no rank ever takes back a number.
-            time.sleep(2)
+    found = {"another": message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model))}
     dist.barrier()
-    # One calls this, one that; both hear of it.
-    found.append(message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model)))
+    with mock.patch.object(meeting, "timeout_of", return_value=1.5):
+        found["alone"] = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     hecate.stats(model)
-    return found
-
-
-def never_come() -> str:
-    model = compiled()
-    with mock.patch.object(meeting, "timeout_of", return_value=1.5):
-        found = message_of(model.state_dict) if dist.get_rank() == 0 else ""
-    dist.barrier()
     return found
 
 
@@ -133,20 +112,11 @@ def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() ->
 
 
 @pytest.mark.distributed
-def test_a_rank_that_calls_alone_gets_an_error() -> None:
+def test_a_meeting_of_ranks_that_call_different_things_or_do_not_come_ends() -> None:
     first, second = run_ranks(f"{_HERE}:go_elsewhere", 2, timeout=100)
-    assert len(first) == 3 and len(second) == 1
-    for what, message in zip(("state_dict", "hecate.stats"), first, strict=False):
-        assert f"{what} on rank 0, but rank 1 waits in exchange of layer 0" in message
-        assert "call it on all ranks together" in message
-    assert "hecate.stats on rank 0, but rank 1 calls state_dict" in first[2]
-    assert "state_dict on rank 1, but rank 0 calls hecate.stats" in second[0]
-
-
-@pytest.mark.distributed
-def test_a_meeting_ends_with_the_groups_timeout() -> None:
-    first, _ = run_ranks(f"{_HERE}:never_come", 2, timeout=100)
-    assert "ranks [1] did not come before the group's timeout" in first
+    assert "hecate.stats on rank 0, but rank 1 calls state_dict" in first["another"]
+    assert "state_dict on rank 1, but rank 0 calls hecate.stats" in second["another"]
+    assert "ranks [1] did not come before the group's timeout" in first["alone"]
 
 
 def save_on_rank_0() -> None:
@@ -166,4 +136,18 @@ def test_saving_on_one_rank_alone_ends_all_of_them() -> None:
     with pytest.raises(RanksFailed) as failure:
         run_ranks(f"{_HERE}:save_on_rank_0", 2, timeout=100)
     assert "hecate: state_dict on rank 0, but rank 1 waits in" in str(failure.value)
+    assert "call it on all ranks together" in str(failure.value)
     assert time.monotonic() - start < 60
+
+
+def test_groups_that_are_gone_are_nobody_to_tell() -> None:
+    kept = []
+
+    def use(world: World) -> None:
+        kept.append(world.group)
+        collectives.all_reduce(torch.ones(1), world)
+
+    on_threads(use)
+    assert any(group in kept for group, _ in known_groups())
+    with pytest.raises(KeyError, match="mine"), watch.telling("in its forward"):
+        raise KeyError("mine")
