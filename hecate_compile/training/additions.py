@@ -19,14 +19,7 @@ from hecate.wrap.shard import shard_of
 
 
 class Additions:
-    """Makes parameters that were added after ``hecate.compile`` part of the training: whole on all ranks, averaged.
-
-    Args:
-        replicated: the records that the model has.
-        added: called with every record that is new or whose parameter is.
-        changes: told of what is registered in the model.
-        changed: called when parameters or modules were registered.
-    """
+    """Makes parameters added after ``hecate.compile`` part of the training: whole on all ranks, averaged."""
 
     def __init__(
         self,

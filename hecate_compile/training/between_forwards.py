@@ -20,17 +20,9 @@ from hecate.training.move_owners import OwnerMover
 
 @dataclass(eq=False, kw_only=True)
 class BetweenForwards:
-    """The parts of a model that act before a forward, in the order in which they act.
+    """The parts of a model that act before a forward, in the order in which they act."""
 
-    Attributes:
-        model: weak, since it holds this.
-        has_shards: whether a forward reads parameters of other ranks. If not, a rank can evaluate alone when the
-            others are gone.
-        watcher: called when the queue and the layers still have what the last forward and backward left; see
-            :func:`hecate.monitor`.
-        hidden_time: measures in the first steps what overlap hides; None where that cannot be measured.
-    """
-
+    # Weak: the model holds this.
     model: weakref.ref[nn.Module]
     world: World
     has_shards: bool
@@ -43,7 +35,7 @@ class BetweenForwards:
     watcher: Callable[[], None] | None = None
 
     def __call__(self, mode: StepMode) -> None:
-        """Get ready for a forward in ``mode``."""
+        # Without shards a rank can evaluate alone when the others are gone.
         if mode.training or self.has_shards:
             self.world.check()
         self._check_device()

@@ -1,8 +1,4 @@
-"""Buffers as ``DistributedDataParallel`` has them: before a forward every rank takes rank 0's.
-
-Changes that a rank makes to them in its forward, or the user on one rank alone, are that rank's own until then:
-running statistics, biases of routers that balance load.
-"""
+"""Buffers, such as running statistics, as ``DistributedDataParallel`` has them: every rank takes rank 0's."""
 
 from __future__ import annotations
 
@@ -22,17 +18,7 @@ from hecate.runtime.state.step_mode import StepMode
 
 
 class Buffers:
-    """The buffers of one model, sent in one broadcast.
-
-    A buffer that is not in state dicts is followed as long as it is the same tensor. Ranks replace such ones by
-    others, even of other shapes, where they depend on the batch: tables of rotary embeddings that grow.
-
-    Args:
-        sync: with synchronization off nothing is sent.
-
-    Attributes:
-        enabled: off, every rank keeps its own; the same on all ranks.
-    """
+    """The buffers of one model, sent in one broadcast."""
 
     def __init__(self, model: nn.Module, sync: GradientSync, *, enabled: bool) -> None:
         # Weak: the model holds this.
@@ -41,8 +27,8 @@ class Buffers:
         # backward averages gradients. So between two steps a rank sends or receives once, and ranks may evaluate
         # other numbers of batches.
         self._due = True
-        # The module's dictionary of buffers, which does not hold the module; the key; and the tensor, for a buffer
-        # that is in no state dict.
+        # The module's dictionary of buffers, which does not hold the module; the key; and for a buffer that is in no
+        # state dict the tensor: where such ones depend on the batch, ranks replace them by others of other shapes.
         self._kept: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._came = False
         self.find()
@@ -66,11 +52,7 @@ class Buffers:
                 self._came = True
 
     def before_forward(self, mode: StepMode) -> None:
-        """Take rank 0's buffers, if that is due. A collective then, and the first of a forward.
-
-        Where ranks may evaluate on their own, some have made it before the others come to their next step. In an
-        evaluation in which the others take no part any more, because they have ended, each rank's own are right.
-        """
+        """Take rank 0's buffers, if that is due. A collective then, and the first of a forward."""
         due, self._due = self._due, mode.training and self._sync.enabled
         if not due:
             return
@@ -79,6 +61,7 @@ class Buffers:
         except RankEndedError as error:
             if mode.training or self._sync.in_graph:
                 raise
+            # Where the others have ended, each rank's own buffers are right.
             warn_alone(f"{error}. This rank evaluates with its own buffers.", stacklevel=6)
 
     def after_additions(self) -> None:

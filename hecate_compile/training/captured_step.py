@@ -1,11 +1,8 @@
 """A training step's forward and backward as CUDA graphs, replayed with another placement in each step.
 
-The host launches two graphs in place of some hundred kernels. Data that change from step to step lie at addresses
-that stay: inputs, gradients, and the tables that say who holds which replicas
-(:class:`~hecate.runtime.one_sided.carrier.FollowedTables`). While the backward runs the host reads the counts of the
-forward and plans the next placements. A plan that has no room in the tables, or other owners, is captured anew.
-
-Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many rows come.
+Inputs, gradients and the tables of replicas (:class:`~hecate.runtime.one_sided.carrier.FollowedTables`) lie at
+addresses that stay. Several ranks need ``Config(transport="symmetric")``: else the host would have to say how many
+rows come.
 """
 
 from __future__ import annotations
@@ -86,20 +83,13 @@ class CudaGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
-    """A recorded forward and backward.
-
-    Attributes:
-        figures: what recording left in ``counted``, ``unread`` and ``arrived`` of each layer's record.
-        gradients: where the backward writes them.
-        tensors: the parameters and buffers that it reads. Kept, so that an equal address is equal memory: else
-            ranks could come to different answers.
-        trained: which parameters had a gradient.
-    """
+    """A recorded forward and backward."""
 
     forward: Callable[[], None]
     backward: Callable[[], None]
     figures: list[tuple[Layer, Tensor | None, list[tuple[int, Tensor]], Tensor | None]]
     gradients: list[tuple[nn.Parameter, Tensor]]
+    # Kept, so that an equal address is equal memory: else ranks could come to different answers.
     tensors: list[Tensor]
     trained: list[bool]
 
@@ -123,7 +113,7 @@ class _Recorded:
 
 
 def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> None:
-    """Note replicas, gathered ``gathers`` times, and bytes of experts of a step on one node in a layer's record."""
+    """Note in a layer's record the replicas of a step on one node, and the bytes of experts that it sends."""
     rank = layer.world.rank
     own = placement.owner_array == rank
     leaving = int((placement.matrix[own] > 0).sum() - own.sum())
@@ -134,11 +124,7 @@ def count_experts_sent(layer: Layer, placement: Placement, *, gathers: int) -> N
 class CapturedStep:
     """A captured step, as :func:`hecate.capture` makes it. Making it is a collective, and so is each call.
 
-    Args:
-        gathers: how often replicas are gathered in a step.
-
-    Attributes:
-        captures: how often it was captured: again if a plan has no room, owners changed, or parameters are others.
+    ``captures`` is how often it was captured: again if a plan has no room, or owners or parameters are others.
     """
 
     def __init__(
@@ -193,7 +179,6 @@ class CapturedStep:
     # --- the parts of a step ---
 
     def _begin(self, inputs: tuple[Tensor, ...]) -> dict[Layer, Placement]:
-        """Do the work between two steps, bring the inputs, and return the placements of this step."""
         self._compiled.between(_TRAINING)
         placements = {layer: layer.placer.take() for layer in self._layers}
         for place, value in zip(self._inputs, inputs, strict=True):
@@ -201,7 +186,6 @@ class CapturedStep:
         return placements
 
     def _recorded_for(self, placements: Mapping[Layer, Placement]) -> _Recorded:
-        """Return graphs that follow ``placements``: those that there are, or new ones."""
         recorded = self._recorded
         if recorded is None or not self._tables.have_room(placements) or not recorded.is_of(self._model):
             return self._capture(placements)
@@ -308,7 +292,6 @@ class CapturedStep:
     # --- refusals ---
 
     def _check_inputs(self, inputs: Sequence[object]) -> None:
-        """Refuse inputs of other dtypes or shapes than those that were captured."""
         self._check_devices(inputs)
         given = [_form(value) for value in inputs if isinstance(value, Tensor)]
         if given != (wanted := [_form(value) for value in self._inputs]):

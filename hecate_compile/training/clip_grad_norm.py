@@ -1,8 +1,4 @@
-"""Gradient clipping for a model whose experts are sharded.
-
-A norm over one rank's gradients differs from rank to rank, and clipping by it would let ranks drift apart. So
-trainers that call torch's own functions also get the norm of the whole model.
-"""
+"""Gradient clipping for a model whose experts are sharded: by a norm of one rank's gradients, ranks would part."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _local_norm = getattr(clip_grad, TOTAL_NORM)
 
 
 def watch_clipping() -> None:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know shards. Further calls change nothing."""
+    """Make torch's ``clip_grad_norm_`` and ``get_total_norm`` know shards. Further calls change nothing."""
     # clip_grad_norm_ calls this, wherever it was imported to.
     setattr(clip_grad, TOTAL_NORM, _total_norm)
     torch.nn.utils.get_total_norm = _total_norm

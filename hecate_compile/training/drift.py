@@ -1,7 +1,7 @@
 """Compare now and then the parameters that every rank has whole, which must stay equal.
 
-Their gradients are averaged and optimizers treat all ranks alike, so they stay equal to the last bit, unless the
-user's code computes with numbers that only its rank knows, such as a norm over the gradients of its own experts.
+Averaged gradients keep them equal to the last bit, unless the user's code computes with numbers that only its rank
+knows, such as a norm over the gradients of its own experts.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ class Drift:
 
 
 class DriftCheck:
-    """Compares the parameters that all ranks of one model have whole.
+    """Compares the parameters that all ranks of one model have whole, every so many training forwards; 0 for never.
 
-    Args:
-        records: gives the records of these parameters.
-        sync: while a step's gradients are not averaged, parameters may differ, and nothing is compared.
-        every: training forwards between two comparisons; 0 for none at all.
-        in_forwards: all ranks make the same forwards. Otherwise they compare when they save.
+    If ranks do not make the same forwards (``in_forwards``), they compare when they save.
     """
 
     def __init__(
@@ -69,11 +65,7 @@ class DriftCheck:
         self._warned = False
 
     def before_forward(self, mode: StepMode) -> None:
-        """Compare if it is time; a collective then.
-
-        Raises:
-            DisagreementError: on all ranks, if parameters differ by more than rounding.
-        """
+        """Compare if it is time, a collective then; raise on all ranks if parameters differ by more than rounding."""
         if self._world.group is None or not self._every or not self._in_forwards or not mode.training:
             return
         done, self._forwards = self._forwards, self._forwards + 1

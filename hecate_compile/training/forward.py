@@ -40,17 +40,8 @@ from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 class CompiledForward:
     """The callable that ``model(...)`` runs.
 
-    Args:
-        records: records that its graphs name by number. A loss keeps them for its backward, in case the model goes
-            first.
-        experts: modules whose shards Dynamo must see without gradients.
-        precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, or None.
-        check_compiled: called once, after the first forward; raises if its graphs are not what was asked for.
-        one_graph: whether it was compiled with fullgraph=True, because attention is sparse in graphs alone.
-
-    Attributes:
-        after: called at the end of every forward; see :func:`hecate.record`.
-        recording: a forward is recorded to be replayed; the work between two is up to the code that replays it.
+    ``after`` is called at the end of every forward; see :func:`hecate.record`. While ``recording``, a forward is
+    recorded, and the work between two forwards is up to the code that replays it.
     """
 
     def __init__(
@@ -80,10 +71,7 @@ class CompiledForward:
             return self._forward(args, kwargs)
 
     def of(self, part: nn.Module) -> CompiledForward:
-        """Return what calling a module inside the model may call instead of its own forward.
-
-        It has graphs of its own. What comes between two forwards is the model's.
-        """
+        """Return what calling a module inside the model may call instead of its forward; it has its own graphs."""
         found = copy.copy(self)
         found._traces = self._traces.of(part)
         return found
@@ -147,6 +135,7 @@ class CompiledForward:
             self._step.mode = None
 
     def _keep_records(self, out: Any) -> None:
+        # Graphs name records by number; a loss may outlive the model.
         for value in tree_leaves(out):
             node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
             if node is not None:
@@ -182,7 +171,6 @@ def _too_many_graphs(refused: str | None, consequence: str) -> str:
 
 
 def _outside_of_graph(error: Unsupported) -> str:
-    """Describe code that torch.compile cannot trace, which is an error with sparse attention alone."""
     what = " ".join(str(error).split("\n\nfrom user code")[0].split())
     return (
         "hecate: with Config(attention=...) the whole model must be one graph, because attention outside of graphs "
@@ -191,7 +179,6 @@ def _outside_of_graph(error: Unsupported) -> str:
 
 
 def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
-    """Describe, with the user's line, code of a layer with experts that cannot be traced as it depends on data."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "see the error above"
     return (
@@ -208,11 +195,7 @@ _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def _dynamo_options(sharded: bool) -> dict[str, Any]:
-    """Return the options of Dynamo for tracing the model.
-
-    Args:
-        sharded: whether there are experts that only graphs can read. Without any, graph breaks are allowed.
-    """
+    """Return the options of Dynamo for tracing the model. Without ``sharded`` experts graph breaks are allowed."""
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once")
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
@@ -230,14 +213,12 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
     }
 
 
+# Functions of transformers are cached ones, which have a type of their own.
 _FUNCTIONS_UNSORTED = re.compile(r"'<' not supported between instances of '(function|functools\._lru_cache_wrapper)'")
 
 
 def _not_about_sets(record: logging.LogRecord) -> bool:
-    """Return whether a line of torch's log is about something else than functions that cannot be sorted.
-
-    Functions of transformers are cached ones, which have a type of their own.
-    """
+    """Return whether a line of torch's log is about something else than functions that cannot be sorted."""
     error = record.exc_info[1] if record.exc_info else None
     return not _FUNCTIONS_UNSORTED.search(f"{record.getMessage()} {error}")
 
@@ -248,12 +229,9 @@ logging.getLogger(METRICS_LOG).addFilter(_not_about_sets)
 
 @contextmanager
 def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
-    """Hide the gradients of shards while Dynamo may trace.
-
-    Dynamo would make a fake of ``.grad``, too, with a data-dependent length of its own, and then could not tell that
-    this equals the parameter's.
-    """
-    # Looked up anew: load_state_dict(assign=True) makes new parameters.
+    """Hide the gradients of shards while Dynamo may trace."""
+    # Dynamo would make a fake of .grad, too, with a data-dependent length of its own, and then could not tell that
+    # this equals the parameter's. Looked up anew: load_state_dict(assign=True) makes new parameters.
     found = (parameters_of(e.module)[key] for e in experts for key in e.parameters)
     shards = list({id(p): p for p in found if p is not None}.values())
     gradients = [shard.grad for shard in shards]

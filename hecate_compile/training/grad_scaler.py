@@ -1,7 +1,4 @@
-"""Make torch.amp.GradScaler skip a step on all ranks together, or their models would part.
-
-A scaler looks for infinities in the gradients of its own rank, which has its own experts.
-"""
+"""Make torch.amp.GradScaler skip a step on all ranks together: each sees infinities of its own experts alone."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from hecate.wrap.shard import shard_of
 class OwnerMover:
     """Re-shards one model every ``Policy.reshard_every`` optimizer steps, if its policy finds better owners.
 
-    Attributes:
-        moves: how many experts changed hands in each re-sharding so far.
+    ``moves`` lists how many experts changed hands in each re-sharding so far.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class OwnerMover:
         return {"steps": self._steps, "moves": list(self.moves)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
         self._steps, self.moves = state["steps"], list(state["moves"])
 
     def before_forward(self, mode: StepMode) -> None:
@@ -77,15 +75,7 @@ class OwnerMover:
         self.move(list(zip(exchanging, new, strict=True)))
 
     def move(self, wanted: Sequence[tuple[Layer, Owners]]) -> bool:
-        """Bring experts to new owners; a collective. Optimizer state follows before its optimizer's next step.
-
-        Returns:
-            Whether anything moved.
-
-        Raises:
-            DisagreementError: ranks want different owners.
-            ValueError: owners of another number of experts or ranks.
-        """
+        """Bring experts to new owners, and return whether anything moved; a collective, which ranks must agree on."""
         changes = [(layer, owners) for layer, owners in wanted if owners != layer.owners]
         # Ranks agree before anything else: one that wants no change must hear of those that do.
         self._agree_on(changes)
@@ -116,7 +106,6 @@ class OwnerMover:
         )
 
     def _can_move(self, changes: Sequence[tuple[Layer, Owners]]) -> bool:
-        """Return whether every rank can move its optimizer state; warn if one cannot."""
         for layer, owners in changes:
             if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
                 name = type(self.placer.policy).__name__
@@ -170,7 +159,6 @@ class OwnerMover:
 
 
 def _changed(old: Owners, new: Owners) -> int:
-    """Return how many experts change hands."""
     return sum(a != b for a, b in zip(old.ranks, new.ranks, strict=True))
 
 

@@ -1,8 +1,7 @@
 """Make optimizer state follow its experts, for any optimizer, no matter who built it.
 
-Each parameter group notes which rank's state it is, and the owners of the experts that it belongs to. Right before an
-optimizer's next step its state moves to where its experts went, so state that was saved under other owners finds its
-way, too; state of another rank is refused, and so are optimizers that would need the whole of a parameter.
+Each parameter group notes which rank's state it is, and the owners of its experts. Right before an optimizer's next
+step its state moves to where its experts went, also if it was saved under other owners.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def noted(group: dict[str, Any]) -> bool:
-    """Return whether a parameter group has the note that it is one rank's part."""
     return _NOTE in group
 
 
@@ -158,7 +156,6 @@ def world_of(optimizer: Optimizer) -> World | None:
 
 
 def _world_of(group: dict[str, Any]) -> World | None:
-    """Return the ranks over which the group's parameters are sharded; None if none are."""
     shards = (shard_of(parameter) for parameter in group["params"])
     return next((shard.world for shard in shards if shard is not None and shard.world.group is not None), None)
 
@@ -175,7 +172,6 @@ def _layers_in(group: dict[str, Any]) -> list[Layer]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Bring state to where its experts went since the last step, or since it was saved."""
     # An optimizer step that is compiled itself counts no steps, so its experts stay where they are.
     if torch.compiler.is_compiling():
         return
@@ -226,7 +222,6 @@ def _show_whole(optimizer: Optimizer) -> None:
 
 
 def _numbered(optimizer: Optimizer) -> dict[int, nn.Parameter]:
-    """Return the parameters by their numbers in a state dict."""
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
@@ -304,7 +299,6 @@ def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
 
 
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
-    """Bring one parameter's state from its old owners to the present ones."""
     state, layer = optimizer.state.get(parameter, {}), shard.layer
     for key, value in sorted(state.items()):
         if not _can_move(value, parameter, old):
@@ -317,7 +311,6 @@ def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old
 
 
 def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
-    """Return the owners for which the group's state is laid out."""
     noted: dict[str, Sequence[int]] = json.loads(group[_NOTE])["owners"] if _NOTE in group else {}
     owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
     if owners.num_experts != layer.num_experts:

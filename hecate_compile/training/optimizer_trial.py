@@ -1,9 +1,8 @@
 """Find out by a trial whether an optimizer is right on shards: none says whether it needs more than a rank has.
 
 Before the first step of an optimizer that is not torch's own, two twins of it take a few steps on small made-up
-parameters. One has them whole; of the shards among them the other has a part, as a rank has. An optimizer that treats
-each element alone gives equal numbers. One that takes norms, means, factors or sums, of a parameter or of all, does
-not, and neither does one that averages or copies parameters between ranks: every rank tries its own part.
+parameters, one with them whole, one with a part of those that are sharded. Elementwise optimizers give equal numbers.
+Those that take norms, means or factors do not, nor those that send parameters: every rank tries its own part.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ _FINE, _DIFFERS, _UNKNOWN = range(3)
 def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise on all ranks if ``optimizer`` is wrong on shards. A collective, if its class is not known.
 
-    Args:
-        args, kwargs: the arguments of its step.
-
-    Raises:
-        RuntimeError: its numbers would depend on how parameters are split over ranks.
+    ``args`` and ``kwargs`` are those of its step.
     """
     kind = type(optimizer)
     if kind in _ELEMENTWISE:
@@ -115,12 +110,7 @@ def _needs_whole(kind: type) -> str:
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """A small parameter that stands for all that are alike.
-
-    Attributes:
-        start, target, slope: its values, and those at which its gradient is zero, and how steep that is.
-        sharded: ranks have parts of it.
-    """
+    """A small parameter that stands for all that are alike: its gradient is zero at ``target``, ``slope`` steep."""
 
     start: torch.Tensor
     target: torch.Tensor
@@ -147,7 +137,6 @@ class _MadeUp:
         return cls(start, target, slope, sharded=shard is not None)
 
     def part(self, tensor: torch.Tensor, half: int | None) -> torch.Tensor:
-        """Return the part of ``tensor`` that a rank has, all of it if ``half`` is None."""
         return tensor if half is None or not self.sharded else tensor.chunk(2)[half]
 
 
@@ -256,7 +245,6 @@ def _undisturbed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int | None) -> bool:
-    """Return whether both have the same numbers, but for rounding."""
     for kind, made in kinds.items():
         expected, found = made.part(whole.parameters[kind], half), part.parameters[kind]
         moved = float((whole.parameters[kind] - made.start).abs().max())

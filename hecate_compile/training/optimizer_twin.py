@@ -19,13 +19,9 @@ _LARGE_TENSORS = "it holds large tensors beside its parameters"
 
 
 def twin_of(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimizer:
-    """Return a copy with other parameters, each once, that shares nothing with the original.
+    """Return a copy that shares nothing with ``optimizer`` and has ``stand_ins``, by identity of its own parameters.
 
-    Args:
-        stand_ins: the other parameters, by the identities of the optimizer's own.
-
-    Raises:
-        ValueError: it holds more numbers besides its parameters and their state than are copied.
+    Raises ValueError if it holds more numbers besides its parameters and their state than are copied.
     """
     memo = _Memo(stand_ins)
     # Modules are not copied: a copy would be as large as the model, and the model itself is not to be changed.

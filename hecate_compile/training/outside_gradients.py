@@ -1,9 +1,8 @@
 """Average gradients of replicated parameters from outside of the compiled forward when the backward ends.
 
-Inside the graph a gradient is averaged where it is made. A parameter may get others, too, or instead: from a head
-that a chunked loss uses again, a regularizer, a module that reads its parameters under other names (``nn.LSTM``), a
-second forward. Averaging is idempotent, so it is enough to average ``param.grad`` once more whenever it is not
-certain that the graph's own gradient arrived alone.
+The graph averages a gradient where it is made. A parameter may get others, too: from a head that a chunked loss uses
+again, a regularizer, ``nn.LSTM``, a second forward. Averaging is idempotent, so ``param.grad`` is averaged once more
+whenever it is not certain that the graph's own gradient arrived alone.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 
 @dataclass(frozen=True)
 class _Watched:
-    """A replicated parameter and its record."""
-
     parameter: weakref.ref[Tensor]
     record: ReplicatedParameter
 
@@ -112,9 +109,6 @@ class OutsideGradients:
     =========  ========================================  ===================================================
 
     Ranks meet at the end of a backward from the first on in which some rank was unsure; so they must be unsure alike.
-
-    Args:
-        sync: with synchronization off gradients stay local, wherever they come from.
     """
 
     def __init__(self, sync: GradientSync) -> None:
@@ -136,11 +130,9 @@ class OutsideGradients:
 
     @property
     def synchronizes(self) -> bool:
-        """True while gradients are averaged."""
         return self._sync.enabled
 
     def watch(self, record: ReplicatedParameter) -> None:
-        """Look at each gradient that arrives at the parameter of ``record``, if it gets any."""
         parameter = record.parameter
         if self._sync.world.group is None:
             return
@@ -165,7 +157,6 @@ class OutsideGradients:
         self._sent.follow(out)
 
     def _arrived(self, watched: _Watched, grad: Tensor | None) -> None:
-        """Decide the state of a parameter by its gradient, and let the end of the backward average what is due."""
         record, parameter = watched.record, watched.parameter()
         if parameter is None or self._watched.get(id(parameter)) is not watched:
             # The record is of another parameter by now.

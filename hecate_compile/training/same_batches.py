@@ -1,7 +1,4 @@
-"""Warn if all ranks train on the same batches: a loader that does not know of ranks gives each of them all data.
-
-Nothing else would show it: losses fall, and all ranks together do the work of one.
-"""
+"""Warn if all ranks train on the same batches, which losses do not show: the loader does not know of ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ _FACTOR = 6364136223846793005
 
 
 class SameBatches:
-    """Compares the inputs of the first training forwards between ranks, once and in one collective.
-
-    Args:
-        enabled: all ranks make the same forwards, so there is a place to meet.
-    """
+    """Compares the inputs of the first training forwards between ranks, once and in one collective."""
 
     def __init__(self, world: World, *, enabled: bool) -> None:
         self._world = world
@@ -36,7 +29,6 @@ class SameBatches:
         self._digest: Tensor | None = None
 
     def before_forward(self, mode: StepMode, args: Any, kwargs: Any) -> None:
-        """Remember the inputs of the first training forwards; compare them in a collective before the next one."""
         if not mode.training or self._forwards > _FORWARDS:
             return
         if self._forwards == _FORWARDS:

@@ -1,8 +1,4 @@
-"""Warn if an optimizer's groups go wrong because ``hecate.compile`` has stacked parameters of experts in a list.
-
-Stacked biases and norms have two dimensions, and experts have no parameters of their own: rules that go by dimensions
-or by expert make other groups than they did.
-"""
+"""Warn if an optimizer's groups go wrong because ``hecate.compile`` has stacked parameters of experts in a list."""
 
 from __future__ import annotations
 
