@@ -47,10 +47,9 @@ class GraphRecord:
 
     Attributes:
         nodes: number of operators after the passes.
-        passes: what each pass did, in order.
         layers: names of the MoE layers in it; a model whose tracing breaks has several graphs.
-        later: what the passes after autograd did to "joint", "forward" and "backward"; filled when these compile,
-            and not with graphs that come from a cache.
+        later: what the passes after autograd did to "joint", "forward" and "backward"; filled when these compile, and
+            not with graphs that come from a cache.
         notes: the collectives of "forward" and "backward", as predicted; like ``later``.
         slots: replicas that a rank may hold of a layer.
     """
@@ -70,11 +69,9 @@ class Backend:
     Attributes:
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         key_heads: heads of keys in the model's config, if it has any.
-        source_diff: how the model's code was changed, as the lines of a diff; dumped with the graphs.
         sparse_layers: how many layers must become sparse; None for as many as in the first graph.
-        graphs: what has been compiled so far.
+        source_diff: how the model's code was changed, as the lines of a diff; dumped with the graphs.
         compared: how many graphs all ranks have compared so far, so this is the same on all.
-        step: the forward that runs; graphs are compared across ranks in the first one of each grad mode.
     """
 
     config: Config
@@ -115,11 +112,7 @@ class Backend:
         return hecate
 
     def check_sparse(self) -> None:
-        """Raise if nothing was compiled, where sparse attention is asked for: then all of it is dense.
-
-        Raises:
-            UnsupportedAttentionError: torch.compile is switched off.
-        """
+        """Raise if nothing was compiled, where sparse attention is asked for: then all of it is dense."""
         if not self.graphs:
             raise UnsupportedAttentionError(
                 "hecate: Config(attention=...) has made no layer sparse, because torch.compile compiled nothing. Is "

@@ -16,14 +16,7 @@ from hecate.wrap.untraced_loops import chosen_by_data
 
 
 def refuse_chosen_experts(graph: Graph, world: World, frame: FrameType) -> None:
-    """Raise if a captured graph has some experts of a list, and data decide which; see ``untraced_loops``.
-
-    Args:
-        frame: the frame that runs around the code that was captured.
-
-    Raises:
-        UntracedReadError: with the line of the loop, and the one where data decide.
-    """
+    """Raise if a graph captured inside ``frame`` has some experts of a list, and data decide which."""
     if world.size == 1:
         return
     for number, gathers in gathers_by_layer(graph).items():

@@ -21,11 +21,7 @@ class DumpOptions:
 
 
 def dump_options(config: Config) -> DumpOptions | None:
-    """Return the options of dumps; None if nothing is dumped.
-
-    Raises:
-        ValueError: an environment variable has a value that it cannot have.
-    """
+    """Return the options of dumps, None if nothing is dumped; raise if an environment variable is wrong."""
     ranks = os.environ.get("HECATE_DUMP_RANKS") or "first"
     if ranks not in ("first", "all"):
         raise ValueError(f"hecate.compile: HECATE_DUMP_RANKS={ranks!r}, expected first or all")

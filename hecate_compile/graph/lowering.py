@@ -95,16 +95,9 @@ def lower(
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, and nothing is scheduled.
 
-    Args:
-        backend: "inductor", or "aot_eager".
-        disabled: names of passes to leave out.
-        dumps: the folder in which this rank dumps, or None.
-        dumping: some rank dumps. No rank then takes a graph from a cache: all must know the order of their starts, or
-            none.
-        starts: filled with the order in which collectives start in "forward" and "backward". A graph that comes from
-            a cache, or is compiled later, is not in it.
-        records: filled with what each pass did to "joint", "forward" and "backward".
-        notes: filled with the collectives of "forward" and "backward", as predicted.
+    Fills, unless a part comes from a cache or compiles later: ``starts`` with the order in which its collectives
+    start, ``notes`` with these as predicted, ``records`` with what each pass did. ``dumps`` is this rank's folder;
+    ``dumping`` says that some rank dumps.
     """
 
     sources = sources_of(gm)
@@ -196,10 +189,9 @@ def _aot_eager(
 
 
 def _keep_saved_tensors() -> None:
-    """Keep torch from donating tensors that a forward saved to its backward, which has no use for them node by node.
-
-    Torch notes donations for any backward that it compiles with the forward, and then refuses to run that twice.
-    """
+    """Keep torch from donating tensors that a forward saved to its backward."""
+    # Torch notes donations for any backward compiled with the forward, and then refuses to run it twice. Node by
+    # node, a backward has no use for them.
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
@@ -229,7 +221,8 @@ def _inductor(
         patches["reorder_for_peak_memory"] = False
     if final:
         patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
-    # A graph from a cache went through the passes in another process, and would not be dumped.
+    # A graph from a cache went through the passes in another process, and would not be dumped. No rank takes one if
+    # some rank dumps: all must know the order of their starts, or none.
     fresh: Any = nullcontext()
     if dumping:
         patches["fx_graph_cache"] = False
@@ -241,12 +234,9 @@ def _inductor(
 
 @contextmanager
 def _aligned_on_host() -> Iterator[None]:
-    """Make Inductor take graph inputs in the host's memory for aligned inside the block.
-
-    By default it takes none of them for aligned, nor the results of operators that get one: rows that travelled,
-    since their splits are on the host. Kernels of a GPU then load such rows number by number. Those of CPUs do not
-    ask.
-    """
+    """Make Inductor take graph inputs in the host's memory for aligned inside the block."""
+    # By default it takes none of them for aligned, nor results of operators that get one: rows that travelled, as
+    # their splits are on the host. Kernels of a GPU then load such rows number by number.
     graph = inductor_graph()
     asked = graph.should_assume_input_aligned
     graph.should_assume_input_aligned = lambda value: value.device.type == "cpu" or asked(value)

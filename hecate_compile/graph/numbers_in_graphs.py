@@ -1,8 +1,6 @@
 """Numbers that data decide: they are taken into graphs of experts, and break the graph in code that cannot be traced.
 
-The number of rows that an expert gets is one, so Dynamo takes them into graphs here. That is in the way of other
-code, such as ``tolist()`` of a tensor whose length data decide, in a vision tower. Plain torch.compile breaks the
-graph there.
+The number of rows of an expert must be in a graph. In a vision tower's ``tolist()`` that is in the way.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ _LEFT = dict.fromkeys(CAPTURED, False)
 class WithoutNumbersIfNeeded:
     """Dynamo's way to compile one frame, and if a number is in its way, once more with graph breaks at numbers.
 
-    Args:
-        convert: the function that Dynamo calls for a frame.
-        model: a model with experts. Code of experts is not taken apart: it would be compiled for all numbers of rows.
+    Code of experts is not taken apart: it would be compiled for all numbers of rows.
     """
 
     def __init__(self, convert: Callable[..., Any], model: nn.Module) -> None:

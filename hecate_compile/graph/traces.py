@@ -1,7 +1,6 @@
 """Traces of one compiled model: how many graphs Dynamo may keep, when there are new ones, and their end.
 
-Dynamo keeps graphs with the code that they were traced from. All models of a class, those that are long gone
-included, would share one count, and would be told apart by guards alone.
+Dynamo keeps graphs with their code: all models of a class, also those that are gone, would share one count.
 """
 
 from __future__ import annotations
@@ -60,13 +59,7 @@ class _Trace:
 class Traces:
     """Calls a model through torch.compile, and has it traced anew where Dynamo would not notice that it must be.
 
-    Args:
-        changes: told of what is registered in the model.
-        fullgraph: raise where tracing breaks.
-
-    Attributes:
-        refused: why torch wanted to make another graph when there were as many as there may be; None if it never did.
-            Code that it does not trace runs as plain Python from then on.
+    ``refused`` is why torch wanted one more graph than there may be, or None; such code then runs as plain Python.
     """
 
     # The number of counts that torch adds up.
@@ -118,7 +111,6 @@ class Traces:
             self._drop(known)
 
     def _drop(self, hooks: Hooks) -> None:
-        """Let graphs go that do not run any more, and their records."""
         trace = self._traces.pop(hooks, None)
         if trace is not None:
             gone = set(map(id, trace.graphs))
@@ -152,11 +144,9 @@ class Traces:
         return training not in self._traces[self._here].modes
 
     def after_forward(self, *, training: bool) -> None:
-        """Trace the model once more if its graph broke in the first forward with gradients, and might not again.
-
-        A lock or a warning that happens once splits the first graph, and no later one. A rank that comes back to the
-        first graphs would then average gradients in other portions than one whose batch has a new shape.
-        """
+        """Trace the model once more if its graph broke in the first forward with gradients, and might not again."""
+        # A lock or a warning that happens once splits the first graph, and no later one. A rank that comes back to
+        # the first graphs would average gradients in other portions than one whose batch has a new shape.
         if training and not self._settled:
             self._settled = True
             if self._communicates and self._compared > 1:
@@ -206,11 +196,7 @@ def _forget(entry: Callable[..., Any]) -> None:
 
 
 class _Limit(logging.Filter):
-    """Notices in torch's log, the only place, that it makes no more graphs of some code.
-
-    Attributes:
-        met: the code, and why torch would have made one more graph; None if that did not happen since the last reset.
-    """
+    """Notices in torch's log, the only place, that it makes no more graphs of some code, which ``met`` then names."""
 
     met: str | None = None
 
