@@ -68,11 +68,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def check_one_piece(model: nn.Module, world: World) -> None:
-    """Refuse parameters that are several tensors in one, such as quantized ones: ranks cannot split or send them.
-
-    Raises:
-        ValueError: the first of them, with its class.
-    """
+    """Refuse parameters that are several tensors in one, such as quantized ones: ranks cannot split or send them."""
     if world.size == 1:
         return
     for name, parameter in model.named_parameters():
@@ -87,12 +83,7 @@ def check_one_piece(model: nn.Module, world: World) -> None:
 
 
 def check_attention(model: nn.Module, config: Config) -> AttentionConfig:
-    """Read a model's config for ``Config(attention=...)``, and check that option against it before tracing.
-
-    Raises:
-        UnsupportedAttentionError: no layer would be sparse, or attention is not what passes rewrite.
-        ValueError: parts of the context would be seen by no head, or ``dense_layers`` names a layer that is none.
-    """
+    """Read a model's config for ``Config(attention=...)``, and check that option against it before tracing."""
     known, options = attention_config(model), config.attention
     if options is None or known.heads is None or known.key_heads is None:
         return known
@@ -154,7 +145,6 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
 
 
 def warn_float16(model: nn.Module, world: World) -> None:
-    """Warn once, on rank 0, about trainable float16 parameters."""
     if any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
         warn_together(
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero, and "

@@ -125,7 +125,6 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     sharded = _shard(model, found)
     _set_rates(model, found, sharded)
     _adopt_libraries(model, found)
-    # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     changes = Changes()
     backend = Backend(
         config=found.config,
@@ -138,6 +137,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         sparse_layers=found.attention.count_sparse(found.config.attention),
         source_diff=found.loops.diff,
     )
+    # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     traces = Traces(model, backend, changes, fullgraph=found.config.attention is not None)
     owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.world)
     forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
@@ -199,10 +199,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
 
 
 def _shard(model: nn.Module, found: _Found) -> _Sharded:
-    """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values.
-
-    Reading a parameter becomes a gather, or the averaging of its gradient.
-    """
+    """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values."""
     config, world, experts = found.config, found.world, found.experts
     topology = find_topology(config.topology, world)
     agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
@@ -221,7 +218,6 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
 
 
 def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
-    """Tell the planner how fast links and matrix products are, as given or measured."""
     config, placer, layers = found.config, sharded.placer, sharded.layers
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
@@ -255,7 +251,7 @@ def _forward(
     changes: Changes,
     owner_mover: OwnerMover,
 ) -> CompiledForward:
-    """Return the callable that a call of the model runs, with all that happens before and after compiled code."""
+    """Return the callable that a call of the model runs."""
     config, world, placer, sync = found.config, found.world, sharded.placer, sharded.sync
     in_graphs, sparse = config.policy != "replicate", config.attention is not None
     outside_gradients = OutsideGradients(sync)
@@ -300,7 +296,6 @@ def _forward(
 
 
 def _param_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype that parameters are computed in; None for their own."""
     dtype: torch.dtype | None = config.mixed_precision.param_dtype if config.mixed_precision else None
     return dtype
 

@@ -22,13 +22,10 @@ _KEY = "_hecate_compiled"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledModel:
-    """The parts of one compiled model. The model holds it, so all of it goes when the model goes.
+    """The parts of one compiled model, which holds them, so that they go when it goes.
 
-    Attributes:
-        experts: the modules that were sharded.
-        passed_over: modules that look similar and were not sharded.
-        layers: the runtime record of each of ``experts``; modules that share parameters have one in common.
-        loops: where loops were changed (``make_loops_traceable``).
+    ``layers`` has the runtime record of each of ``experts``, which were sharded; those that share parameters have one
+    in common. ``passed_over`` are modules that look similar and were not sharded.
     """
 
     config: Config
@@ -50,7 +47,6 @@ class CompiledModel:
         return name if isinstance(name, str) and name in ("gather", "replicate") else None
 
     def attach(self, model: nn.Module) -> None:
-        """Attach this record to ``model``, which keeps it alive."""
         # The dictionary is written, as a model's own class may have replaced setattr. The reference tells a shallow
         # copy, which takes the entry along, from the model.
         model.__dict__[_KEY] = (weakref.ref(model), self)
@@ -62,19 +58,11 @@ def _find(module: nn.Module) -> CompiledModel | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` went through ``hecate.compile``."""
     return _find(module) is not None
 
 
 def compiled_model_of(model: nn.Module, function: str) -> CompiledModel:
-    """Return the record of a compiled model.
-
-    Args:
-        function: name of the function of ``hecate`` that was called, for the message.
-
-    Raises:
-        ValueError: the model was not compiled.
-    """
+    """Return the record of a compiled model; raise with the name of ``hecate``'s ``function`` if it has none."""
     found = _find(model) if isinstance(model, nn.Module) else None
     if found is None:
         raise ValueError(

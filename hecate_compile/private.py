@@ -1,8 +1,7 @@
-"""The private names of torch, transformers and accelerate that Hecate uses, each with its purpose.
+"""The private names of torch, transformers and accelerate that Hecate uses; no other file spells one.
 
-No other file spells one (``tests/test_private.py`` looks). A release that renames something is mended here. Checked
-with torch 2.11, 2.13 and 2.15, transformers 5.17 and 5.24, accelerate 1.10 and later. What Hecate replaces in other
-libraries is listed in ``docs/patches.md``.
+Checked with torch 2.11, 2.13 and 2.15, transformers 5.17 and 5.24, accelerate 1.10 and later. ``docs/patches.md``
+lists what Hecate replaces in other libraries.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ check = torch._check
 
 
 def inductor() -> Any:
-    """Return the module that has Inductor's ``compile_fx`` and ``compile_fx_inner``."""
     from torch._inductor import compile_fx
 
     return compile_fx
@@ -124,7 +122,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that a module has itself, by name."""
     return module._buffers
 
 
@@ -161,16 +158,11 @@ HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 
 
 def hooks_of_all_modules(kind: str) -> dict[int, Callable[..., Any]]:
-    """Return the hooks of one of these kinds that every module has."""
     return cast(dict[int, Callable[..., Any]], getattr(torch.nn.modules.module, f"_global{kind}"))
 
 
 def flags_of_hooks(module: nn.Module | None, kind: str) -> list[dict[int, bool]]:
-    """Return the numbers of hooks of a kind that get keyword arguments, and of those that are always called.
-
-    Args:
-        module: whose they are; None for those that every module has.
-    """
+    """Return which hooks get keyword arguments, and which are always called; None is for hooks of all modules."""
     owner = vars(torch.nn.modules.module) if module is None else vars(module)
     kind = f"_global{kind}" if module is None else kind
     return [owner[name] for name in (f"{kind}_with_kwargs", f"{kind}_always_called") if name in owner]
@@ -212,7 +204,6 @@ def in_backward() -> bool:
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call back when the backward that runs ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -224,17 +215,13 @@ default_store = dist.distributed_c10d._get_default_store
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return a group by its name.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return a group by its name; raise RuntimeError if there is none."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return cast(dist.ProcessGroup, resolve(name))
 
 
 def groups() -> dict[dist.ProcessGroup, tuple[str, Any]]:
-    """Return the backend and the store of each group that there is."""
+    """Return the backend and the store of each group."""
     return dist.distributed_c10d._world.pg_map
 
 
@@ -267,7 +254,6 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def is_erased(node: fx.Node) -> bool:
-    """Return whether a node was taken out of its graph."""
     return node._erased
 
 
@@ -307,7 +293,6 @@ TRAINER_SAVE = "_save"
 
 
 def prepared(accelerator: Any) -> tuple[list[Any], list[Any]]:
-    """Return the models and the optimizers that an accelerator has prepared."""
     return accelerator._models, accelerator._optimizers
 
 
