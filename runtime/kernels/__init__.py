@@ -12,11 +12,11 @@
 | ``clear_rows`` | zeros where torch's own product leaves memory unwritten | ``[R,N], [S]`` or ``[S,A,B], [S]`` |
 | ``launch``, ``operands`` | where kernels run, how they are tuned, and their operands | |
 
-A kernel runs on CUDA, or on the CPU under Triton's interpreter. Anywhere else, and for dtypes that it does not take,
-the function with its name calls the reference, ``*_reference`` in the same file. So every function may be called with
-any tensors that its docstring allows, and CPUs compute what they would without this folder.
+A kernel runs on CUDA, or on the CPU under Triton's interpreter, for float32, bfloat16 and float16. Elsewhere, and for
+other dtypes, the function with its name calls the reference, ``*_reference`` in the same file. Operands are on one
+device. A dtype that does not fit raises TypeError; a shape, device or layout ValueError. Numbers in an index or in
+offsets are not checked on a GPU, for which the host would wait. Results are contiguous.
 
-Kernels know no operators and no layers, and ranks as numbers only. Where kernels run, the host waits for the device
-only while one is tuned. Those of one-sided exchanges are in ``hecate.runtime.one_sided``, those of attention in
-``hecate.runtime.attention``.
+Kernels know no operators and no layers, and ranks as numbers only. The host waits for the device only while one is
+tuned. Those of one-sided exchanges are in ``hecate.runtime.one_sided``, of attention in ``hecate.runtime.attention``.
 """

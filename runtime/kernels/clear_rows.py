@@ -23,13 +23,9 @@ def clear_rows_behind(rows: Tensor, offs: Tensor, lost: Tensor | None = None) ->
     [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 
     Args:
-        rows: ``[R, N]``, contiguous. The kernel takes float32, bfloat16 and float16, the reference any dtype.
-        offs: where the rows of each slot end, int32 or int64 ``[S]``, ascending, at most R, S > 0. Not checked.
+        rows: ``[R, N]``, contiguous.
+        offs: where the rows of each slot end, int32 or int64 ``[S]``, ascending, at most R, S > 0.
         lost: bool ``[]``. If it is true none of the rows is right: all become NaN, or 0 where that is no number.
-
-    Raises:
-        TypeError: ``offs`` is neither int32 nor int64.
-        ValueError: a shape or a device does not fit, or ``rows`` are not contiguous.
     """
     if rows.dim() != 2 or not rows.is_contiguous() or offs.numel() == 0:
         raise ValueError(f"clear_rows_behind: expected contiguous [R, N] and slots, got {list(rows.shape)}")
@@ -61,20 +57,12 @@ def clear_rows_behind_reference(rows: Tensor, offs: Tensor, lost: Tensor | None 
 
 
 def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
-    """Clear the matrices of slots without rows, in place.
+    """Clear the matrices ``[S, A, B]``, contiguous, of slots without rows in place; rows end at ``offs`` ``[S]``.
 
     >>> matrices = torch.ones(2, 1, 2)
     >>> clear_empty_slots(matrices, torch.tensor([0, 5]))
     >>> matrices.tolist()
     [[[0.0, 0.0]], [[1.0, 1.0]]]
-
-    Args:
-        matrices: ``[S, A, B]``, contiguous. The kernel takes float32, bfloat16 and float16, the reference any dtype.
-        offs: where the rows of each slot end, int32 or int64 ``[S]``, ascending.
-
-    Raises:
-        TypeError: ``offs`` is neither int32 nor int64.
-        ValueError: a shape or a device does not fit, or ``matrices`` are not contiguous.
     """
     if matrices.dim() != 3 or not matrices.is_contiguous():
         raise ValueError(f"clear_empty_slots: expected contiguous [S, A, B], got {list(matrices.shape)}")

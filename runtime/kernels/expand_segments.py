@@ -13,25 +13,14 @@ CONFIGS = ({"BLOCK": 512, "num_warps": 4},)
 def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
     """Join the ranges that begin at ``starts``; the first has ``ends[0]`` numbers, and the first g ``ends[g - 1]``.
 
-    >>> expand_segments(torch.tensor([7, 0, 3]), torch.tensor([2, 2, 5]), 5).tolist()
-    [7, 8, 3, 4, 5]
-
-    The host need not know how many numbers the ranges have: others behind them are 0, and too many are cut off.
+    The host need not know how many numbers the ranges have: others after them are 0, and too many are cut off.
 
     >>> expand_segments(torch.tensor([7, 0, 3]), torch.tensor([2, 2, 5]), 7).tolist()
     [7, 8, 3, 4, 5, 0, 0]
 
     Args:
-        starts: int64 ``[G]``.
-        ends: int64 ``[G]``, on the same device, ascending, where each range ends in the result. Not checked.
-        total: how many numbers to write, since the host would wait for the device to read it.
-
-    Returns:
-        int64 ``[total]``.
-
-    Raises:
-        TypeError: ``starts`` or ``ends`` is not int64.
-        ValueError: their shapes or devices differ, or there are numbers without ranges.
+        starts, ends: int64 ``[G]``; ``ends``, where each range ends in the result, ascend.
+        total: the length of the result, int64 ``[total]``, since the host would wait for the device to read it.
     """
     check_index("expand_segments", starts, starts.device)
     check_index("expand_segments", ends, starts.device, starts.shape[0])

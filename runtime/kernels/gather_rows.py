@@ -23,25 +23,18 @@ def gather_rows(
     used: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows ``index`` of ``rows``, one behind the other.
+    """Return the rows ``index`` of ``rows``, one after the other, ``[n, ...]``.
 
     >>> gather_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])).tolist()
     [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]
 
     Args:
-        rows: ``[R, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
-        index: int64 ``[n]`` on the same device, from 0 to R - 1; it is not checked on a GPU.
+        rows: ``[R, ...]``.
+        index: int64 ``[n]``, from 0 to R - 1.
         dtype: of the result; by default that of ``out``, or else of ``rows``.
-        used: how many of ``index`` mean something, int64 ``[1]`` on the same device; by default all. The rows
-            behind them in the result must not be read.
+        used: how many of ``index`` mean something, int64 ``[1]``; by default all. The rows after them in the result
+            must not be read.
         out: contiguous ``[n, ...]`` to write into and return.
-
-    Returns:
-        ``[n, ...]``, contiguous.
-
-    Raises:
-        TypeError: ``index`` is not int64.
-        ValueError: a shape or a device does not fit.
     """
     check_rows("gather_rows", rows)
     check_index("gather_rows", index, rows.device)

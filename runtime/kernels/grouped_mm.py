@@ -1,7 +1,7 @@
 """Grouped products: rows times the matrices of their slots, own experts and replicas as two operands.
 
-Offsets stay on the device. Each slot's rows are cut into tiles, and a program finds its tile from the offsets: the
-host launches as many as there can be at most, and those without a tile end at once.
+Offsets stay on the device: the host launches as many programs as there can be tiles of rows, each finds its tile from
+the offsets, and those without one end at once.
 """
 
 import math
@@ -37,24 +37,17 @@ def takes_products(*operands: Tensor) -> bool:
 
 
 def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each row by the matrix of its slot: own experts first, replicas behind them. Sums are in float32.
+    """Multiply each row by the matrix of its slot: own experts first, then replicas. Sums are in float32.
 
     >>> x, own = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.eye(2).unsqueeze(0)
     >>> grouped_mm(x, own, 10 * own, torch.tensor([1, 2])).tolist()
     [[1.0, 2.0], [30.0, 40.0], [0.0, 0.0]]
 
     Args:
-        x: rows ``[R, K]``, slot by slot. The kernel takes float32, bfloat16 and float16, the reference any dtype.
-            float32 is multiplied in TF32 if ``torch.backends.cuda.matmul`` says so.
+        x: rows ``[R, K]``, slot by slot. float32 is multiplied in TF32 if ``torch.backends.cuda.matmul`` says so.
         own, replicas: ``[E_r, K, N]`` and ``[K', K, N]`` with any strides; either may be empty.
-        offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R. It is not checked.
-
-    Returns:
-        ``[R, N]``, contiguous; rows beyond the last offset are zero.
-
-    Raises:
-        TypeError: dtypes differ, or ``offs`` is neither int32 nor int64.
-        ValueError: a shape or a device does not fit.
+        offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R; rows ``[R, N]`` of
+            the result beyond the last are zero.
     """
     check_product("grouped_mm", x, own, replicas, offs)
     if not takes_products(x, own, replicas):
@@ -135,12 +128,12 @@ def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> N
 
 
 def precision(exact: str) -> str:
-    """Return Triton's name of the way in which a kernel multiplies float32; Triton has TF32 for few GPUs of AMD.
+    """Return Triton's name of the way to multiply float32: "tf32" if torch says so, else ``exact``; on AMD "ieee".
 
-    Args:
-        exact: the way if TF32 is too little: "ieee", number by number, or "tf32x3", by three products of TF32, which
-            has the smaller error and is four times as fast where tiles fit (docs/gpu.md).
+    ``exact`` is "ieee", number by number, or "tf32x3", three products of TF32, which has the smaller error and is
+    four times as fast where tiles fit (docs/gpu.md).
     """
+    # Triton has TF32 for few of AMD's GPUs.
     if on_amd():
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
@@ -152,11 +145,9 @@ def widens(dtype: torch.dtype) -> bool:
 
 
 def fits_registers(given: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration of a product of ``x`` does without memory beside registers and tiles.
-
-    float32 without TF32 is multiplied number by number, in a loop that is written out: larger tiles have no room,
-    and take seconds to compile.
-    """
+    """Tell whether a configuration of a product of ``x`` does without memory beside registers and tiles."""
+    # float32 without TF32 is multiplied in a loop that is written out: larger tiles have no room, and compile
+    # for seconds.
     numbers = math.prod(size for name, size in given.items() if name.startswith("BLOCK_")) // given["num_warps"]
     return given["x"].dtype != torch.float32 or given["PRECISION"] != "ieee" or numbers <= 65536
 

@@ -1,10 +1,7 @@
 """Launches of kernels: where they run, and how they are declared, tuned and launched.
 
-Two environment variables are read once:
-
-- ``HECATE_KERNELS=0`` uses references everywhere, to find out whether a kernel is wrong.
-- ``HECATE_AUTOTUNE=0`` uses the first configuration of each kernel. Sums in a grouped matmul depend on the
-  configuration in their last bits, so this is also for runs that must repeat bit by bit.
+``HECATE_KERNELS=0`` uses references everywhere. ``HECATE_AUTOTUNE=0`` uses the first configuration of each kernel,
+for runs that must repeat bit by bit: the last bits of a grouped product depend on it. Both are read once.
 """
 
 import logging
@@ -75,8 +72,8 @@ def tuned(
 ) -> Callable[[Any], Any]:
     """Declare a kernel with the configurations that it may have.
 
-    The first call with new values of ``key`` times all of them, for which it waits for the device. One that does not
-    compile is never the fastest. The interpreter takes the first.
+    The first call with new values of ``key`` times all that compile, for which it waits for the device. The
+    interpreter takes the first.
 
     Args:
         configs: constants of the kernel, with ``num_warps`` and ``num_stages`` beside them.
@@ -105,16 +102,14 @@ def tuned(
 
 
 def rows_class(rows: int) -> int:
-    """Return the class of ``rows``, for which one configuration is fastest: that for 64 is not for 65,536.
-
-    A class spans a factor of four, since small changes from step to step matter little, and ends between powers of
-    two, near which numbers of rows mostly are.
-    """
+    """Return the class of ``rows``, for which one configuration is fastest: that for 64 is not for 65,536."""
+    # A class spans a factor of four, since small changes matter little, and ends between powers of two, near
+    # which numbers of rows mostly are.
     return (rows + rows // 2).bit_length() // 2
 
 
 def _beginning_anywhere(names: Sequence[str]) -> dict[str, Any]:
-    """Return the option that keeps Triton from compiling another kernel where a tensor does not begin at 16 bytes."""
+    # Without it Triton compiles another kernel where a tensor does not begin at 16 bytes.
     option = "do_not_specialize_on_alignment"
     return {option: list(names)} if option in signature(triton.jit).parameters else {}
 
@@ -125,10 +120,7 @@ def jit(function: Any) -> Any:
 
 
 def _milliseconds(run: Callable[[], object], quantiles: Sequence[float]) -> Sequence[float]:
-    """Time a trial in Triton's own way, and return infinite times for configurations that do not compile.
-
-    Triton's way ends with an error for some such configurations, and not for others.
-    """
+    """Time a trial in Triton's own way; configurations that do not compile, where it may fail, take infinite time."""
     from triton.compiler import CompilationError
     from triton.runtime import driver
 
@@ -158,11 +150,7 @@ def _config(config: Mapping[str, int]) -> Any:
 def launch(
     kernel: Any, grid: Callable[[Mapping[str, int]], int], device: torch.device, *args: Any, **constants: Any
 ) -> None:
-    """Run ``kernel`` with ``args`` on ``device``, which need not be the current one.
-
-    Args:
-        grid: the number of programs, from the constants of a configuration; at least 1.
-    """
+    """Run ``kernel`` on ``device``, current or not; ``grid`` gives a configuration's number of programs, not 0."""
     with _ONE_AT_A_TIME, _made_current(device):
         case = _case(kernel, args, constants)
         numbers = _CHOSEN.get(case)
@@ -179,10 +167,7 @@ _CHOSEN: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def _case(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the case that a configuration holds for: values of the kernel's ``key``, and dtypes of all tensors.
-
-    It is empty for a kernel without configurations, which has all constants from its caller.
-    """
+    """Return values of the kernel's ``key`` and dtypes of tensors; nothing for a kernel without configurations."""
     configs = getattr(kernel, "configs", ())
     if len(configs) < 2:
         return (kernel,) if configs else ()

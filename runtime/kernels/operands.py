@@ -18,11 +18,7 @@ def flat_rows(rows: Tensor) -> Tensor:
 def room_for(who: str, shape: Sequence[int], dtype: torch.dtype | None, like: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, if it is contiguous and of ``shape`` on the device of ``like``; a new tensor if it is None.
 
-    Args:
-        dtype: of the result; None for that of ``out``, or else of ``like``.
-
-    Raises:
-        ValueError: ``out`` does not fit.
+    ``dtype`` None allows any of ``out``, and is that of ``like`` for a new tensor. Raises ValueError.
     """
     if out is None:
         return torch.empty(shape, dtype=like.dtype if dtype is None else dtype, device=like.device)
@@ -52,11 +48,7 @@ def check_turned(who: str, rows: Tensor, turned: Tensor) -> None:
 
 
 def check_index(who: str, index: Tensor, device: torch.device, length: int | None = None) -> None:
-    """Raise TypeError unless ``index`` is int64, and ValueError unless it is ``[n]`` on ``device``.
-
-    Args:
-        length: what n must be.
-    """
+    """Raise TypeError unless ``index`` is int64, and ValueError unless it is ``[length]`` on ``device``."""
     if index.dtype != torch.int64:
         raise TypeError(f"{who}: expected an index of int64, got {index.dtype}")
     if index.dim() != 1:

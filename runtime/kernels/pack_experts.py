@@ -25,27 +25,20 @@ def pack_experts(
     in_first: int | None = None,
     ascending: bool = False,
 ) -> Tensor:
-    """Pack the experts ``index``, each into one row with its part of every tensor.
+    """Pack the experts ``index``, each into one row ``[width]`` with its part of every tensor.
 
     >>> matrices, biases = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([[5.0], [6.0]])
     >>> pack_experts([matrices, biases], torch.tensor([1, 0])).tolist()
     [[3.0, 4.0, 6.0], [1.0, 2.0, 5.0]]
 
     Args:
-        tensors: ``[E, ...]`` each, of one dtype and at least one. The kernel takes float32, bfloat16 and float16.
-        index: int64 ``[n]`` on the same device, from 0 to E + K - 1; it is not checked on a GPU.
+        tensors: ``[E, ...]`` each, of one dtype and at least one.
+        index: int64 ``[n]``, from 0 to E + K - 1.
         behind: of each tensor more experts, ``[K, ...]``, which count on from E.
         dtype: of the result; by default that of the tensors.
         in_first: how many of ``index`` are below E. The reference counts them if it is not given and there are
             experts behind, for which the host waits for the device.
         ascending: ``index`` ascends, so numbers below E come first. The reference then need not look for them.
-
-    Returns:
-        ``[n, width]``, contiguous; the width is that of all tensors together.
-
-    Raises:
-        TypeError: ``index`` is not int64, or dtypes differ.
-        ValueError: a shape or a device does not fit.
     """
     _check("pack_experts", tensors, index)
     if behind:
@@ -106,7 +99,7 @@ def pack_experts_reference(
 
 
 def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
-    """Pick rows as :func:`_pick` does, where ``index`` ascends."""
+    # The index ascends, so the rows of ``first`` come first.
     if in_first == len(index):
         return first.index_select(0, index)
     in_second = second.index_select(0, index[in_first:] - len(first))
@@ -114,7 +107,6 @@ def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor
 
 
 def _pick(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
-    """Return the rows ``index`` of both tensors, of which ``second`` stands behind ``first``."""
     out, is_first = first.new_empty((index.shape[0], *first.shape[1:])), index < first.shape[0]
     in_second = index.shape[0] - in_first
     for tensor, start, here, count in ((first, 0, is_first, in_first), (second, len(first), ~is_first, in_second)):
@@ -135,11 +127,7 @@ def unpack_experts(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> 
     Args:
         packed: ``[n, width]`` in the dtype of the tensors.
         tensors: ``[E, ...]`` each, contiguous, of one dtype and at least one.
-        index: int64 ``[n]`` on the same device, from 0 to E - 1, none twice; it is not checked on a GPU.
-
-    Raises:
-        TypeError: ``index`` is not int64, or dtypes differ.
-        ValueError: a shape or a device does not fit, or a tensor is not contiguous.
+        index: int64 ``[n]``, from 0 to E - 1, none twice.
     """
     _check("unpack_experts", tensors, index)
     widths = widths_of(tensors)

@@ -11,24 +11,16 @@ from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, fla
 def scatter_rows(
     rows: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Put row i of ``rows`` at ``index[i]`` of a tensor that is zero elsewhere.
+    """Put row i of ``rows`` at ``index[i]`` of a tensor ``[num_rows, ...]`` that is zero elsewhere.
 
     >>> scatter_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 0]), 3).tolist()
     [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
 
     Args:
-        rows: ``[n, ...]``. The kernel takes float32, bfloat16 and float16, the reference any dtype.
-        index: int64 ``[n]`` on the same device, from 0 to ``num_rows - 1``, none twice; it is not checked.
-        num_rows: of the result, at least n.
+        rows: ``[n, ...]``, n at most ``num_rows``.
+        index: int64 ``[n]``, from 0 to ``num_rows - 1``, none twice.
         dtype: of the result; by default that of ``out``, or else of ``rows``.
         out: contiguous ``[num_rows, ...]`` to write into and return.
-
-    Returns:
-        ``[num_rows, ...]``, contiguous.
-
-    Raises:
-        TypeError: ``index`` is not int64.
-        ValueError: a shape or a device does not fit, or there are more than ``num_rows`` rows.
     """
     check_rows("scatter_rows", rows)
     check_index("scatter_rows", index, rows.device, rows.shape[0])

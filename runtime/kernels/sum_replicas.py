@@ -19,9 +19,7 @@ CONFIGS = (
 def sum_replicas(
     totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor, rounds: Sequence[int] | None = None
 ) -> None:
-    """Add to each slot its parts, one after the other in the given order, in place.
-
-    The order makes the sum the same each time. A slot without parts is left as it is.
+    """Add to each slot its parts in place, in the given order, which makes the sum the same each time.
 
     >>> totals, parts = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0], [30.0]])
     >>> sum_replicas(totals, parts, torch.tensor([0, 2, 3]), torch.tensor([0, 2, 1]))
@@ -29,17 +27,12 @@ def sum_replicas(
     [[41.0], [22.0]]
 
     Args:
-        totals: ``[S, ...]``, contiguous. The kernel takes float32, the reference any dtype.
-        parts: ``[m, width]``, where width is that of a slot; rows may have gaps between them. The kernel takes
-            float32, bfloat16 and float16.
+        totals: ``[S, ...]``, contiguous. The kernel takes float32 alone.
+        parts: ``[m, width]``, where width is that of a slot; rows may have gaps between them.
         starts: int64 ``[S + 1]``: the parts of slot s are ``order[starts[s]]`` to ``order[starts[s + 1] - 1]``.
-        order: int64 ``[m]``, each part once. Neither is checked.
+        order: int64 ``[m]``, each part once.
         rounds: how many slots have more than 0 parts, more than 1, and so on up to the most that one has. The
             reference counts them if they are not given, for which the host waits for the device.
-
-    Raises:
-        TypeError: ``starts`` or ``order`` is not int64.
-        ValueError: a shape or a device does not fit, or ``totals`` is not contiguous.
     """
     check_index("sum_replicas", starts, totals.device, totals.shape[0] + 1)
     check_index("sum_replicas", order, totals.device)
@@ -71,16 +64,14 @@ def sum_replicas(
 def sum_replicas_reference(
     totals: Tensor, parts: Tensor, starts: Tensor, order: Tensor, rounds: Sequence[int] | None = None
 ) -> None:
-    """Add parts as :func:`sum_replicas` does, in plain torch.
-
-    First come the first parts of all slots, then the second ones, and so on: in such a round no slot occurs twice.
-    """
+    """Add parts as :func:`sum_replicas` does, in plain torch: the first ones of all slots, then the second ones."""
     begins, lengths = starts[:-1], starts.diff()
     flat = totals.view(totals.shape[0], totals.shape[1:].numel())
     for turn, count in enumerate(rounds_of(lengths.cpu().numpy()) if rounds is None else rounds):
         # Its length is known, so nothing is read on the host.
         slots = torch.nonzero_static(lengths > turn, size=count).flatten()
         chosen = order.index_select(0, begins.index_select(0, slots) + turn)
+        # No slot occurs twice in a round.
         flat.index_add_(0, slots, parts.index_select(0, chosen).to(totals.dtype))
 
 

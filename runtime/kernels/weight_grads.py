@@ -27,14 +27,9 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
     ([[[70.0, 100.0]]], [[[0.0, 0.0]]])
 
     Args:
-        left, right: ``[R, A]`` and ``[R, B]``, slot by slot. The kernel takes float32, bfloat16 and float16, the
-            reference any dtype. float32 is multiplied in TF32 if ``torch.backends.cuda.matmul`` says so.
-        offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R. It is not checked.
+        left, right: ``[R, A]`` and ``[R, B]``, slot by slot. TF32 as in ``grouped_mm``.
+        offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R.
         own, replicas: ``[E_r, A, B]`` and ``[K', A, B]``, contiguous, overwritten; zeros for a slot without rows.
-
-    Raises:
-        TypeError: dtypes differ, or ``offs`` is neither int32 nor int64.
-        ValueError: a shape or a device does not fit, or a result is not contiguous.
     """
     _check(left, right, offs, own, replicas)
     if not takes_products(left, right, own, replicas):
