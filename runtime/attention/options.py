@@ -15,10 +15,7 @@ _LARGEST_STRIDE = 16
 
 
 class UnsupportedAttentionError(ValueError):
-    """Raised where a layer's attention cannot have the pattern that ``Config(attention=...)`` asks for.
-
-    It is an error and no warning: a layer left unchanged would make it another model.
-    """
+    """Raised where a layer's attention cannot have the pattern that ``Config(attention=...)`` asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +111,7 @@ class S2Attention:
         return [number for number in range(layers) if not self.is_dense(number)]
 
     def described(self, query_heads: int | None, key_heads: int | None, layers: int | None) -> dict[str, Any]:
-        """Return the options that decide about a model's function as plain data, the same however they were written.
-
-        Args:
-            query_heads, key_heads, layers: of the model, where they are known.
-        """
+        """Return as plain data the options that decide a model's function, the same however they were written."""
         dense: Any = self.dense_layers if isinstance(self.dense_layers, str) else sorted(set(self.dense_layers))
         stride, offset, per = self.stride, self.offset, self.per
         if layers is not None:

@@ -1,15 +1,12 @@
 """S2-Attention's pattern: which blocks of keys a block of queries sees, as arithmetic on whole numbers.
 
-A sequence is cut into blocks of ``block`` tokens by absolute position. Queries of block i see keys of block j <= i if
+Blocks are cut by absolute position. Queries of block i see keys of block j <= i, and none after the query, if
 
     i - j < local                                  the last ``local`` blocks, the own one included, or
     (j + h * step + offset) % stride == 0          every ``stride``-th block, others for every pattern h
 
-and inside the own block no key behind the query. Patterns differ in their residue alone, so heads with different
-patterns share the context among them. (S2-Attention, arXiv 2407.17678; the causal case of DKernel's
-``get_sparse_attn_mask``.)
-
-A block that is neither local nor of a head's residue is never looked at again, so a cache may drop it for good.
+A block that is neither is never looked at again, so a cache may drop it for good. Source: S2-Attention, arXiv
+2407.17678, and the causal case of DKernel's ``get_sparse_attn_mask``.
 """
 
 from __future__ import annotations
@@ -20,23 +17,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pattern:
-    """The pattern of one layer.
+    """The pattern of one layer; tokens may be symbolic in :meth:`stored`, :meth:`first_local` and :meth:`groups`."""
 
-    Sizes may be symbolic in :meth:`stored`, :meth:`first_local` and :meth:`groups`; elsewhere they are numbers.
-
-    Attributes:
-        block: tokens of a block.
-        local: blocks that every head sees, the own one included.
-        stride: of the blocks before those, a head sees every ``stride``-th one; 1 sees all of them.
-        offset: shifts all residues.
-        patterns: number of different heads: key heads, query heads, or 1. It divides the number of query heads, and
-            neighbouring heads have the same pattern.
-    """
-
-    block: int
-    local: int
-    stride: int
-    offset: int
+    block: int  # tokens of a block
+    local: int  # blocks that every head sees, the own one included
+    stride: int  # of the blocks before those, a head sees every stride-th one
+    offset: int  # shifts all residues
+    # Number of different heads: key heads, query heads, or 1. It divides the number of query heads, and neighbouring
+    # heads have the same pattern.
     patterns: int
 
     @property
@@ -59,11 +47,7 @@ class Pattern:
         return -(pattern * self.step + self.offset) % self.stride
 
     def residues(self, heads: int) -> list[int]:
-        """Return the residue of each of ``heads`` query or key heads, which have ``patterns`` patterns together.
-
-        Raises:
-            ValueError: the heads cannot have as many patterns.
-        """
+        """Return the residue of each of ``heads`` heads; raise ValueError unless ``patterns`` divides them."""
         if heads % self.patterns:
             raise ValueError(f"hecate: {heads} heads cannot have {self.patterns} patterns: it is no divisor")
         return [self.residue(head // (heads // self.patterns)) for head in range(heads)]

@@ -6,11 +6,9 @@
 | ``s2_attention_backward`` | its gradient and values ``-> [b,Hq,S,D], [b,Hk,S,D], [b,Hk,S,Dv]`` | none |
 
 Hk divides Hq: neighbouring query heads share a key head. The second result is the logarithm of each row's sum, in
-float32 or float64; it has no gradient. ``pattern`` is :attr:`Pattern.numbers`, ``checked`` as in ``s2_masks``. All
-sizes are read when it runs, so an open length needs nothing.
+float32 or float64; it has no gradient. ``pattern`` is :attr:`Pattern.numbers`, ``checked`` as in ``s2_masks``.
 
-On CPUs it is made of torch's flash kernels (``s2_blocks``), on GPUs a Triton kernel (``hecate.runtime.kernels``).
-Elsewhere, without Triton, and in other types it is dense attention with a mask.
+CPUs use torch's flash kernels (``s2_blocks``), GPUs Triton's; all else is dense attention with a mask.
 """
 
 from __future__ import annotations
@@ -176,14 +174,12 @@ differentiate("s2_attention", _differentiated, _setup)
 
 
 def _cells(shape: Any, pattern: Pattern) -> Any:
-    """Count the scores that are computed for queries ``[b, heads, length, D]``; the length may be symbolic.
-
-    For strided blocks it is the mean over all residues, which is exact where heads have all of them equally often.
-    """
+    """Count the scores computed for queries ``[b, heads, length, D]``; the length may be symbolic."""
     b, heads, length, _ = shape
     n = (length + pattern.block - 1) // pattern.block
     near = torch.sym_min(n, pattern.local)
     far = n - near
+    # For strided blocks the mean over all residues, exact where heads have all of them equally often.
     blocks = heads * (near * n - near * (near - 1) // 2) + heads * far * (far + 1) // (2 * pattern.stride)
     return b * blocks * pattern.block**2
 

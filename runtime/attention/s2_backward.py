@@ -1,8 +1,6 @@
 """Gradients of S2-Attention on a GPU: one kernel for keys and values, one for queries.
 
-Weights are computed again from the logarithm of each row's sum. A program owns what it writes, one tile of keys of
-one head of keys, or one tile of queries of one head: nothing is added by several programs, so equal inputs give
-equal gradients.
+A program owns the tile that it writes: nothing is added by several, so equal inputs give equal gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ def _of_keys(
     B: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Add one tile of queries' part to the gradients of a tile of keys."""
     rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
     # A row that does not exist has weights exp(-inf) = 0.
     lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
@@ -152,7 +149,6 @@ def s2_backward_keys(
 def _of_queries(
     k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Add one tile of keys' part to the gradients of a tile of queries."""
     keys, there, _, k, v = _rows_of(k_ptr, v_ptr, j, length, B, D)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:

@@ -1,19 +1,16 @@
-"""S2-Attention on CPUs, made of torch's flash kernels for parts of the sequence.
+"""S2-Attention on CPUs, made of torch's flash kernels for parts of the sequence; tensors are ``[b, H, S, D]``.
 
 Three parts, each at the cost of its own blocks, merged by the logarithm of each row's sum as flash attention merges
 its tiles:
 
 - The first ``local`` blocks of queries are causal attention.
-- Every later block sees ``local`` blocks behind it: overlapping views of keys, which need no copy, and one mask.
+- Every later block sees a window of ``local`` blocks: overlapping views of keys, without a copy, and one mask.
 - Strided blocks: keys of a head's residue are gathered, 1 / stride of all, and its queries shifted by the residue.
   Then all heads see the same stairs: the first ``stride`` blocks of queries one block of keys, the next ones two, and
   so on. Each step is one call without a mask.
 
-The backward calls the kernels' backward with the merged output and the merged logarithm. These make the weights of
-all parts sum to one, so no gradient of the merge is needed. Every sum has one order, so equal inputs give equal
-gradients.
-
-Tensors are ``[b, H, S, D]``; H counts heads of queries.
+The backward takes the merged output and logarithm, with which the weights of all parts sum to one, so the merge needs
+no gradient. Every sum has one order, so equal inputs give equal gradients.
 """
 
 from __future__ import annotations
@@ -45,33 +42,19 @@ def sum_dtype(q: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """The blocks of each part, for one length.
+    """The blocks of each part, for one length and H heads of queries."""
 
-    Attributes:
-        n: blocks.
-        early: tokens of the first ``local`` blocks.
-        late: blocks behind those.
-        steps: of the stairs.
-        heads: ``[H, 1]``, to index with.
-        keys: ``[H, steps]``, strided blocks of keys; where a head has none, any.
-        queries: ``[H, late]``, blocks of queries in the order of the stairs; where a head has none, any.
-        query_there: ``[H, late]``.
-        place: ``[H, late]``, where each late block of queries stands in that order.
-        on_stairs: ``[H, late]``, whether it sees any strided block.
-        counts: of each head, its residue and its number of strided blocks that some query sees.
-    """
-
-    n: int
-    early: int
-    late: int
-    steps: int
-    heads: Tensor
-    keys: Tensor
-    queries: Tensor
-    query_there: Tensor
-    place: Tensor
-    on_stairs: Tensor
-    counts: tuple[tuple[int, int], ...]
+    n: int  # blocks
+    early: int  # tokens of the first local blocks
+    late: int  # blocks after those
+    steps: int  # of the stairs
+    heads: Tensor  # [H, 1], to index with
+    keys: Tensor  # [H, steps], strided blocks; where a head has none, any
+    queries: Tensor  # [H, late], blocks in the order of the stairs; where a head has none, any
+    query_there: Tensor  # [H, late]
+    place: Tensor  # [H, late], where each late block of queries stands in that order
+    on_stairs: Tensor  # [H, late], whether it sees any strided block
+    counts: tuple[tuple[int, int], ...]  # of each head, its residue and its strided blocks that some query sees
 
 
 @lru_cache(maxsize=64)
@@ -100,13 +83,12 @@ def _layout(heads: int, n: int, pattern: Pattern) -> _Layout:
 
 
 def _prepared(x: Tensor, heads: int, tokens: int, width: int) -> Tensor:
-    """Return ``x`` with a key head for each query head, whole blocks, one width and no gaps.
-
-    Zeros behind the end change nothing: no query before them sees them. Zeros in the width neither.
-    """
+    """Return ``x`` with a key head for each query head, whole blocks, one width and no gaps."""
     if x.shape[1] != heads:
         x = x.repeat_interleave(heads // x.shape[1], 1)
     if (x.shape[2], x.shape[3]) != (tokens, width):
+        # Zeros change nothing: no query before those at the end sees them, and in the width they add none to a
+        # product.
         x = F.pad(x, (0, width - x.shape[3], 0, tokens - x.shape[2]))
     return x.contiguous()
 
@@ -129,7 +111,6 @@ def _window_mask(layout: _Layout, pattern: Pattern, dtype: torch.dtype) -> Tenso
 
 
 def _late(x: Tensor, layout: _Layout, pattern: Pattern) -> Tensor:
-    """Return the late blocks ``[b H, late, block, ...]``."""
     return x[:, :, layout.early :].reshape(-1, layout.late, pattern.block, *x.shape[3:])
 
 
@@ -148,14 +129,9 @@ def _stairs(layout: _Layout, pattern: Pattern) -> Iterator[tuple[slice, slice]]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute attention, and the logarithm of each row's sum.
+    """Compute attention of ``[b, H, S, D]``, ``[b, Hk, S, D]`` and ``[b, Hk, S, Dv]``, Hk a divisor of H.
 
-    Args:
-        q: ``[b, H, S, D]``.
-        k, v: ``[b, Hk, S, D]`` and ``[b, Hk, S, Dv]``, Hk a divisor of H.
-
-    Returns:
-        ``[b, H, S, Dv]`` like q, and ``[b, H, S]`` in float32, or float64 for float64.
+    Return ``[b, H, S, Dv]`` and the logarithm of each row's sum ``[b, H, S]``, in float32, or float64 for float64.
     """
     heads, length = q.shape[1:3]
     layout = _layout(heads, pattern.blocks_of(length), pattern)
@@ -209,12 +185,7 @@ def _late_forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, of their shapes.
-
-    Args:
-        grad, out: ``[b, H, S, Dv]``.
-        q, k, v, lse: as :func:`forward` took and returned them.
-    """
+    """Return the gradients of q, k and v, of their shapes; shapes as in :func:`forward`, ``grad`` as ``out``."""
     b, heads, length, width_in = q.shape
     key_heads, width_out = k.shape[1], v.shape[3]
     layout = _layout(heads, pattern.blocks_of(length), pattern)
@@ -242,7 +213,6 @@ _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _add_windows(
     gradients: tuple[Tensor, ...], operands: _Six, layout: _Layout, pattern: Pattern, scale: float
 ) -> None:
-    """Add the gradients of late blocks' windows, some heads at a time."""
     grad, q, k, v, out, lse = operands
     late = [_late(x, layout, pattern) for x in (grad, q, out, lse)]
     windows = [_windows(x, layout, pattern) for x in (k, v)]
@@ -268,7 +238,6 @@ def _add_windows(
 def _add_stairs(
     gradients: tuple[Tensor, ...], operands: _Six, layout: _Layout, pattern: Pattern, scale: float
 ) -> None:
-    """Add the gradients of late blocks' strided blocks."""
     grad, q, k, v, out, lse = operands
     b, heads, _, width = q.shape
     block = pattern.block

@@ -5,10 +5,9 @@
 | ``s2_store`` | ``[b,Hk,T,D]?, [b,Hk,t,D], N -> [b,Hk,T',D]``, what is kept of N tokens and t new ones | none |
 | ``s2_decode`` | ``[b,Hq,1,D], [b,Hk,T,D], [b,Hk,T,Dv], N, [1]? -> [b,Hq,1,Dv]``, of the last of N tokens | none |
 
-A head keeps the tokens from the first local block on, and of the blocks before those of its residue. In memory the
-strided blocks come first, in order, with room for the same number in every head; a head that does not have the last
-one yet has zeros there, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t, and t is 1
-after a prompt. Keys carry their positions already, so their order here says nothing.
+A head keeps the blocks of its residue before the first local block, and then all tokens; a strided block that a head
+does not have yet is zeros, which :func:`stored_visible` hides. T is :meth:`Pattern.stored` of N, T' of N + t, and t
+is 1 after a prompt. Keys carry their positions already, so their order here says nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from hecate.runtime.ops.registration import define
 
 
 def _refuse_several(old: Tensor | None, new: Tensor) -> None:
-    """Raise if several tokens come after the prompt.
-
-    The fake raises, too: while Dynamo traces, that ends the trace instead of cutting the model into pieces.
-    """
+    # Raised in the fake, too: while Dynamo traces, that ends the trace instead of cutting the model into pieces.
     if old is not None and new.shape[2] != 1:
         raise UnsupportedAttentionError(
             "hecate.S2Cache: several tokens came at once behind the prompt. It takes one prompt and then one token "
@@ -107,6 +103,5 @@ define(
 
 @register_flop_formula(torch.ops.hecate.s2_decode)
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """Count operations of scores and their product with values, over all stored keys."""
     b, heads, _, width = q_shape
     return 2 * b * heads * k_shape[2] * (width + v_shape[3])

@@ -1,9 +1,7 @@
 """S2-Attention on a GPU: one program for each tile of queries of each head.
 
-A tile is a block of the pattern, or a part of one where a block has no room in a multiprocessor. The pattern is
-arithmetic, so a program knows its tiles of keys without a table: of strided blocks, of local ones, and then its own.
-Scores stay in registers, and the sum of a row is kept as its logarithm (online softmax, FlashAttention-2,
-arXiv 2307.08691).
+A tile is a block of the pattern, or a part of one where a block has no room in a multiprocessor. Source: online
+softmax, FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -85,11 +83,7 @@ def s2_forward(
 ):
     """Compute attention of ``Q [b, heads, length, D]``, ``K`` and ``V [b, heads / shared, length, D]`` without gaps.
 
-    Args:
-        shared: heads of queries for each head of keys.
-        same: heads of queries with the same pattern.
-        B: tokens of a tile.
-        PARTS: tiles of a block.
+    ``same`` heads of queries have one pattern. A tile has ``B`` tokens, a block ``PARTS`` tiles.
     """
     # The last tiles have most to do, so they start first.
     tiles = tl.cdiv(length, B)
@@ -122,7 +116,7 @@ def s2_forward(
 
 
 def prepared(x: Tensor, width: int) -> Tensor:
-    """Return ``x`` padded to one width, without gaps. Zeros in the width change no product."""
+    """Return ``x`` padded with zeros, which change no product, to one width, without gaps."""
     return (F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x).contiguous()
 
 
@@ -149,22 +143,17 @@ def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[An
 
 
 def tile_of(block: int, width: int, itemsize: int) -> int:
-    """Return the tokens of a tile: a block of the pattern, or as large a part of it as fits.
-
-    With two bytes a number, 128 rows of 128 numbers have room in a multiprocessor of capability 8.0. With float32,
-    operands of three products lie in registers, into which larger tiles do not fit (seen in code compiled for 9.0).
-    """
+    """Return the tokens of a tile: a block of the pattern, or as large a part of it as fits."""
+    # With two bytes a number, 128 rows of 128 numbers have room in a multiprocessor of capability 8.0. With float32,
+    # operands of three products lie in registers, into which larger tiles do not fit (seen in code compiled for 9.0).
     fitting = min(128, 8192 // width) if itemsize == 2 else max(16, 1024 // width)
     return min(block, fitting)
 
 
 def options_of(tile: int, width: int, itemsize: int) -> dict[str, int]:
-    """Return the warps and stages that fit into a multiprocessor's memory, not tuned on any GPU.
-
-    With four warps a tile of 128 times 64 numbers does not fit into their registers (seen in code compiled for
-    capability 9.0).
-    """
+    """Return the warps and stages that fit into a multiprocessor's memory, not tuned on any GPU."""
     return {
+        # Registers of four warps have no room for a tile of 128 times 64 numbers (code compiled for capability 9.0).
         "num_warps": 4 if width <= 64 and tile < 128 else 8,
         "num_stages": 2 if itemsize == 2 and tile * width <= 8192 else 1,
     }

@@ -6,9 +6,9 @@
 | ``s2_stored_mask`` | ``[b,Hq,1,D], [b,Hk,T,D], N, [1]? -> [1,Hq,1,T]``, the same for what a cache keeps | none |
 | ``s2_check`` | ``[..., Sq, Sk] -> [1]``, raises unless a mask is causal | none |
 
-Queries are the last Sq of Sk positions. ``checked`` is what ``s2_check`` returned, or None: an argument, so that
-nothing is computed before the check and nobody drops it. ``pattern`` is :attr:`Pattern.numbers`. T is
-:meth:`Pattern.stored` of N, the tokens seen so far.
+Queries are the last Sq of Sk positions. ``checked`` is the result of ``s2_check``, or None; as an argument it puts
+the check first and keeps it. ``pattern`` is :attr:`Pattern.numbers`; T is :meth:`Pattern.stored` of N tokens seen so
+far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def visible(heads: int, queries: int, keys: int, pattern: Pattern, device: torch
 
 
 def stored_visible(heads: int, tokens: int, pattern: Pattern, device: torch.device) -> Tensor:
-    """Return which stored keys exist: bool ``[heads, T]``. Some heads have a strided block less than others."""
+    """Return which stored keys exist: bool ``[heads, T]``; some heads have a strided block less than others."""
     groups, first = pattern.groups(tokens), pattern.first_local(tokens)
     residues = on_device(np.array(pattern.residues(heads)), device, constant=True)[:, None]
     there = torch.arange(groups, device=device) * pattern.stride + residues < first
