@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,23 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # On a GPU the cases are among what ``pytest -m gpu`` runs.
 MARKS: list[pytest.MarkDecorator] = [] if INTERPRETED else [pytest.mark.gpu]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def keep_truths() -> None:
+    """Let the interpreter of Triton 3.9 repeat a truth as truths: it makes numbers of them, which are no mask."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, shape: Any, one: TensorHandle) -> TensorHandle:
+        made: TensorHandle = plain(self, shape, one)
+        return TensorHandle(made.data.astype(one.data.dtype), made.dtype)
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if INTERPRETED:
+    keep_truths()
 
 
 def whole_numbers(*shape: int, most: int = 8, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
