@@ -1,6 +1,6 @@
 """S2-Attention's pattern: which blocks of keys a block of queries sees, as arithmetic on whole numbers.
 
-Blocks are cut by absolute position. Queries of block i see keys of block j <= i, and none after the query, if
+Blocks are cut by absolute position. Queries of block i see keys of block j <= i, none after the query, if
 
     i - j < local                                  the last ``local`` blocks, the own one included, or
     (j + h * step + offset) % stride == 0          every ``stride``-th block, others for every pattern h

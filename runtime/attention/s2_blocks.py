@@ -185,7 +185,7 @@ def _late_forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, of their shapes; shapes as in :func:`forward`, ``grad`` as ``out``."""
+    """Return the gradients of q, k and v; shapes as in :func:`forward`, that of ``grad`` as of ``out``."""
     b, heads, length, width_in = q.shape
     key_heads, width_out = k.shape[1], v.shape[3]
     layout = _layout(heads, pattern.blocks_of(length), pattern)

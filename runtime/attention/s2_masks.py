@@ -7,8 +7,7 @@
 | ``s2_check`` | ``[..., Sq, Sk] -> [1]``, raises unless a mask is causal | none |
 
 Queries are the last Sq of Sk positions. ``checked`` is the result of ``s2_check``, or None; as an argument it puts
-the check first and keeps it. ``pattern`` is :attr:`Pattern.numbers`; T is :meth:`Pattern.stored` of N tokens seen so
-far.
+the check first and keeps it. ``pattern`` is :attr:`Pattern.numbers`; T is :meth:`Pattern.stored` of N tokens seen.
 """
 
 from __future__ import annotations
