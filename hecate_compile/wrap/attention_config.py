@@ -16,22 +16,15 @@ _WITH_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """A model's attention; a field is None where the config does not say it, or layers differ.
+    """A model's attention; a field is None where the config does not say it, or layers differ."""
 
-    Attributes:
-        heads, key_heads: of queries and of keys; both or none.
-        layers: how many layers there are.
-        all_attend: whether each of them has one attention.
-        implementation: of attention, such as "sdpa".
-        positions: the longest sequence.
-    """
-
+    # Of queries and of keys: both or none.
     heads: int | None = None
     key_heads: int | None = None
     layers: int | None = None
-    all_attend: bool = False
-    implementation: str | None = None
-    positions: int | None = None
+    all_attend: bool = False  # each layer has one attention
+    implementation: str | None = None  # such as "sdpa"
+    positions: int | None = None  # the longest sequence
 
     def count_sparse(self, wanted: S2Attention | None) -> int | None:
         """Count the layers that must become sparse; None where the config does not say it, or none shall."""
@@ -61,12 +54,10 @@ def attention_config(model: nn.Module) -> AttentionConfig:
 
 
 def config_value(config: object, name: str) -> Any:
-    """Return ``config.name``; None where there is none, and where layers differ.
-
-    A config of transformers raises a RuntimeError where layers have numbers of their own (from 5.24), and properties
-    of other configs raise whatever they like.
-    """
+    """Return ``config.name``; None where there is none, and where layers differ."""
     try:
         return getattr(config, name, None)
+    # A config of transformers raises a RuntimeError where layers have numbers of their own (from 5.24), and
+    # properties of other configs raise whatever they like.
     except Exception:
         return None

@@ -1,8 +1,7 @@
 """Carry over what users hang on a parameter when ``hecate.compile`` puts another one in its place.
 
-Attributes are copied. Gradient hooks (``register_hook``) are given, on every rank, the gradient of the whole
-parameter, gathered; the rank takes its part of the result. So masks, norms and statistics are those of one process.
-What cannot be carried over is refused by name, before anything changes. :class:`ParameterSites` does the replacing.
+Attributes are copied. Gradient hooks are given the gathered gradient of the whole parameter on every rank, and the
+rank takes its part of the result. What cannot be carried over is refused before anything changes.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def set_hooks(parameter: nn.Parameter, hooks: _Hooks | None, after: _Hooks | Non
 
 
 def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> list[str]:
-    """Describe gradient hooks of what will be sharded in lines that must be equal on all ranks: such hooks gather."""
+    """Return lines that must be equal on all ranks: gradient hooks of what will be sharded, which gather."""
     return [
         f"parameter {name}: {len(hooks)} gradient hooks"
         for parts in _replaced(model, found, dense=dense)
@@ -83,11 +82,7 @@ def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: b
 
 
 def check_carried(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> None:
-    """Raise ValueError for whatever hangs on the parameters to be replaced and cannot hang on shards.
-
-    That is parametrized experts, experts of a list that differ in more than values, and hooks and attributes that are
-    bound to the whole parameter. With ``dense`` parameters outside of experts are replaced, too.
-    """
+    """Raise ValueError for what hangs on parameters of experts, with ``dense`` of all, and cannot on shards."""
     for experts in found:
         _check_plain(experts)
     for parts in _replaced(model, found, dense=dense):
@@ -130,7 +125,7 @@ def _check_one(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_alike(parts: Mapping[str, nn.Parameter]) -> None:
-    """Refuse experts of a list that differ: they become one parameter, which has one of every attribute."""
+    # Experts of a list become one parameter, which has one of every attribute.
     frozen = {name: not p.requires_grad for name, p in parts.items()}
     if len(set(frozen.values())) > 1:
         some = [name for name, is_frozen in frozen.items() if is_frozen]
@@ -178,7 +173,7 @@ def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _one(hook: _Hook) -> _Hooks:
-    """Return a hook as ``register_hook`` would keep it, which cannot be called: it refuses frozen parameters."""
+    # As ``register_hook`` would keep it, which refuses frozen parameters.
     hooks: _Hooks = OrderedDict()
     hooks[RemovableHandle(hooks).id] = hook
     return hooks
@@ -227,7 +222,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 class ParameterSites:
-    """The sites of a model's parameters: ``(module, key)``, several for a tied one."""
+    """The sites of a model's parameters: ``(module, key)`` in the order of modules, several for a tied one."""
 
     def __init__(self, model: nn.Module) -> None:
         # Keyed by id, so that a parameter's memory is free as soon as it is replaced.
@@ -238,7 +233,6 @@ class ParameterSites:
                     self._of.setdefault(id(parameter), []).append((module, key))
 
     def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
-        """Return all sites of a parameter, in the order of modules."""
         return self._of[id(parameter)]
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -52,31 +52,24 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class PlacedHook:
-    """A hook and where it is: equal to itself when it was taken off and comes back there.
+    """A hook and where it is: equal to itself when it was taken off and comes back there."""
 
-    Attributes:
-        place: "forward_hooks on blocks.0.router".
-        flags: for each way in which a hook may be called whether this one is.
-        identity: of the function, and of the object whose method it is; no other hook has it as long as it lives.
-        alive: returns the function, or None when nobody has it any more.
-    """
-
-    place: str
+    place: str  # "forward_hooks on blocks.0.router"
     name: str
-    flags: tuple[bool, ...]
+    flags: tuple[bool, ...]  # one for each way in which a hook may be called
+    # Of the function, and of the object whose method it is; no other hook has it as long as it lives.
     identity: tuple[int, ...]
-    alive: Callable[[], Any] = field(compare=False)
+    alive: Callable[[], Any] = field(compare=False)  # the function, or None when nobody has it any more
 
     @classmethod
     def at(cls, place: str, hook: Any, flags: tuple[bool, ...]) -> PlacedHook:
-        """Describe ``hook``, which is at ``place``."""
         # Python makes a bound method anew each time it is asked for.
         of = (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         return cls(place, name, flags, tuple(map(id, of)), _reference(hook))
 
     def __str__(self) -> str:
-        """Return place and name, without the numbers, which differ between ranks."""
+        # Without the numbers, which differ between ranks.
         return f"{self.place}: {self.name}"
 
 
@@ -104,7 +97,7 @@ class ModuleHooks:
         self._hooks: Hooks = ()
 
     def now(self, model: nn.Module) -> Hooks:
-        """Return all hooks that are registered now. This looks at each module's hooks, and at nothing else."""
+        """Return all hooks that are registered now, and look at nothing else."""
         if self._changes.number != self._seen:
             self._find(model)
         numbers = list(chain.from_iterable(filter(None, self._dictionaries)))

@@ -28,10 +28,5 @@ CARRIERS: dict[str, Callable[[Config, Topology, World], Carrier]] = {
 
 
 def choose_carrier(config: Config, topology: Topology, world: World) -> Carrier:
-    """Return the carrier of all layers of a model. A collective. A single rank has nothing to carry.
-
-    Raises:
-        ValueError: the ranks cannot use it.
-        RuntimeError: they cannot share memory.
-    """
+    """Return the carrier of all layers of a model; a collective. Raises if the ranks cannot use it."""
     return (CARRIERS[config.transport] if world.size > 1 else _by_collectives)(config, topology, world)

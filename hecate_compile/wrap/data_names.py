@@ -1,7 +1,6 @@
 """Find the names in a function whose values come from data, and so may differ between ranks, by its syntax tree.
 
-Ranks have the same program, options and weights, and other tokens. Values that are computed from tensors may differ
-between them, and so may sizes, which data give to parts of a batch. Numbers of experts and options are the same.
+Values computed from tensors may differ, and so may sizes; numbers of experts and options are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +28,8 @@ _Assignment = tuple[ast.AST, ast.expr]
 class DataNames:
     """Names, and attributes such as ``self.count``, that come from data where a line of a function runs.
 
-    Order does not matter: a name comes from data if any assignment in the function gives it such a value.
-
-    Args:
-        function: the tree of the function.
-        line: the line.
-        values: values of names in that line, as far as they are known.
-        names: names that are known to come from data.
-        assumed: arguments of which nothing is known, so that they may come from data.
+    Order does not matter: a name comes from data if any assignment gives it such a value. ``values`` are known values
+    of names in the line; ``assumed``, arguments of which nothing is known, may come from data.
     """
 
     def __init__(
@@ -113,7 +106,6 @@ class DataNames:
         return _UNKNOWN
 
     def _bind(self, target: ast.AST, value: ast.expr) -> None:
-        """Take in an assignment, or the values of a loop's target; numbers of turns do not come from data."""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
         match value:
             case ast.Call(func=ast.Name(id="enumerate"), args=[over, *_]) if len(parts) == 2:
@@ -170,7 +162,6 @@ def _written(target: ast.AST) -> Iterator[str]:
 
 
 def _has_tensor(value: Any, depth: int = 3) -> bool:
-    """Return whether a value is a tensor or an array, or has one in it."""
     values = value.values() if isinstance(value, dict) else value
     if isinstance(value, (dict, list, tuple, set)):
         # A container may have itself in it.

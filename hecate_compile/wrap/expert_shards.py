@@ -23,17 +23,12 @@ from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """The experts that this rank owns, of one parameter ``[E, ...]``; see :class:`hecate.wrap.shard.Shard`.
-
-    Attributes:
-        layer: the layer's record; its owners say which experts the rows are.
-        stacked: it is made of the parameters of modules in a list, and has one dimension more than these.
-    """
+    """The experts that this rank owns, of one parameter ``[E, ...]``; see :class:`hecate.wrap.shard.Shard`."""
 
     name: str
-    layer: Layer
+    layer: Layer  # its owners say which experts the rows are
     full_shape: torch.Size
-    stacked: bool = False
+    stacked: bool = False  # made of parameters of modules in a list, with one dimension more than these
     part: str = "experts"
     length_varies: bool = True
 
@@ -61,12 +56,9 @@ def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:
 def shard_experts(
     experts: ExpertsModule, sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
 ) -> Layer:
-    """Keep this rank's experts of a module, with rank 0's values, free the rest, and return the record.
-
-    A collective. A parameter may be on the meta device on ranks other than 0 (see ``materialize``). Modules that
-    share a parameter share a record: an expert has one owner.
-    """
+    """Keep this rank's experts of a module, with rank 0's values, and return the layer's record; a collective."""
     shards = [shard_of(parameters_of(experts.module)[key]) for key in experts.parameters]
+    # Modules that share a parameter share a record: an expert has one owner.
     layer = next((shard.layer for shard in shards if is_expert_shard(shard)), None)
     if layer is None:
         owners = Owners.contiguous(experts.num_experts, world.size)
@@ -98,10 +90,7 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
 def size_up(
     found: Sequence[ExpertsModule], layers: Sequence[Layer], dtype: torch.dtype | None, *, rematerialize: bool = False
 ) -> None:
-    """Tell each layer one expert's bytes on the wire and FLOPs per row, in ``dtype`` or its own.
-
-    With ``rematerialize`` replicas are gathered again for the backward.
-    """
+    """Tell each layer an expert's bytes and FLOPs per row; rematerialized replicas are gathered once more."""
     for experts, layer in zip(found, layers, strict=True):
         shapes = [p.shape[1:] for p in map(parameters_of(experts.module).get, experts.parameters) if p is not None]
         layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype

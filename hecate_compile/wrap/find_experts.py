@@ -1,10 +1,8 @@
 """Find the modules that hold expert parameters, without hints from the user.
 
-An experts module holds at least one floating-point parameter ``[E, a, b]`` with one matrix per expert, all with the
-same E, and may hold ``[E, a]`` biases as well. Or it is a list of modules with the same parameters, and has a name
-that says "experts". Convolutions and other three-dimensional parameters look alike, so one sign that says "experts"
-is asked for as well. A wrong guess costs speed, never correctness: whatever is found is read through a gather unless
-a pass recognizes how it is used.
+An experts module holds a floating-point parameter ``[E, a, b]``, one matrix per expert, or is a list of modules with
+the same parameters; since others look alike, a sign that says "experts" is asked for, too. A wrong guess costs speed,
+never correctness: what is found is read through a gather unless a pass recognizes its use.
 """
 
 from __future__ import annotations
@@ -38,27 +36,17 @@ class NoExpertsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsModule:
-    """A module whose parameters are split by expert.
+    """A module whose parameters are split by expert."""
 
-    Attributes:
-        name: qualified name in the model, "" for the model itself.
-        parameters: names of its own parameters with the expert dimension first, in order.
-        num_experts: E.
-        sign: why it was taken for experts.
-        members: the experts themselves, if they are modules of a list; ``parameters`` are then made of theirs
-            (``stack_experts``).
-        names: name of each parameter in a member, and the key of what is made of it.
-        vectors: keys of those that are vectors in a member.
-    """
-
-    name: str
+    name: str  # qualified name in the model, "" for the model itself
     module: nn.Module
     parameters: tuple[str, ...]
     num_experts: int
-    sign: str
+    sign: str  # why it was taken for experts
+    # The experts, if they are modules of a list; ``parameters`` are then made of theirs (``stack_experts``).
     members: tuple[nn.Module, ...] = ()
-    names: dict[str, str] = field(default_factory=dict)
-    vectors: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)  # of each parameter in a member: the key made of it
+    vectors: tuple[str, ...] = ()  # keys of those that are vectors in a member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +62,8 @@ def find_experts(
 ) -> tuple[list[ExpertsModule], list[PassedOver]]:
     """Return all experts modules of ``model`` in module order, and the modules that were passed over.
 
-    ``fnmatch`` patterns of module names decide alone, if they are given. Raises NoExpertsError if nothing is found or
-    a pattern matches nothing usable, and ValueError if a module shares parameters with two others that share none.
+    ``fnmatch`` patterns of module names decide alone, if given. Raises NoExpertsError if nothing is found or a
+    pattern matches nothing usable, and ValueError if a module shares parameters with two others that share none.
     """
     found: list[ExpertsModule] = []
     passed_over: list[PassedOver] = []
@@ -152,7 +140,6 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
 
 
 def _check_shared(found: Sequence[ExpertsModule]) -> None:
-    """Refuse a module that shares parameters with two that share none: modules that share have one set of owners."""
     first: dict[int, str] = {}
     for experts in found:
         if experts.members:

@@ -19,10 +19,7 @@ Site = tuple[nn.Module, str]
 
 
 def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World) -> None:
-    """Make ``model.state_dict()`` show full tensors under the old names, and ``load_state_dict`` take them back.
-
-    Both are collectives then. Tied parameters are one tensor in a state dict too.
-    """
+    """Make ``state_dict`` and ``load_state_dict``, collectives then, show and take full tensors by the old names."""
     gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
     for module in model.modules():
         hangs = {
@@ -45,8 +42,6 @@ def _meet(world: World) -> None:
 def _keep_full(
     module: nn.Module, hangs: dict[str, list[Site]], gathered: weakref.WeakValueDictionary[int, torch.Tensor]
 ) -> None:
-    """Hook into a module's state dict; ``hangs`` has its sharded keys, each with all sites: several if it is tied."""
-
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key, sites in hangs.items():
             parameter = state.get(prefix + key)

@@ -1,7 +1,4 @@
-"""Locate code that Dynamo left to Python, for messages: the line of the user, and the graph break that caused it.
-
-Torch tells where it breaks a graph in its log alone, and there once for each line.
-"""
+"""Locate code that Dynamo left to Python, for messages: the line of the user, and the graph break that caused it."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 
 
 class _Breaks(logging.Handler):
-    """Notices graph breaks in torch's log."""
+    """Notices graph breaks in torch's log, which alone tells them, once for each line."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -43,7 +40,6 @@ class _Breaks(logging.Handler):
             self.causes[file][line] = next(filter(_is_of_user, reversed(stack)), stack[-1])
 
     def within(self, file: str, lines: Container[int | None]) -> Place | None:
-        """Return the place of the last break that was noticed in these lines; None if there is none."""
         found = [cause for line, cause in self.causes[file].items() if line in lines]
         return found[-1] if found else None
 
@@ -107,7 +103,6 @@ def innermost(file: str, line: int, kind: type[_Node]) -> _Node | None:
 
 @lru_cache(maxsize=64)
 def _nodes_of(file: str) -> tuple[ast.AST, ...]:
-    """Return all nodes of a file's syntax tree; none if it has no source."""
     try:
         return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:

@@ -1,8 +1,7 @@
 """LoRA on fused experts (PEFT's ``target_parameters``): the adapters of experts are experts, too.
 
-PEFT keeps the adapters of all experts of a layer in two linear modules, and adds their product to the parameter by
-parametrizing the module inside its forward, which no graph can have. Here they become parameters of the experts
-module, ``[E, r, in]`` and ``[E, out, r]``, sharded like all others, and reading the adapted parameter adds their
+PEFT parametrizes the experts module inside a forward, which no graph can have. Here its adapters become parameters of
+that module, ``[E, r, in]`` and ``[E, out, r]``, sharded like all others, and reading the adapted parameter adds their
 product. State dicts keep PEFT's names and shapes. Nothing here imports peft unless the user has.
 """
 
@@ -25,21 +24,15 @@ _ADAPTERS = "_hecate_adapters"
 
 @dataclass(frozen=True, eq=False)
 class ExpertAdapter:
-    """The adapter of one parameter of an experts module.
+    """The adapter of one parameter of an experts module."""
 
-    Attributes:
-        wrapper: PEFT's module around the experts module; says whether adapters are switched off.
-        name: of the adapter.
-        down, up: keys of ``[E, r, in]`` and ``[E, out, r]`` in the experts module.
-        transposed: the parameter is ``[E, in, out]``.
-    """
-
-    wrapper: Any
+    wrapper: Any  # PEFT's module around the experts module; says whether adapters are switched off
     name: str
     path: str
+    # Keys of ``[E, r, in]`` and ``[E, out, r]`` in the experts module.
     down: str
     up: str
-    transposed: bool
+    transposed: bool  # the parameter is [E, in, out]
 
     @property
     def kinds(self) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -48,11 +41,9 @@ class ExpertAdapter:
 
     @property
     def is_active(self) -> bool:
-        """True while PEFT has it switched on."""
         return not self.wrapper.disable_adapters and self.name in self.wrapper.active_adapters
 
     def add_to(self, parameter: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return the adapted parameter."""
         product = torch.bmm(up, down) * self.wrapper.scaling[self.name]
         return parameter + (product.transpose(1, 2) if self.transposed else product)
 
@@ -64,10 +55,7 @@ def adapter_of(module: nn.Module, key: str) -> ExpertAdapter | None:
 
 
 def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[ExpertsModule]:
-    """Make the adapters around the modules in ``found`` parameters of these modules, and return ``found`` with them.
-
-    Raises ValueError for a parameter that has several adapters, or one that is merged.
-    """
+    """Make adapters parameters of the modules in ``found``, and return these; ValueError for several or merged."""
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or not hasattr(layers, "ParamWrapper"):
         return list(found)

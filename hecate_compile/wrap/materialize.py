@@ -24,10 +24,9 @@ def has_meta(model: nn.Module) -> bool:
 def make_module_real(
     model: nn.Module, name: str, world: World, sites: ParameterSites, skip: Sequence[str]
 ) -> list[str]:
-    """Replace a module's own meta tensors, and initialize them on rank 0 as the model itself would.
+    """Replace a module's own meta tensors, initialized on rank 0 alone; return the names of those left unwritten.
 
-    Other ranks get their values from rank 0. Parameters in ``skip`` stay on the meta device here, because this rank
-    keeps only a part of them. Returns the names of tensors that no initialization wrote.
+    Parameters in ``skip``, of which this rank keeps only a part, stay on the meta device.
     """
     module = model.get_submodule(name)
     fresh = _allocate(module, world.device, sites, skip)

@@ -1,13 +1,12 @@
 """Make reads of parameter attributes in model code operators that gather or average.
 
-The class of each module with parameters becomes a subclass of itself, under the same name, whose
-parameter attributes are properties. Traced code then reads
+The class of each module with parameters becomes a subclass with properties, so traced code reads
 
     expert parameter  ->  gather_experts(shard)      [E_r, ...] -> [E, ...]
     dense parameter   ->  replicate(parameter)       identity, backward averages the gradient
     or, sharded       ->  gather_dense([shard])[0]   [c, ...] -> [d, ...]
 
-so the program is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
+and is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class UntracedReadError(RuntimeError):
 def install_reads(
     model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[ReplicatedParameter, ...]:
-    """Swap the classes of modules with parameters. A single process without mixed precision keeps dense ones.
+    """Swap the classes of modules with parameters; one process without mixed precision keeps those of dense ones.
 
-    ``step`` tells whether a forward runs: only then does a frame that Dynamo left to Python read as the model does.
-    Returns records that graphs will name, which must live as long as the model.
+    Returns records that graphs will name, which must live as long as the model. Frames that Dynamo left to Python
+    read as the model does only while a forward runs, as ``step`` tells.
     """
     hear_graph_breaks()
     checked: set[int] = set()
@@ -86,10 +85,7 @@ def install_reads(
 def install_replicated_reads(
     model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[ReplicatedParameter, ...]:
-    """Swap the classes of modules with parameters that are no shards, as far as they are not read this way already.
-
-    Returns records of the parameters that are new, which must live as long as the model.
-    """
+    """Swap classes for whole parameters that are not read this way yet; return their records, to be kept alive."""
     if sync.world.size == 1 and param_dtype is None:
         return ()
     known, new = _records_in(model), []

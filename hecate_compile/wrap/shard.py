@@ -1,7 +1,6 @@
 """The record of every shard of a parameter, be it of experts or of dense rows.
 
-A shard is a plain ``nn.Parameter`` under the parameter's old name, with a record attached. docs/decisions.md says why
-it is a plain parameter.
+A shard is a plain ``nn.Parameter`` under the old name, with a record attached; docs/decisions.md says why.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ def worlds_of_gradients() -> dict[int, World]:
 
 
 def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
-    """Make ``local`` a parameter with the record ``shard``."""
     parameter = nn.Parameter(local, requires_grad=requires_grad)
     setattr(parameter, _SHARD, shard)
     _alive[parameter] = shard

@@ -34,16 +34,13 @@ def shard_model(
     *,
     shard_dense: bool,
 ) -> list[Layer]:
-    """Shard the experts, and with ``shard_dense`` all else too; return the record of each experts module, in order.
-
-    A collective. It goes module by module, so that of a model on the meta device a rank holds one whole module at a
-    time: rank 0 initializes it, the others only allocate what they keep.
-    """
+    """Shard the experts, and with ``shard_dense`` all else; return each experts module's record; a collective."""
     stack_experts(found)
     sites = ParameterSites(model)
     dense = DenseSharding(found, sites, sync) if shard_dense else None
     experts = {id(e.module): e for e in found}
     is_meta, layers, uninitialized = has_meta(model), list[Layer](), list[str]()
+    # Of a model on the meta device a rank holds one whole module at a time.
     for name, module in model.named_modules():
         own = experts.get(id(module))
         if is_meta:
@@ -80,11 +77,7 @@ class DenseSharding:
         self._sites, self._sync = sites, sync
 
     def keys(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of the module's own parameters that are to be sharded.
-
-        Left out are those with fewer than two rows, those that are an experts module's anywhere, and those of
-        ``nn.LSTM`` and its kin, which keep and read their parameters elsewhere.
-        """
+        """Return the names of the module's own parameters that are to be sharded."""
         return tuple(
             key
             for key, parameter in parameters_of(module).items()
@@ -93,6 +86,7 @@ class DenseSharding:
             and parameter.ndim > 0
             and parameter.shape[0] > 1
             and parameter.numel() > 0
+            # Parameters of experts anywhere, and of ``nn.LSTM`` and its kin, which read theirs elsewhere.
             and not any(
                 has_flat_weights(holder) or own in self._experts.get(id(holder), ())
                 for holder, own in self._sites.of(parameter)
@@ -100,10 +94,7 @@ class DenseSharding:
         )
 
     def shard(self, name: str, module: nn.Module) -> None:
-        """Keep this rank's rows of the module's dense parameters, with rank 0's values, and free the rest.
-
-        A collective. Parameters may be on the meta device on ranks other than 0.
-        """
+        """Keep this rank's rows of the module's dense parameters, with rank 0's values; a collective."""
         for key in self.keys(module):
             full = parameters_of(module)[key]
             if full is not None and shard_of(full) is None:

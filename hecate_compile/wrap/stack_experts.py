@@ -1,8 +1,7 @@
 """Stack the parameters of experts that are modules of their own, in an ``nn.ModuleList`` or ``nn.ModuleDict``.
 
-The list gets a parameter ``[E, ...]`` for every parameter ``[...]`` of its members, which from then on read their
-expert of it. The program does not change: ``self.experts[e](rows)`` runs the same code on ``stacked[e]``, which is
-what a loop over fused experts reads. State dicts keep the old names.
+The list gets a parameter ``[E, ...]`` for every ``[...]`` of its members, which from then on read their expert of it:
+``self.experts[e](rows)`` runs the same code on ``stacked[e]``. State dicts keep the old names.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ _MEMBER = "_hecate_member"
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """The place where the parameters of a module inside an expert are now.
+    """The place where the parameters of a module inside an expert are now."""
 
-    Attributes:
-        holder: the list.
-        expert: which of its members the module is in.
-        keys: the module's own key of each parameter, and that in the holder.
-    """
-
-    holder: nn.Module
-    expert: int
-    keys: dict[str, str]
+    holder: nn.Module  # the list
+    expert: int  # which of its members the module is in
+    keys: dict[str, str]  # the module's own key of each parameter, and that in the holder
 
 
 def member_of(module: nn.Module) -> Member | None:
@@ -43,7 +36,6 @@ def member_of(module: nn.Module) -> Member | None:
 
 
 def stack_experts(found: Sequence[ExpertsModule]) -> None:
-    """Stack the parameters of every module in ``found`` that has members."""
     for experts in found:
         if not experts.members:
             continue

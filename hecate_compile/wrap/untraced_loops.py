@@ -1,11 +1,8 @@
 """Loops over experts that run as Python and leave experts out.
 
-Each expert is then traced by itself, where it is called, and gathers its layer's experts from all ranks. That is slow
-and right as long as every rank calls as many, and so wherever a loop calls all of them. If data choose the experts,
-ranks are apart as soon as one has no token for an expert that another one calls: in the first step or hours later.
-
-Data choose them by a condition anywhere between the loop and the line that reads a parameter: in the loop, in
-functions that it calls, in the expert's own forward.
+Each expert then gathers its layer's experts where it is called: slow, and right as long as every rank calls as many.
+If data choose the experts, by a condition anywhere between the loop and the line that reads a parameter, ranks are
+apart as soon as one has no token for an expert that another calls: in the first step or hours later.
 """
 
 from __future__ import annotations
@@ -33,16 +30,13 @@ _LEAVES_IN_FRONT, _LEAVES_LATER = (ast.Return, ast.Break, ast.Continue), (ast.Re
 
 @dataclass(frozen=True, eq=False)
 class _Line:
-    """A line that runs: the function that has it, values of local names, and the module whose method it is in.
-
-    ``frame`` is None if the line was traced; then only ``self`` is known.
-    """
+    """A line that runs, in its function, with values of local names and the module whose method it is in."""
 
     place: Place
     function: ast.FunctionDef
     values: Mapping[str, Any]
     owner: nn.Module | None
-    frame: FrameType | None = None
+    frame: FrameType | None = None  # None if the line was traced; then only self is known
 
     @property
     def number(self) -> int:
@@ -52,8 +46,7 @@ class _Line:
 def chosen_by_data(frame: FrameType, layer: Layer, traces: Iterable[str]) -> str | None:
     """Return the lines of a loop that calls a layer's listed experts by what data say; None if there is none.
 
-    ``frame`` called what was traced; ``traces`` are stacks of that code, as torch prints them, where it reads the
-    parameters of experts.
+    ``frame`` called what was traced; ``traces`` are stacks of that code, as torch prints them, at reads of experts.
     """
     running = [line for found in user_frames(frame) if (line := _running(found)) is not None]
     modules = list(_from_experts_out(running, layer))
@@ -136,7 +129,6 @@ def _has(module: nn.Module, layer: Layer) -> bool:
 
 
 def _has_list(module: nn.Module, layer: Layer) -> bool:
-    """Return whether a module is the list of a layer's experts, or has it as a child, or in a list."""
     lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)))
     return _has(module, layer) or any(_has_list(child, layer) for child in lists)
 
@@ -237,7 +229,7 @@ def _conditions(node: ast.AST, line: int, *, looping: bool = False) -> Iterator[
 
 
 def _leaving(node: ast.AST, kinds: tuple[type[ast.stmt], ...]) -> Iterator[ast.expr]:
-    """Expressions that decide whether a statement skips those beside it. One that raises ends the program instead."""
+    """Expressions that decide whether a statement skips those beside it; one that raises ends the program instead."""
     if not _leaves(node, kinds):
         return
     if isinstance(node, (ast.If, ast.While)):
