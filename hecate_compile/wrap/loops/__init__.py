@@ -8,19 +8,10 @@ Model code likes to leave out experts that no token has chosen. How many turns a
         out.index_add_(0, token, ...)                                  continue
                                                                    out.index_add_(0, token, ...)
 
-The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue`` goes. Only loops in these few
-spellings are changed, and only where a turn without rows changes nothing: the only effect of a turn is written to
-rows that it has found by its expert (``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``), and
-these are none. All other loops stay unchanged, and a loop over a list whose experts would do something with no rows
-is refused on several ranks. A mask is taken to have no negative entries.
-
-| file | concern |
-|---|---|
-| ``rewrite`` | which methods of which modules |
-| ``turns`` | a loop that leaves experts out, as one that does not; ``bincount`` of a known length |
-| ``spellings`` | what such loops look like |
-| ``empty_turns`` | the proof that a turn without rows changes nothing |
-| ``callees`` | whether a module in a list does anything without rows |
+The left becomes a loop over ``range(mask.shape[0])``; from the right ``continue`` goes. Only these few spellings are
+changed, of masks without negative entries, and only where a turn's one effect is written to rows that its expert has
+(``out.index_add_(0, token, y)``, ``out[token] += y``, ``out[token] = y``): without rows it changes nothing. A loop
+over a list whose experts would do something without rows is refused on several ranks.
 """
 
 from hecate.wrap.loops.rewrite import ChangedLoops, make_loops_traceable

@@ -1,7 +1,6 @@
 """Check that experts of a list do nothing when they are called with no rows, by reading the source of their modules.
 
-A loop's own text does not show what ``self.experts[e](rows)`` does. With no rows, an expert that counts its calls
-still counts, a running mean becomes NaN, and the largest of no numbers is an error.
+With no rows a counter of calls still counts, a running mean becomes NaN, and the largest of no numbers is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def minds_no_rows(experts: ExpertsModule) -> str | None:
 
 
 def _found_in(cls: type) -> Iterator[str]:
-    """Yield what ``forward``, and the methods of the class that it calls, do without rows."""
     todo, seen = ["forward"], set()
     while todo:
         name = todo.pop()
@@ -111,7 +109,6 @@ class _Reader:
         return self._loads_rows(node.func.value) or any(self._loads_rows(argument) for argument in node.args[:1])
 
     def _is_local(self, node: ast.expr) -> bool:
-        """Return whether an expression hangs on a name that the function has made itself, or was given."""
         while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in _VIEWS):
             node = node.value if isinstance(node, (ast.Attribute, ast.Subscript)) else node.func.value
         if isinstance(node, ast.Name):
@@ -119,7 +116,6 @@ class _Reader:
         return True
 
     def _is_function(self, node: ast.Call) -> bool:
-        """Return whether a call is of a function of torch that changes a local tensor: ``F.relu_(h)``."""
         assert isinstance(node.func, ast.Attribute)
         first = node.args[0] if node.args else None
         of_module = text_of(node.func.value).split(".")[0] in ("torch", "F", "nn")

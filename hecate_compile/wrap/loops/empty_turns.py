@@ -23,14 +23,11 @@ REDUCES |= {"var", "std", "median", "quantile", "mode", "norm"}
 
 
 class Rows:
-    """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False.
-
-    Args:
-        mask, turn, depth: of a loop over hits: numbers of rows are what ``torch.where(mask[turn])`` finds, one for
-            each of the mask's ``depth`` further dimensions.
-    """
+    """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False."""
 
     def __init__(self, mask: str | None, turn: str | None, depth: int) -> None:
+        # Of a loop over hits: ``torch.where(mask[turn])`` finds rows, in each of the mask's ``depth`` further
+        # dimensions.
         self.mask, self.turn, self.depth = mask, turn, depth
         self.turns = {turn} if turn is not None else set()
         self.numbers: set[str] = set()
@@ -74,7 +71,6 @@ class Rows:
                 self._rows[names[0]] = value.slice.id
 
     def _is_of_turn(self, node: ast.expr) -> bool:
-        """Return whether a node is ``mask[turn]``."""
         if is_method(node) and node.func.attr == "squeeze" and given_to(node) == ["0"]:
             node = node.func.value
         return (

@@ -44,8 +44,7 @@ class ChangedLoops:
 def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
     """Change loops over experts in the methods of experts modules and of the modules that they are in.
 
-    Raises ValueError if on several ranks, where an unchanged loop cannot be traced later, a loop leaves out experts
-    without rows, and has to.
+    On several ranks, where no unchanged loop can be traced, one that has to leave experts out raises ValueError.
     """
     near: dict[str, list[ExpertsModule]] = {}
     for experts in found:

@@ -53,14 +53,11 @@ def names_assigned(node: ast.AST) -> list[str]:
 
 @dataclass(frozen=True)
 class Hits:
-    """The experts of ``mask``, in its first dimension, that have any token in its ``depth`` others.
-
-    With ``numbers`` a loop gets numbers, not rows of one number each.
-    """
+    """The experts of ``mask``, in its first dimension, that have any token in its ``depth`` others."""
 
     mask: str
     depth: int
-    numbers: bool
+    numbers: bool  # a loop gets numbers, not rows of one number each
 
 
 _DIMS = {"(-1, -2)": 2, "(-2, -1)": 2, "(1, 2)": 2, "[-1, -2]": 2, "[1, 2]": 2, "-1": 1, "1": 1}

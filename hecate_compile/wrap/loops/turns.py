@@ -58,7 +58,6 @@ class Loops(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(changed, node))
 
     def _hits(self, node: ast.For) -> Hits | None:
-        """Return what is iterated over, if it is all experts of a mask that have tokens."""
         if not isinstance(node.iter, ast.Name):
             return hits_of(node.iter)
         # A name that has this value and no other, and is used for nothing else.
@@ -191,11 +190,7 @@ class ExpertNumber(ast.NodeTransformer):
 
 
 class Counts(ast.NodeTransformer):
-    """Gives ``torch.bincount(ids, minlength=E)`` a length of E elements.
-
-    It has more if an id is larger, so no graph knows its length. ``index_add`` counts the same and raises for such an
-    id.
-    """
+    """Gives ``torch.bincount(ids, minlength=E)`` a length of E elements; ``index_add`` raises for a larger id."""
 
     def __init__(self, lines: list[int]) -> None:
         self.lines = lines
