@@ -28,5 +28,5 @@ CARRIERS: dict[str, Callable[[Config, Topology, World], Carrier]] = {
 
 
 def choose_carrier(config: Config, topology: Topology, world: World) -> Carrier:
-    """Return the carrier of all layers of a model; a collective. Raises if the ranks cannot use it."""
+    """Return the carrier of a model's layers, a collective; ValueError or RuntimeError if ranks cannot use it."""
     return (CARRIERS[config.transport] if world.size > 1 else _by_collectives)(config, topology, world)

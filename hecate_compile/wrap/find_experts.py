@@ -40,7 +40,7 @@ class ExpertsModule:
 
     name: str  # qualified name in the model, "" for the model itself
     module: nn.Module
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # its own, with the expert dimension first
     num_experts: int
     sign: str  # why it was taken for experts
     # The experts, if they are modules of a list; ``parameters`` are then made of theirs (``stack_experts``).
