@@ -222,11 +222,14 @@ class OutsideGradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for same in by_dtype.values():
             for bucket in _buckets(same):
-                dtype = self._sync.travels_as(bucket[0].dtype)
-                buffer = torch.cat([gradient.reshape(-1) for gradient in bucket]).to(dtype)
-                self._sync.average(buffer)
-                for gradient, part in zip(bucket, buffer.split([g.numel() for g in bucket]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
+                self._average_bucket(bucket)
+
+    def _average_bucket(self, gradients: list[Tensor]) -> None:
+        dtype = self._sync.travels_as(gradients[0].dtype)
+        buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype)
+        self._sync.average(buffer)
+        for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def _warn(self, unsure: list[_Watched]) -> None:
         if self._warned or not unsure:
