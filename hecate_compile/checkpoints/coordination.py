@@ -1,8 +1,4 @@
-"""Messages between ranks while they save and load, over a group of their own on the CPU.
-
-Ranks fail alone (a full disk, a folder that one node does not see), and all must hear of it. Everything travels as
-JSON in tensors of bytes, never as pickled objects.
-"""
+"""Messages between ranks while they save and load, as JSON: if one fails alone (a full disk), all must hear of it."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ class MismatchError(CheckpointError):
 
 
 class Ranks:
-    """The ranks that share one model.
-
-    Attributes:
-        rank, size: this one's number, and how many there are.
-        group: a gloo group of them; None for a single process.
-    """
+    """The ranks that share one model; ``group`` is a gloo group of them, None for a single process."""
 
     def __init__(self, world: World, function: str) -> None:
         self._world, self._function = world, function
@@ -54,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON data of every rank, in rank order."""
+        """Return the JSON data of every rank, in rank order; a collective."""
         payload = json.dumps(value).encode()
         with doing(self._function):
             length = torch.tensor([len(payload)], device="cpu")
@@ -107,10 +98,7 @@ def describe(error: BaseException) -> str:
 
 
 def ranks_of(model: nn.Module | None, function: str) -> Ranks:
-    """Return the ranks that share ``model``; all ranks, if it is not compiled. They call this together.
-
-    A rank that is in another function than ``function``, which the user called, is an error.
-    """
+    """Return the ranks that share ``model``; all ranks, if it is not compiled. A collective."""
     if model is not None and is_compiled(model):
         world = compiled_model_of(model, function).world
         group = world.group
@@ -120,6 +108,7 @@ def ranks_of(model: nn.Module | None, function: str) -> Ranks:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None or dist.get_world_size(group) == 1:
         return Ranks(World(rank=0, size=1, group=None, device=torch.device("cpu")), function)
+    # Raises if another rank is in another function.
     meet(function, group)
     own = _group_beside(group)
     world = World(rank=dist.get_rank(own), size=dist.get_world_size(own), group=own, device=torch.device("cpu"))

@@ -14,15 +14,7 @@ from typing import IO, Any
 class FileLock:
     """A lock, held until :meth:`release`, the end of a ``with`` block, or the end of this object or its process.
 
-    On a disk that knows no locks, such as some over a network, nobody is kept out.
-
-    Args:
-        path: a file; it is made and stays.
-        patience: seconds to wait for whoever holds the lock.
-
-    Raises:
-        TimeoutError: somebody held it for all that time, in this process or another.
-        OSError: the file cannot be opened.
+    The file ``path`` is made and stays. TimeoutError is raised if the lock is not free within ``patience`` seconds.
     """
 
     def __init__(self, path: Path, patience: float = 0.0) -> None:
@@ -52,7 +44,7 @@ def _taken(file: IO[Any]) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # The disk knows no locks.
+        # The disk knows no locks, like some over a network: nobody is kept out.
         pass
     return True
 

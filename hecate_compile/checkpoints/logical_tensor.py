@@ -1,8 +1,6 @@
 """A logical tensor, of which this rank has some pieces, for ``torch.distributed.checkpoint`` (DCP).
 
-DCP asks a tensor subclass for its chunks by three methods (``torch/distributed/_checkpointable.py``). Offsets are in
-the whole tensor, so tensors that were saved by any owners on any number of ranks are read by any others. All that
-depends on that protocol is here.
+DCP asks for chunks by three methods (``torch/distributed/_checkpointable.py``); all that depends on these is here.
 """
 
 from __future__ import annotations
@@ -30,15 +28,10 @@ class Piece:
 
 
 class LogicalTensor(torch.Tensor):
-    """A rank's part ``[n, ...]`` of a tensor ``[N, ...]``. Reading into it fills the part in place.
-
-    Attributes:
-        whole: the shape of the whole, ``[N, ...]``.
-        pieces: where the rows of the part belong; none if this rank has nothing of the tensor.
-    """
+    """A rank's part ``[n, ...]`` of a tensor of the shape ``whole``, ``[N, ...]``. Reading fills it in place."""
 
     whole: torch.Size
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # Empty if this rank has nothing of the tensor.
 
     @staticmethod
     def of(part: torch.Tensor, whole: torch.Size, pieces: Sequence[Piece]) -> LogicalTensor:

@@ -18,21 +18,13 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint. A field that is added has a default, which holds for checkpoints that lack it.
-
-    Attributes:
-        step: number of the step, as the user counts.
-        sequence: how many were published in the folder before; the highest is the newest.
-        ranks: how many saved it.
-        files: by name.
-        format: of the checkpoint; a higher one than ``FORMAT`` is of a later version of hecate.
-    """
+    """The content of a checkpoint. A field that is added has a default, which holds for checkpoints that lack it."""
 
     step: int
-    sequence: int
+    sequence: int  # One more than the highest in the folder: the newest has the highest.
     ranks: int
     files: dict[str, FileRecord]
-    format: int = FORMAT
+    format: int = FORMAT  # A higher one is of a later version of hecate.
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
@@ -45,10 +37,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest; raise CorruptError if it is missing, changed, or of a later format.
-
-    Fields of a later version that keeps the format are left out.
-    """
+    """Read a checkpoint's manifest; raise CorruptError if it is missing, changed, or of a later format."""
     try:
         with open_plain(folder / NAME) as file:
             content = file.read()
@@ -64,6 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{NAME} has the format {str(found['format'])[:80]}; this version of hecate reads 1 to {FORMAT}"
             )
         found["files"] = {name: FileRecord(**record) for name, record in found["files"].items()}
+        # Fields of a later version that keeps the format are left out.
         manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
     except CorruptError:
         raise

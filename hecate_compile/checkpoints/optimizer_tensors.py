@@ -42,23 +42,16 @@ def optimizer_name(number: int) -> str:
 
 @dataclass
 class OptimizerTensors:
-    """An optimizer's state as tensors and plain data.
-
-    Attributes:
-        tensors: by parameter name, then key; see :meth:`Site.split`.
-        plain: values that are no tensors, likewise.
-        groups: each group's options, and the names of its parameters.
-        finish: to be called when the tensors have been filled.
-    """
+    """An optimizer's state as tensors and plain data, each by parameter name (see :meth:`Site.split`), then key."""
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    finish: list[Callable[[], None]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # Options, and the names of parameters.
+    finish: list[Callable[[], None]] = field(default_factory=list)  # Called when the tensors have been filled.
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
-    """Return the state of ``optimizer``; tensors share its memory. All ranks call this together."""
+    """Return the state of ``optimizer``; tensors share its memory. A collective."""
     bring_along(optimizer)
     problem = state_that_cannot_be_saved(optimizer)
     if problem is not None:
@@ -171,7 +164,6 @@ def _no_such_group(optimizer: Optimizer, number: int, names: list[str]) -> str:
 
 
 def _first_sites(model: nn.Module) -> dict[int, Site]:
-    """Return the first site of each parameter, by its identity."""
     sites: dict[int, Site] = {}
     for site in sites_of(model):
         sites.setdefault(id(site.parameter), site)

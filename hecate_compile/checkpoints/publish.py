@@ -1,14 +1,8 @@
 """Publish a step so that it appears in its folder whole or not at all, and from one run alone.
 
-1. Rank 0 makes ``step-00000300.tmp-<run>-<nonce>``; all ranks write into it, each fsyncs its files.
-2. Rank 0 writes the manifest, fsyncs it and the folder, renames that to ``step-00000300`` and fsyncs the parent.
-3. Only then do all ranks hear that the step is saved.
-
-A kill at any instant leaves the steps of before, and perhaps a temporary folder, which the next run removes. Nothing
-that was published is ever written to again: a step that is there already gets a neighbour, ``step-00000300.2``.
-
-One run owns the folder: its token stands in ``.owner``. Whoever saves first takes it over, so workers that
-outlived their launcher cannot publish into the next run's folder. Token and rename are under one file lock.
+All ranks write to ``step-00000300.tmp-<run>-<nonce>`` and fsync. Rank 0 adds the manifest, renames the folder to
+``step-00000300`` and fsyncs its parent; then all hear that it is saved. What is published is never written to again.
+The run that began to save last owns the folder, by its token in ``.owner``: workers of earlier ones cannot publish.
 """
 
 from __future__ import annotations
@@ -46,11 +40,7 @@ os.register_at_fork(after_in_child=_be_another_run)
 
 @dataclass(frozen=True)
 class Published:
-    """A step in a folder, known by its name and manifest; its files were not looked at.
-
-    Attributes:
-        manifest: None if it cannot be read; ``problem`` says why.
-    """
+    """A step in a folder, known by its name and manifest alone. Without a manifest, ``problem`` says why."""
 
     path: Path
     step: int
@@ -82,11 +72,9 @@ def published(folder: Path) -> list[Published]:
 
 
 def open_draft(folder: Path, step: int) -> Path:
-    """Make a temporary folder for a step, on rank 0, and remove those of runs that are gone.
+    """Make a temporary folder for a step, on rank 0, and remove those of other runs.
 
-    Raises:
-        PermissionError: another run has taken the folder over.
-        OSError: the folder cannot be written to.
+    Raise PermissionError if another run has taken the folder over.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", _PATIENCE):
@@ -100,10 +88,9 @@ def open_draft(folder: Path, step: int) -> Path:
 
 
 def publish(draft: Path, *, step: int, ranks: int, files: dict[str, FileRecord], keep: int | None) -> Path:
-    """Give a draft its manifest and its name, on rank 0, and remove all but the newest ``keep`` steps.
+    """Give a draft its manifest and name, on rank 0, and remove all but the newest ``keep`` steps.
 
-    Raises:
-        PermissionError: another run has taken the folder over since the draft was opened.
+    Raise PermissionError if another run has taken the folder over since the draft was opened.
     """
     folder = draft.parent
     with FileLock(folder / ".lock", _PATIENCE):

@@ -71,11 +71,7 @@ class Loaded:
 
 
 class UnusableError(Exception):
-    """A checkpoint that verifies, and yet cannot be what hecate.save wrote; equal on all ranks.
-
-    Attributes:
-        touched: the model has a part of it already.
-    """
+    """A checkpoint that verifies and is not what hecate.save writes. If ``touched``, the model has a part of it."""
 
     def __init__(self, text: str, touched: bool) -> None:
         super().__init__(text)
@@ -102,16 +98,13 @@ class Restoring:
         self.own: list[dict[str, Any]] = self._usable(self._read_own)
 
     def _usable(self, read: Callable[[], Any]) -> Any:
-        """Return what ``read`` gives; if it fails on any rank, the checkpoint is given up on all.
-
-        This holds for any error: all that was compared before fits, so the checkpoint is not what hecate.save writes.
-        The one that is loaded instead overwrites all of it.
-        """
+        """Return what ``read`` gives; if it fails on any rank, the checkpoint is given up on all."""
 
         def look() -> tuple[Any, str]:
             try:
                 return read(), ""
             except Exception as error:
+                # Any error: what was compared fits, so this is not of hecate.save. The next overwrites all of it.
                 return None, damage_of(error)
 
         result, problem = self.ranks.together(look)
@@ -229,7 +222,6 @@ class Restoring:
             self._usable(lambda: restore_planner(model, placement))
 
     def _saved_state(self, number: int) -> dict[str, dict[str, TensorStorageMetadata]]:
-        """Return the saved tensors of an optimizer, by parameter name and key."""
         out: dict[str, dict[str, TensorStorageMetadata]] = {}
         for path, found in self._saved(f"{optimizer_name(number)}.state.").items():
             name, _, key = path.rpartition(".")

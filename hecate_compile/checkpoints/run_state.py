@@ -122,7 +122,7 @@ def forget_last_forward(model: nn.Module) -> None:
 
 
 def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
-    """Give experts the owners of the checkpoint, if it has owners for as many ranks. All ranks call it together."""
+    """Give experts the owners of the checkpoint, if it has owners for as many ranks; a collective."""
     if state is None or not is_compiled(model):
         return
     compiled = compiled_model_of(model, "load")
@@ -136,10 +136,7 @@ def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
 
 
 def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> None:
-    """Let the planner go on with what it knew, if it would plan for the same ranks, nodes and devices.
-
-    Elsewhere its measurements say nothing, and it begins anew.
-    """
+    """Let the planner go on with what it knew, if ranks, nodes and devices are the same; else it begins anew."""
     if state is None or not is_compiled(model):
         return
     compiled = compiled_model_of(model, "load")

@@ -38,17 +38,11 @@ _under_way: list[Future[Path]] = []
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint, as it was when it was taken.
+    """The content of a checkpoint when it was taken."""
 
-    Attributes:
-        tensors: nested dicts of tensors, for DCP.
-        run: plain data that is equal on all ranks.
-        own: plain data of this rank.
-    """
-
-    tensors: dict[str, Any]
-    run: dict[str, Any]
-    own: dict[str, Any]
+    tensors: dict[str, Any]  # Nested dicts of tensors, for DCP.
+    run: dict[str, Any]  # Plain data, equal on all ranks.
+    own: dict[str, Any]  # Plain data of this rank.
 
 
 def save(

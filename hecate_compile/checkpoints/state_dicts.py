@@ -1,8 +1,4 @@
-"""A model as tensors that ``torch.distributed.checkpoint`` saves and loads.
-
-Names are those of the plain model's state dict. Nothing is gathered: a shard, and optimizer state of one, is a
-:class:`LogicalTensor`, and loading fills the model in place.
-"""
+"""A model as tensors for ``torch.distributed.checkpoint``, by the plain model's names; shards are logical tensors."""
 
 from __future__ import annotations
 
@@ -24,21 +20,14 @@ from hecate.wrap.stack_experts import names_of_members
 
 @dataclass(frozen=True)
 class Site:
-    """A parameter under one of its names.
+    """A parameter under one of its names, or under ``members``, one for each expert of a list stacked in it."""
 
-    Attributes:
-        name: in the plain model's state dict.
-        members: of experts that were modules in a list, the name of each expert's own parameter; then ``name`` is
-            in no state dict.
-    """
-
-    name: str
+    name: str  # In the plain model's state dict, unless there are members.
     parameter: nn.Parameter
     members: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in the plain model's state dict."""
         return self.members or (self.name,)
 
     def split(self, value: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -16,14 +16,9 @@ from hecate.wrap.shard import shard_of
 
 
 def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source: str) -> None:
-    """Give ``optimizer``, on every rank, its part of ``state``, a whole optimizer's ``state_dict()``.
+    """Give ``optimizer``, on every rank, its part of ``state``, a whole optimizer's ``state_dict()`` from ``source``.
 
-    Args:
-        model: compiled; experts that were modules in a list have other parameters than the plain model.
-        source: where the state is from, for messages.
-
-    Raises:
-        MismatchError: it is one rank's part, or of other parameters. Nothing was changed.
+    Raise MismatchError, with nothing changed, if it is one rank's part or of other parameters.
     """
     (inner,) = as_optimizers(optimizer)
     _check(model, inner, state, source)

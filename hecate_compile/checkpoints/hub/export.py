@@ -1,8 +1,6 @@
 """``hecate.export``: a folder that transformers loads, written without a whole model on any rank.
 
-Names of tensors, and their parts under each name, are those of ``save_pretrained`` (``layouts``). Tensors travel to
-rank 0 alone, a few at a time; it keeps those of the file that it writes next. The folder is written beside its place
-and renamed, so it appears whole or not at all.
+Tensors travel to rank 0 alone, a few at a time. The folder is written beside its place and renamed when complete.
 """
 
 from __future__ import annotations
@@ -99,12 +97,7 @@ def _bytes_of(size: int | str) -> int:
 
 
 class _Step(NamedTuple):
-    """A group of tensors that is sent to rank 0 at once.
-
-    Attributes:
-        names: names of the tensors in the model.
-        ends: the group completes a file, for which all ranks wait.
-    """
+    """A group of tensors that is sent to rank 0 at once; if it ``ends`` a file, all ranks wait for that."""
 
     names: list[str]
     ends: bool
@@ -112,23 +105,16 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The files that rank 0 writes, and the steps that fill them.
-
-    Attributes:
-        dtypes: dtype in the files of each of the model's tensors.
-        files: the names of tensors in each file, in order.
-        size: bytes of all tensors.
-    """
+    """The files that rank 0 writes, and the steps that fill them."""
 
     layout: PlainLayout
     steps: list[_Step]
-    dtypes: dict[str, torch.dtype]
-    files: dict[str, list[str]]
-    size: int
+    dtypes: dict[str, torch.dtype]  # In the files, by name in the model.
+    files: dict[str, list[str]]  # Names of the tensors in each, in order.
+    size: int  # Bytes of all tensors.
 
     @staticmethod
     def of(view: PlainView, limit: int, dtype: torch.dtype | None) -> _Plan:
-        """Plan from shapes, without any data."""
         layout = PretrainedLayout(view) if view.is_pretrained else PlainLayout(view)
         if view.is_pretrained and getattr(view, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized. model.save_pretrained writes it")
@@ -240,10 +226,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
 
 
 class _Writer:
-    """Makes the files' tensors from the model's on rank 0, and keeps them until their file is complete.
-
-    An error is kept until all ranks wait for the file: before that the others are busy with the next tensor.
-    """
+    """Makes the files' tensors from the model's on rank 0, and keeps them until their file is complete."""
 
     def __init__(self, plan: _Plan, draft: Path) -> None:
         self._plan, self._draft = plan, draft
@@ -259,6 +242,7 @@ class _Writer:
             whole.clear()
             self._pending |= self._plan.layout.convert(cast)
         except Exception as problem:
+            # Kept until all ranks wait for the file: until then the others are busy with the next tensor.
             self._problem = problem
 
     def write(self) -> None:

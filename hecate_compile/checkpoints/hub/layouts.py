@@ -1,8 +1,4 @@
-"""Layouts: the tensors that ``save_pretrained`` of a library would write, made from those of a model.
-
-transformers' own function makes the files' tensors from the model's. The groups that it converts together are tried
-out on the meta device first.
-"""
+"""Layouts: the tensors that a library's ``save_pretrained`` would write, made from a model's by its own function."""
 
 from __future__ import annotations
 

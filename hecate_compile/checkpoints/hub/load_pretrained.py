@@ -1,8 +1,7 @@
 """``hecate.load_pretrained``: read a folder of ``save_pretrained``, or of ``hecate.export``, into a model's shards.
 
-Each rank reads what it keeps: its experts, its rows. Where transformers makes a tensor of the model out of several in
-the files (``read_plan``), it converts this rank's experts alone if every expert is treated alike, and else the
-sources of one tensor at a time.
+Each rank reads what it keeps. Tensors that transformers converts (``read_plan``) are made of this rank's experts
+alone if every expert is treated alike, and else one at a time.
 """
 
 from __future__ import annotations

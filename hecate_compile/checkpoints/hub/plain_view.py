@@ -1,8 +1,4 @@
-"""A view of a model with the names and shapes that its author gave it, and the tensors that are here instead.
-
-Transformers is asked about this view: a compiled model has parts of parameters, and experts of a list as one
-parameter, and files have neither.
-"""
+"""A view of a compiled model with plain names and shapes, as files have them, and the tensors that are in place."""
 
 from __future__ import annotations
 
@@ -21,19 +17,12 @@ from hecate.wrap.shard import shard_of
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A parameter or persistent buffer of the plain model.
-
-    Attributes:
-        name: in the plain model's state dict.
-        like: shape and dtype of the whole, on the meta device; the same object for all names of a tied parameter.
-        here: the tensor that the model holds in its place, which may be a shard.
-        expert: the number of the expert, if experts were modules in a list and are stacked in ``here``; else None.
-    """
+    """A parameter or persistent buffer of the plain model."""
 
     name: str
-    like: torch.Tensor
-    here: torch.Tensor
-    expert: int | None = None
+    like: torch.Tensor  # Of the whole, on the meta device; the same object for all names of a tied parameter.
+    here: torch.Tensor  # What the model holds in its place, perhaps a shard.
+    expert: int | None = None  # Number of the expert, if experts of a list are stacked in ``here``.
 
     @property
     def row(self) -> int | None:
@@ -45,12 +34,7 @@ class PlainTensor:
 
 
 class PlainView:
-    """A model whose parameters have their plain names and whole shapes. All other attributes are the model's.
-
-    Attributes:
-        model: the model itself, with shards and stacked experts.
-        tensors: by name, in the order of the plain model's state dict.
-    """
+    """A model whose parameters, in ``tensors``, have plain names and whole shapes; all else is that of ``model``."""
 
     def __init__(self, model: nn.Module, function: str) -> None:
         self.model = model

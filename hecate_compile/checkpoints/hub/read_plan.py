@@ -1,7 +1,4 @@
-"""Plan from names and shapes alone how transformers' own converters make a model's tensors from those of files.
-
-The plan is tried out on the meta device, so that nothing has changed if something does not fit.
-"""
+"""Plans, from names and shapes alone, of how transformers' converters make a model's tensors from those of files."""
 
 from __future__ import annotations
 
@@ -23,18 +20,11 @@ from hecate.wrap.shard import shard_of
 
 @dataclass
 class Group:
-    """Tensors of the files that make tensors of the model together.
+    """Tensors of the files that make tensors of the model, ``targets``, together."""
 
-    Attributes:
-        target: name in the model; the first, if the group makes several tensors.
-        sources: names in the files, and the converter's pattern that each matched.
-        converter: transformers' converter; None if the tensor is not converted.
-        targets: the tensors that the group makes.
-    """
-
-    target: str
-    converter: Any = None
-    sources: list[tuple[str, str]] = field(default_factory=list)
+    target: str  # Name in the model; the first, if there are several.
+    converter: Any = None  # Of transformers; None if the tensor is not converted.
+    sources: list[tuple[str, str]] = field(default_factory=list)  # Names in the files, and the pattern of each.
     targets: list[PlainTensor] = field(default_factory=list)
 
     def convert(self, view: PlainView, read: Callable[[str], torch.Tensor], only: Iterable[str]) -> dict[str, Any]:
@@ -86,22 +76,17 @@ def _is_by_line(operations: Sequence[Any]) -> bool:
 
 @dataclass
 class ReadPlan:
-    """Groups of tensors in the files and their targets in the model, and what does not fit.
-
-    Attributes:
-        conversions: the conversions of transformers that were used.
-    """
+    """Groups of tensors in the files and their targets in the model, and what does not fit."""
 
     view: PlainView
     groups: list[Group]
     missing: list[str]
     unexpected: list[str]
     problems: list[str]
-    conversions: list[Any]
+    conversions: list[Any]  # Those of transformers that were used.
 
     @staticmethod
     def of(view: PlainView, files: SafeFiles) -> ReadPlan:
-        """Plan from names and shapes, without any data."""
         plan = ReadPlan(view, [], [], [], [], [])
         if view.is_pretrained:
             plan._group_as_transformers_does(files)

@@ -1,8 +1,4 @@
-"""The safetensors files of a folder, as transformers names them, read a tensor at a time.
-
-Nothing in them is run: pickles are refused. They stay where the folder says: an index names files by plain names, and
-a link leads to a file of the folder, or, in a snapshot of the hub's cache, to one of its blobs.
-"""
+"""The safetensors files of a folder, as transformers names them, read a tensor at a time; pickles are refused."""
 
 from __future__ import annotations
 
@@ -21,16 +17,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class SafeFiles:
-    """The tensors of a folder.
+    """The tensors of a folder; ``likes`` has shape and dtype of each, on the meta device, by name.
 
-    Attributes:
-        folder: the folder, as given.
-        likes: a tensor on the meta device with the shape and dtype of each, by name.
-
-    Raises:
-        FileNotFoundError: there is no folder, or no safetensors file; says what there is.
-        CorruptError: a file is missing, cannot be read, or is elsewhere; or the index is wrong.
-        ValueError: the weights are quantized.
+    Raise FileNotFoundError if there is no folder or no safetensors file; CorruptError if the index or a file is wrong
+    or elsewhere; ValueError if the weights are quantized.
     """
 
     def __init__(self, folder: Path) -> None:

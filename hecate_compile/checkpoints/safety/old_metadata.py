@@ -1,7 +1,4 @@
-"""The index of a checkpoint of format 1, which is DCP's pickle, read as plain data.
-
-torch's own unpickler of plain data knows only the opcodes of ``torch.save``, which are others.
-"""
+"""The index of a checkpoint of format 1, DCP's pickle, read as plain data; torch's unpickler lacks its opcodes."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ _FORBIDDEN = {"EXT1", "EXT2", "EXT4", "BINPUT", "LONG_BINPUT", "PUT"}
 
 
 def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read the index of a checkpoint of format 1.
-
-    Raise CorruptError if it is no such index, refers to others than ``files``, or contradicts itself.
-    """
+    """Read the index of a checkpoint of format 1; raise CorruptError if it cannot be what was saved."""
     if OLD_INDEX not in files:
         raise CorruptError(f"{OLD_INDEX} is missing")
     with open_plain(folder / OLD_INDEX) as file:

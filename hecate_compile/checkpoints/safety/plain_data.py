@@ -32,8 +32,7 @@ _MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError, Ru
 def write_plain(value: Any, path: Path) -> None:
     """Write ``value`` to ``path`` (.json), and tensors in it to a .safetensors file with the same stem.
 
-    It is None, bool, int, float, str, bytes, list, tuple, set, frozenset, deque, dict, torch.Tensor, torch.dtype,
-    numpy array or number, nested in any way, up to a depth of 100. A TypeError names the place of anything else.
+    It is plain data, nested up to a depth of 100; a TypeError names the place of anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encode(value, "", tensors))
@@ -137,7 +136,6 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 @cache
 def _has_dtype(dtype: torch.dtype) -> bool:
-    """Return whether safetensors can write a dtype."""
     try:
         save({"": torch.empty(0, dtype=dtype, device="cpu")})
     except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):

@@ -1,7 +1,6 @@
 """The place of each tensor in the files that ``torch.distributed.checkpoint`` (DCP) wrote, and a reader of them.
 
-The places are JSON. DCP's own metadata is a pickle, which may run code when it is read. It is written too, for DCP's
-own ``load``, and not read here.
+The places are JSON. DCP's own metadata, a pickle, may run code: it is written for DCP's ``load`` and not read here.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def write_index(metadata: Metadata, path: Path) -> None:
 
 
 def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read what :func:`write_index` wrote.
-
-    Raise CorruptError if it is no such index, refers to others than ``files``, or contradicts itself.
-    """
+    """Read what :func:`write_index` wrote; raise CorruptError if it cannot be that."""
     if INDEX not in files:
         raise CorruptError(f"{INDEX} is missing")
     with open_plain(folder / INDEX) as file:
@@ -68,10 +64,7 @@ def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 
 def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
-    """Return an index as DCP's reader takes it: every element of a tensor in one chunk, chunks in bytes of their own.
-
-    An index of another form leads to any error; a CorruptError says what contradicts itself.
-    """
+    """Return an index as DCP's reader takes it; raise CorruptError if it contradicts itself."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
