@@ -1,8 +1,7 @@
-"""Make accelerate's save_state and load_state work with compiled models.
+"""Make accelerate's save_state and load_state work with compiled models, without importing it.
 
-Its own save_state keeps the optimizer state of rank 0 alone, which is that of rank 0's experts. Here compiled models
-and their optimizers are saved, to go on from, in a folder ``hecate0`` (``hecate1`` for the next model) beside its own
-files, for any number of ranks. Nothing here imports accelerate unless the user has.
+Its own files have the optimizer state of rank 0's experts alone. Beside them a folder ``hecate0`` (``hecate1`` for
+the next model) has model and optimizers, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def adopt() -> None:
 
 
 def _compiled(accelerator: Any) -> list[tuple[nn.Module, list[Any]]]:
-    """Return the accelerator's compiled models, each with its optimizers."""
     found = []
     models, prepared_optimizers = prepared(accelerator)
     for model in models:

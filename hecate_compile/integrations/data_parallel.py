@@ -1,9 +1,7 @@
 """Keep what averages over ranks off compiled models, whose experts differ from rank to rank.
 
-DistributedDataParallel, which trainers put around any model, would copy rank 0's experts over everybody else's and
-average gradients of different experts, and there is nothing left for it to do. So wrapping a compiled model gives the
-model itself, with the ``no_sync`` that wrapped ones have. ``broadcast_buffers=False`` is taken over. Torch's averages
-of parameters (``PostLocalSGDOptimizer`` and its kin) refuse shards.
+DistributedDataParallel would copy rank 0's experts over the others' and average gradients of different experts:
+wrapping a compiled model gives the model itself. Torch's averages of parameters refuse shards.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 def _say_where_module_is(model: nn.Module) -> None:
-    """Let ``model.module`` raise an error that says why there is none, for code that unwraps the model.
-
-    A model cannot be its own ``module``: loops that unwrap as long as there is one would never end.
-    """
+    """Let ``model.module`` raise, and say why: as its own ``module`` a model would be unwrapped without end."""
     if hasattr(model, "module"):
         return
     cls: Any = type(model)
@@ -72,10 +67,7 @@ def _say_where_module_is(model: nn.Module) -> None:
 
 
 def no_sync(sync: GradientSync) -> Callable[[], AbstractContextManager[None]]:
-    """Return the ``no_sync`` of wrapped models, for the micro-batches of an accumulation.
-
-    See ``set_requires_gradient_sync``.
-    """
+    """Return the ``no_sync`` of wrapped models, for accumulation; see ``set_requires_gradient_sync``."""
 
     @contextmanager
     def no_sync() -> Iterator[None]:

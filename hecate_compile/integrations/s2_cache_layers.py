@@ -13,14 +13,9 @@ from hecate.runtime.attention.pattern import Pattern
 
 
 class S2Layer(CacheLayerMixin):
-    """The keys and values that one sparse layer keeps, as ``hecate::s2_store`` lays them out.
+    """The keys and values ``[batch, key heads, tokens kept, size]`` of a sparse layer, kept by ``hecate::s2_store``.
 
-    ``update`` is traced: the pass ``shard_context`` finds the operator that the keys of an attention call come from,
-    and so knows that these are not all keys.
-
-    Attributes:
-        keys, values: ``[batch, key heads, tokens kept, size]``.
-        cumulative_length: tokens seen.
+    ``update`` is traced: by that operator the pass ``shard_context`` knows that a call of attention lacks keys.
     """
 
     is_sliding = False
@@ -90,12 +85,9 @@ class SparseCache(Cache):
     """A cache of sparse layers, and of dense ones without change."""
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return one column for a single new token, in layers that show it all that they keep.
-
-        These layers all get the same mask, and sparse ones have fewer keys. One column says as much as many; padding
-        on the left shows in the first one. Layers with a window have a mask of their own.
-        """
+        """Return one column for a single new token, in layers that show it all that they keep."""
         layer = self.layers[layer_idx]
+        # Their mask is shared, and sparse ones have fewer keys: one column will do, the one in which padding shows.
         if query_length == 1 and type(layer) in (S2Layer, DynamicLayer) and layer.is_initialized:
             return 1, 0
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -111,11 +103,7 @@ def _refuse_eager() -> None:
 
 
 def make_cache(config: Any, options: S2Attention, pattern: Pattern, heads: int) -> SparseCache:
-    """Make a cache of the layers that transformers has for a model, the sparse ones replaced.
-
-    Args:
-        heads: number of heads of keys.
-    """
+    """Make a cache of the layers that transformers has for a model, the sparse ones replaced."""
     layers = [
         S2Layer(pattern, heads) if type(layer) is DynamicLayer and not options.is_dense(number) else layer
         for number, layer in enumerate(DynamicCache(config=config).layers)

@@ -1,7 +1,4 @@
-"""Models of transformers: recorders that Dynamo would break at, and ``generate`` of sharded parameters.
-
-Nothing here imports transformers unless the user has.
-"""
+"""Models of transformers, not imported here: recorders that Dynamo would break at, and ``generate`` of shards."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ _KEY = "_hecate_generates_for"
 
 
 def install_recorders(model: nn.Module) -> None:
-    """Install the output recorders of transformers models now, whether their config asks for recorded outputs or not.
-
-    Otherwise they are installed in the first forward that asks, under a lock, which is a graph break. They do nothing
-    unless somebody collects.
-    """
+    """Install the output recorders of transformers models now: in the first forward that asks it breaks the graph."""
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -44,9 +37,8 @@ def install_recorders(model: nn.Module) -> None:
 def generate_together(model: nn.Module) -> None:
     """Make ``generate`` of a model, and of what is inside it, keep ranks in step; without transformers do nothing.
 
-    Each forward communicates, and ranks' texts end at different tokens. transformers has ``synced_gpus`` for that and
-    sets it for DeepSpeed and FSDP alone. A model of PEFT generates with the model inside it, whose calls are then
-    compiled, too.
+    Each forward communicates, and ranks' texts end at different tokens. transformers sets ``synced_gpus`` for
+    that with DeepSpeed and FSDP alone. A model of PEFT generates with the model inside it.
     """
     if "transformers.generation.utils" not in sys.modules:
         return

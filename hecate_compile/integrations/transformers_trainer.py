@@ -1,12 +1,9 @@
 """Make transformers.Trainer, which saves on rank 0 alone, save a compiled model on all ranks together.
 
-The weights are those of ``save_pretrained``, in which some models have other names for their experts than in memory.
-The trainer of transformers 5.23 loads them by the names in memory, and leaves out names that it does not find; here
-they are read by :func:`hecate.load_pretrained`. To go on from, there is a folder ``hecate`` beside them, with weights
-and optimizer state for any number of ranks. Where several ranks share the optimizer's state, ``optimizer.pt`` has a
-note in its place: a trainer that knows nothing of Hecate would take one rank's part for the whole, and fused
-optimizers read beyond its end. State that such a trainer wrote is whole, and every rank takes its part. Nothing here
-imports transformers unless the user has.
+The weights are those of ``save_pretrained``, and are read by :func:`hecate.load_pretrained`: the trainer of
+transformers 5.23 leaves out experts that have other names in memory. A folder ``hecate`` beside them has weights and
+optimizer state for any number of ranks. Where ranks share that state, ``optimizer.pt`` has a note in its place, since
+a trainer without Hecate would take one rank's part for the whole.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ def adopt() -> None:
     load_optimizer = getattr(trainer, TRAINER_LOAD_OPTIMIZER)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, so that ``from_pretrained`` reads it. All ranks call it together."""
+        """Save the model, so that ``from_pretrained`` reads it; a collective."""
         if not is_compiled(self.model):
             save(self, output_dir, _internal_call)
             return
@@ -108,14 +105,10 @@ def adopt() -> None:
 
 
 class _Note:
-    """A stand-in for an optimizer while a trainer writes or reads ``optimizer.pt``.
-
-    Attributes:
-        state: the state in the file; None where there is no file.
-    """
+    """A stand-in for an optimizer while a trainer writes or reads ``optimizer.pt``."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] | None = None
+        self.state: dict[str, Any] | None = None  # In the file; None where there is none.
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state that no optimizer takes for its own: it has no groups of parameters."""
