@@ -127,10 +127,9 @@ def _search(trials: _Trials, tolerance: float | None) -> int:
 
 
 def first_wrong(count: int, wrong: Callable[[int], bool]) -> int:
-    """Return the least k for which the first k of ``count`` passes together are wrong, by halves.
+    """Return a k for which the first k of ``count`` passes together are wrong and the first k - 1 are not, by halves.
 
-    ``wrong(count)`` is known to be true, ``wrong(0)`` false; neither is asked. Where it is true for some k and false
-    for a larger one, the answer is still a k that is wrong after one that is not.
+    ``wrong(count)`` is known to be true and ``wrong(0)`` false; neither is asked.
     """
     good, bad = 0, count
     while bad - good > 1:
@@ -179,12 +178,7 @@ def _off_from_plain(trials: _Trials, reference: Sequence[RankResult], options: S
 
 @dataclass(kw_only=True)
 class _Trials:
-    """Runs trials, each in processes of its own.
-
-    Attributes:
-        script: ``file.py:function``.
-        folder: for results.
-    """
+    """Runs trials of ``script``, each in processes of its own, with results in ``folder``."""
 
     script: str
     folder: Path
@@ -196,7 +190,6 @@ class _Trials:
     _count: int = 0
 
     def differ(self, enabled: Collection[str], reference: Sequence[RankResult], what: str) -> Difference:
-        """Return how far a run with some passes is from the reference."""
         disabled = [name for name in NAMES if name not in enabled]
         ran = self.result(disabled, what, tell=lambda ran: str(compare(ran, reference)))
         return Difference(error=ran) if isinstance(ran, str) else compare(ran, reference)
@@ -218,11 +211,7 @@ class _Trials:
         return ran
 
     def run(self, disabled: Sequence[str], kind: Kind) -> tuple[list[RankResult] | str, str]:
-        """Run a trial; return the results of all ranks, or why there are none, and what all ranks printed.
-
-        Raises:
-            typer.BadParameter: the script cannot be used.
-        """
+        """Run a trial; return results or why there are none, and output; BadParameter if the script is refused."""
         self._count += 1
         out = self.folder / str(self._count)
         out.mkdir()

@@ -1,7 +1,4 @@
-"""Run one rank of one trial of ``hecate bisect``: compile, run some steps, write loss and gradients.
-
-Each trial has processes of its own, so that one that crashes or hangs is a result like any other.
-"""
+"""One rank of one trial of ``hecate bisect``, in a process of its own: one that hangs is a result like any other."""
 
 from __future__ import annotations
 
@@ -32,40 +29,25 @@ from hecate.runtime.comm.world import backend_for, local_device, name_of
 Array = np.ndarray[Any, Any]
 
 SEED = 0
+# "bare": compiled, without options that make another model of it. "plain": without Hecate, gradients of one rank.
 Kind = Literal["compiled", "bare", "plain"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The orders of a worker.
-
-    Attributes:
-        script: ``file.py:function``.
-        out: folder for the results.
-        disabled: passes to leave out.
-        kind: "compiled". "bare": compiled, without options that make another model of it. "plain": not compiled,
-            without Hecate; gradients are then of this rank alone.
-        steps: forwards and backwards, with the same weights.
-        own_batches: the script gives every rank a batch of its own.
-    """
+    """The orders of a worker: steps of ``script``, all with the same weights, and a folder for results."""
 
     script: str
     out: str
-    disabled: tuple[str, ...]
+    disabled: tuple[str, ...]  # Passes to leave out.
     kind: Kind
     steps: int
-    own_batches: bool = False
+    own_batches: bool = False  # The script gives every rank a batch of its own.
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """The results of one rank.
-
-    Attributes:
-        loss: loss of each step.
-        gradients: by step and parameter, as ``STEP.NAME``; a parameter without a gradient has no entry.
-        facts: facts that decide how results can be compared.
-    """
+    """The results of one rank: losses by step, gradients by ``STEP.NAME``, and facts that decide how to compare."""
 
     loss: Array
     gradients: dict[str, Array]
@@ -77,11 +59,7 @@ class RankResult:
 
     @classmethod
     def read(cls, path: Path) -> RankResult:
-        """Read the file of a rank.
-
-        Raises:
-            ValueError: nothing was written that can be read.
-        """
+        """Read the file of a rank; raise ValueError if nothing was written that can be read."""
         try:
             with np.load(path, allow_pickle=False) as archive:
                 arrays = dict(archive)
@@ -92,18 +70,11 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The distance of two results, relative to the second.
-
-    Attributes:
-        loss: worst of all ranks and steps.
-        gradient: the largest error of an element, relative to the largest of that gradient on any rank.
-        worst: the step and the parameter with that error.
-        error: why there is no result.
-    """
+    """The largest distance of two results, relative to the second; ``error`` says why there is no result."""
 
     loss: float = 0.0
-    gradient: float = 0.0
-    worst: str = ""
+    gradient: float = 0.0  # Of an element, relative to the largest of that gradient on any rank.
+    worst: str = ""  # ``STEP.NAME`` of that gradient.
     error: str = ""
 
     def beyond(self, tolerance: float) -> bool:
@@ -203,8 +174,7 @@ def config_of(trial: Trial, config: Config) -> Config:
 def batch_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
     """Return this rank's part of the rows, repeated to their old number; of one row, its tokens in another order.
 
-    Where all ranks compute the same, missing communication is not seen: a mean of equal numbers is each of them.
-    Shapes do not change. A tensor with another number of rows than most have is not changed.
+    Ranks that compute the same would hide missing communication: a mean of equal numbers is each of them.
     """
     tensors = {key: value for key, value in batch.items() if torch.is_tensor(value) and value.ndim}
     if ranks == 1 or not tensors:

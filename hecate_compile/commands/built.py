@@ -17,12 +17,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model that is not compiled yet, and batches for it.
-
-    Attributes:
-        batches: batches of one rank; at least one.
-        config: how the user compiles the model, or None.
-    """
+    """A model that is not compiled yet, at least one batch of one rank, and perhaps how to compile the model."""
 
     model: nn.Module
     batches: tuple[Batch, ...]
@@ -30,11 +25,7 @@ class Built:
 
     @classmethod
     def of(cls, given: Any, name: str) -> Built:
-        """Check and take ``given``, which the function ``name`` returned.
-
-        Raises:
-            typer.BadParameter: it is no model and batch.
-        """
+        """Take what the function ``name`` returned; BadParameter if it is no model and batch."""
         wrong = typer.BadParameter(
             f"{name} must return a model and a batch: (nn.Module, dict of tensors); a list of batches, one for each "
             f"step, may be there instead of one, and a hecate.Config behind it. It returned {_kind(given)}"
@@ -51,14 +42,7 @@ class Built:
 
 
 def build(name: str, what: str = "model") -> Built:
-    """Call ``file.py:function``.
-
-    Args:
-        what: purpose of the function, for messages.
-
-    Raises:
-        typer.BadParameter: there is no such function, it fails, or it returns something else.
-    """
+    """Call ``file.py:function``; BadParameter if there is none, it fails, or it returns something else."""
     function = load_name(name, what, "function")
     if not callable(function):
         raise typer.BadParameter(f"{what} {name!r}: a {type(function).__name__}, expected a function")

@@ -35,12 +35,7 @@ Disabled = Annotated[list[str], typer.Option("--disable-pass", help="a pass to l
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledGiven:
-    """A model that was compiled and not run.
-
-    Attributes:
-        notes: what the user should know besides.
-        dumped_all: nothing is missing in the dump, if one was wanted.
-    """
+    """A model that was compiled and not run, notes for the user, and whether the dump, if any, is complete."""
 
     explanation: Explanation
     notes: list[str]
@@ -64,12 +59,7 @@ def compile_given(
     disabled: list[str],
     dump: Path | None = None,
 ) -> CompiledGiven:
-    """Compile MODEL with its own config, if it has one, and the options on top.
-
-    Raises:
-        typer.BadParameter: an option, or MODEL, cannot be used.
-        typer.Exit: with code 1, after saying why: the model cannot be compiled.
-    """
+    """Compile MODEL with its own config, if it has one, and the options on top; see :func:`compiling` for errors."""
     spec = _cluster(cluster, ranks, nodes)
     if policy is not None and policy not in get_args(PolicyName):
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(get_args(PolicyName))}")

@@ -37,14 +37,9 @@ _ABOUT_THE_MODEL = (
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Report errors of a block that compiles MODEL and does not run it.
+    """Report errors about the model or its options in a block that compiles MODEL and does not run it.
 
-    An error that tells users about their model or options is said without a traceback. Any other is a fault, of
-    Hecate, of torch or of the model's own code, and is raised unchanged.
-
-    Raises:
-        typer.BadParameter: an option of ``hecate.Config`` cannot be used.
-        typer.Exit: with code 1, after saying why: the model cannot be compiled.
+    BadParameter is raised for an option of ``hecate.Config``, typer.Exit(1) for the model, and all else unchanged.
     """
     with warnings.catch_warnings():
         # Nothing is run, so no value is ever read.

@@ -27,13 +27,7 @@ _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSe
 
 @dataclass(frozen=True, kw_only=True)
 class GivenModel:
-    """The model that MODEL stands for, and a batch.
-
-    Attributes:
-        inputs: a batch of one rank.
-        config: how the user compiles the model, or None.
-        note: what was left out of the model or not used, in words.
-    """
+    """The model that MODEL stands for, a batch of one rank, perhaps how to compile, and what was left out."""
 
     model: nn.Module
     inputs: Batch
@@ -44,15 +38,9 @@ class GivenModel:
 def given_model(
     name: str, *, layers: int | None = None, rows: int | None = None, length: int | None = None, ranks: int
 ) -> GivenModel:
-    """Make the model; one of transformers on the meta device, without weights.
+    """Make the model, one of transformers on the meta device; BadParameter if it is no model and batch.
 
-    Args:
-        layers: number of layers, for a config of transformers; None for few, experts among them.
-        rows, length: sequences in a batch, and tokens of each, for such a config.
-        ranks: number of ranks that will share the experts.
-
-    Raises:
-        typer.BadParameter: there is no such thing, or it is no model and batch.
+    ``layers``, ``rows`` (sequences) and ``length`` (tokens) are for transformers; without ``layers`` there are few.
     """
     if ":" in name:
         made = build(name)
@@ -151,7 +139,6 @@ def _text_of(config: Any) -> Any:
 
 
 def _with_layers(config: Any, kept: int, total: int) -> Any:
-    """Return a copy with fewer layers."""
     config = copy.deepcopy(config)
     if kept < total:
         text = _text_of(config)

@@ -18,14 +18,7 @@ GRACE = 15.0
 def run_ranks(
     module: str, arguments: Sequence[str], *, ranks: int, timeout: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run ``python -m module`` on each rank; one rank needs no torchrun.
-
-    Args:
-        environment: the variables that ranks get; by default this process's.
-
-    Returns:
-        The exit code, None if there was no end in ``timeout`` seconds, and what all ranks printed.
-    """
+    """Run ``python -m module`` on each rank; return exit code (None after ``timeout`` seconds) and all output."""
     torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --module --nproc-per-node"
     launcher = [*torchrun.split(), str(ranks)] if ranks > 1 else ["-m"]
     command = [sys.executable, *launcher, module, *arguments]

@@ -16,14 +16,9 @@ import typer
 
 
 def load_name(name: str, what: str, kind: str) -> Any:
-    """Import the object ``file.py:name``; a module on the path, ``package.module:name``, works too.
+    """Import ``file.py:name`` or ``package.module:name``; BadParameter if that fails.
 
-    Args:
-        what: purpose of the object, for messages: "model".
-        kind: kind of name that is expected after the colon: "function".
-
-    Raises:
-        typer.BadParameter: there is no such file, module or name in it, or the file cannot be imported.
+    Messages name ``what`` it is for ("model"), and the ``kind`` that is expected ("function").
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
@@ -50,14 +45,7 @@ def load_name(name: str, what: str, kind: str) -> Any:
 
 @contextmanager
 def users_code(subject: str, file: str | None, hint: str = "") -> Iterator[None]:
-    """Report errors of the user's code in the block by file and line, without a traceback.
-
-    Args:
-        file: the user's own file; of all lines that the error went through, the last one in it is named.
-
-    Raises:
-        typer.BadParameter: instead of the error.
-    """
+    """Turn errors of the user's code into BadParameter, with the last line of ``file`` that they went through."""
     try:
         yield
     except (typer.BadParameter, typer.Exit, typer.Abort):

@@ -28,12 +28,7 @@ State = Literal["good", "look", "bad"]
 
 @dataclass(frozen=True)
 class Check:
-    """A line of ``hecate doctor``.
-
-    Attributes:
-        state: "bad": training does not work without it. "look": something works less well, or is not there.
-        advice: what to do; empty where all is good.
-    """
+    """A line of ``hecate doctor``, with advice where not all is good; "bad": training does not work without it."""
 
     name: str
     state: State

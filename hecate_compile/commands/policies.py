@@ -17,11 +17,7 @@ MOST_REPLICAS = "most replicas on a rank; auto: as many as are predicted to pay"
 
 
 def replicas_of(text: str) -> Replicas:
-    """Read a number of replicas, or ``auto``.
-
-    Raises:
-        typer.BadParameter: it is neither.
-    """
+    """Read a number of replicas, or ``auto``; BadParameter if it is neither."""
     if text == "auto":
         return "auto"
     if not text.isdecimal():
@@ -30,11 +26,7 @@ def replicas_of(text: str) -> Replicas:
 
 
 def policy_named(name: str, replicas: Replicas) -> Policy:
-    """Make a policy.
-
-    Raises:
-        typer.BadParameter: there is none of this name.
-    """
+    """Make a policy; BadParameter if there is none of this name."""
     known = {
         "static": Static,
         "hecate": lambda: Hecate(objective="time", replicas=replicas),

@@ -1,7 +1,4 @@
-"""The self-test that ``hecate doctor`` starts on two ranks: loss and gradients of a small model against one process.
-
-torchrun --nproc-per-node 2 -m hecate.commands.self_test
-"""
+"""The self-test of ``hecate doctor``: loss and gradients of a small model on two ranks against one process."""
 
 from __future__ import annotations
 
