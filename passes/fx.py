@@ -29,11 +29,7 @@ BODY_OF = "hecate_layer"
 
 
 def arg(node: Any, index: int) -> Any:
-    """Return a positional argument of a node. FX types it as a union of everything; passes know what it is.
-
-    Raises:
-        Refused: the call passes it by name, which no pass expects.
-    """
+    """Return a positional argument of a node. Raises Refused if the call passes it by name."""
     if index >= len(node.args):
         raise Refused(f"operands by name in {describe(node)}", node)
     return node.args[index]
@@ -61,20 +57,12 @@ def is_getitem(node: Any) -> bool:
 
 
 def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set[Node]:
-    """Return all nodes that depend on ``starts``, without ``starts`` themselves (unless on each other).
-
-    Args:
-        until: the last node to look at; nodes that depend on later ones are left out, too.
-    """
+    """Return nodes up to ``until`` that depend on ``starts``, without ``starts`` (unless on each other)."""
     return _reached(starts, lambda node: [n for n in node.users if until is None or n <= until])
 
 
 def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[Node]:
-    """Return all nodes that ``ends`` depend on, without ``ends`` themselves (unless on each other).
-
-    Args:
-        since: the first node to look at; nodes on which earlier ones depend are left out, too.
-    """
+    """Return nodes from ``since`` on that ``ends`` depend on, without ``ends`` (unless on each other)."""
     return _reached(ends, lambda node: [n for n in node.all_input_nodes if since is None or n >= since])
 
 
@@ -113,12 +101,7 @@ def computed_from(starts: Iterable[Node]) -> set[Node]:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLine:
-    """A line of the model's code.
-
-    Attributes:
-        file: its path.
-        code: the line itself, without indentation.
-    """
+    """A line of the model's code: its file, and the line itself without indentation."""
 
     file: str
     number: int
@@ -146,10 +129,7 @@ _NOT_A_MODEL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, *_
 
 
 def line_of(node: Node) -> CodeLine | None:
-    """Return the innermost line of code of a node that is neither torch's nor Hecate's: the model's.
-
-    It is None if it is not known.
-    """
+    """Return the innermost line of a node's code that is neither torch's nor Hecate's, or None."""
     frames: list[CodeLine] = []
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if (frame := _FRAME.match(line)) is not None:
@@ -171,12 +151,7 @@ def describe(node: Node) -> str:
 def skip_of(
     where: str, refused: Refused, *near: Node, reason: str = "", fallback: bool = True, fix: str = ""
 ) -> Skip:
-    """Return a skip with the line of model code that a pass did not understand.
-
-    Args:
-        near: nodes of the model's code nearby, if the reason is no single node.
-        reason, fix: other words than those of ``refused``.
-    """
+    """Return a skip with the line of model code that a pass did not understand, or of one ``near`` it."""
     nodes = [refused.node, *near] if refused.node is not None else near
     line = next((found for node in nodes if (found := line_of(node)) is not None), None)
     return Skip(

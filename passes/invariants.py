@@ -41,11 +41,7 @@ class InvalidGraphError(RuntimeError):
 
 
 def verify(gm: GraphModule) -> None:
-    """Lint a captured graph and check invariants 1 to 3.
-
-    Raises:
-        InvalidGraphError: names the node.
-    """
+    """Lint a captured graph and check invariants 1 to 3. Raises InvalidGraphError, which names the node."""
     gm.graph.lint()
     backs: set[Node] = set()
     for node in gm.graph.nodes:
@@ -104,10 +100,7 @@ def _check_offsets(node: Node) -> None:
 
 
 def _comes_from_slots(weight: Node) -> bool:
-    """Tell whether a weight is made from own experts and replicas.
-
-    A collective that gathers parameters is not looked behind.
-    """
+    """Tell whether a weight is made from own experts and replicas, with no gather of parameters between."""
     seen, stack = {weight}, [weight]
     while stack:
         node = stack.pop()

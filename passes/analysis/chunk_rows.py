@@ -24,11 +24,7 @@ _MORE_EXCHANGES = 4
 
 
 def chunks_of(region: Region, context: PassContext) -> int:
-    """Return the number of chunks of a region's rows: as the user says, or as many as pay.
-
-    It is equal on all ranks: it depends on shapes that all ranks have alike, and the number of tokens that they
-    agreed on.
-    """
+    """Return the number of chunks of a region's rows, as the user says or as many as pay; equal on all ranks."""
     if not _may_be_cut(region):
         return 1
     if context.chunks != "auto":

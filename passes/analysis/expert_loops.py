@@ -126,15 +126,7 @@ def _check_apart(loops: Sequence[Loop]) -> None:
 
 
 def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by_node: bool) -> Loop:
-    """Find the loop of one call, and check it.
-
-    Args:
-        picks: where it reads the parameters of one expert.
-        by_node: take into it the factors of results, if possible (see ``node_rows``).
-
-    Raises:
-        Refused: it cannot be grouped.
-    """
+    """Find the loop of one call and check it, with factors of results if ``by_node``. Raises Refused."""
     turns, repeats = _find_turns(num_experts, picks)
     if by_node:
         try:
@@ -149,11 +141,7 @@ def _find_loop(facts: GraphFacts, num_experts: int, picks: Sequence[Node], *, by
 
 
 def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], int]:
-    """Find the turns of every expert, all of the same form, and how many each has.
-
-    Raises:
-        Refused: an expert is missing, turns differ, or a turn does not keep its rows apart.
-    """
+    """Find the turns of every expert, all of the same form, and how many each has. Raises Refused."""
     picked: dict[int, list[Node]] = {expert: [] for expert in range(num_experts)}
     for pick in picks:
         picked[arg(pick, 1) % num_experts].append(pick)
@@ -183,11 +171,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
 
 
 def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
-    """Return the turns, each with the multiplication by its rows' routing weights ``[n, 1]`` behind it.
-
-    Raises:
-        Refused: not every turn has one, or they differ.
-    """
+    """Return the turns, each with the multiplication by its rows' routing weights ``[n, 1]``. Raises Refused."""
     found = []
     for turn in turns:
         users = list(turn.exit.users)

@@ -83,11 +83,7 @@ def bound_of(numbers: Any) -> int | None:
 
 
 def _choices(chosen: Node, position: int) -> int | None:
-    """Return the number of scores among which a topk or argmax chooses.
-
-    Args:
-        position: of the dimension among the arguments.
-    """
+    """Return the number of scores among which a topk or argmax chooses."""
     scores = value_of(chosen.args[0]) if chosen.args else None
     dim = chosen.kwargs.get("dim", chosen.args[position] if len(chosen.args) > position else None)
     if dim is None:

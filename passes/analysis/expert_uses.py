@@ -23,11 +23,7 @@ def is_one_expert(node: Node) -> bool:
 
 
 def matrix_operand(node: Node, views: set[Node]) -> str:
-    """Return how an anchor uses an expert's parameter: "product", "linear" or "bias".
-
-    Raises:
-        Refused: the use has no grouped form.
-    """
+    """Return how an anchor uses an expert's parameter: "product", "linear" or "bias". Raises Refused."""
     args = operands(node)
     own = [index for index, arg in enumerate(args) if arg in views]
     method = node.target if node.op == "call_method" else None

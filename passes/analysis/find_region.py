@@ -50,15 +50,7 @@ class Region:
 
 
 def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list[Region]:
-    """Return the regions of one layer, checked; one for each call, in graph order.
-
-    Args:
-        facts: of the graph.
-        gathers: the layer's ``gather_experts`` nodes, in graph order.
-
-    Raises:
-        Refused: the experts are used in a way that is not rows sorted by expert through grouped matmuls.
-    """
+    """Return the checked regions of one layer, one for each call, in graph order. Raises Refused."""
     slots = _slot_values(gathers)
     users = sorted({user for value in slots for user in value.users})
     matmuls = [n for n in users if _is_matmul(n, slots)]
@@ -108,12 +100,7 @@ def _find_region(
     matmuls: Sequence[Node],
     lookups: Sequence[Node],
 ) -> Region:
-    """Return the region of one call.
-
-    Args:
-        of_layer: the gathers, and all nodes computed from them alone.
-        matmuls, lookups: the anchors, which are matmuls by expert and lookups by expert id.
-    """
+    """Return the region of one call, from its anchors: matmuls by expert and lookups by expert id."""
     # Step 1: what the anchors have in common.
     slots = _on_the_way([*matmuls, *lookups], of_layer)
     ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None

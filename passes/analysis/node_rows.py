@@ -53,11 +53,7 @@ class NodeRows:
 
 
 def prove_node_rows(facts: GraphFacts, region: Region) -> NodeRows:
-    """Prove both facts. Exits that were cut in parts and put together again are used whole afterwards.
-
-    Raises:
-        Refused: one cannot be proven, with the reason.
-    """
+    """Prove both facts, and use exits that were cut and put together again whole. Raises Refused."""
     gathered = [_gathered_by(facts, entry) for entry in region.entries]
     tokens = gathered[0]
     if not all(same_index(tokens, other) for other in gathered[1:]):

@@ -46,11 +46,7 @@ class Exit:
     joined: list[tuple[Node, Node]] = field(default_factory=list)
 
     def follow(self, facts: GraphFacts, tokens: Sequence[Node]) -> Node:
-        """Walk to the sum over the rows of each token, and return its last node.
-
-        Raises:
-            Refused: something else uses the rows.
-        """
+        """Walk to the sum over the rows of each token, and return its last node. Raises Refused."""
         rows = last_inside = self.exit
         casts: list[Node] = []
         while True:

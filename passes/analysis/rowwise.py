@@ -221,11 +221,7 @@ _SAME_FIRST = {
 
 
 def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:
-    """Tell whether row r of the result depends on row r of the counted inputs alone.
-
-    Args:
-        leading: the sizes of the first dimensions, which say what row r is.
-    """
+    """Tell whether row r, of ``leading`` sizes, depends on row r of the counted inputs alone."""
     depth = len(leading)
     out = node.meta["val"]
     results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]

@@ -26,12 +26,7 @@ class CausalMasks:
         self._answers: dict[Node, MaskCone | Refused] = {}
 
     def refuse_others(self, node: Node, scope: Scope) -> None:
-        """Raise unless the mask of a call in ``scope`` is causal.
-
-        Raises:
-            UnknownMask: that can only be seen when it runs.
-            Refused: why it is not.
-        """
+        """Raise Refused unless a call's mask in ``scope`` is causal; UnknownMask if only running it can tell."""
         given = operands_of_attention(node)
         mask = given["attn_mask"]
         home, source = scope.resolve(mask)

@@ -42,11 +42,7 @@ class MaskCone:
     """
 
     def __init__(self, mask: Node, scope: Scope) -> None:
-        """Collect the cone.
-
-        Raises:
-            Refused: it holds data, not only sizes and constants, or something that must not be run.
-        """
+        """Collect the cone. Raises Refused if it holds data or something that must not be run."""
         value = value_of(mask)
         if not isinstance(value, torch.Tensor) or value.ndim < 2:
             raise Refused("the mask is no tensor of queries and keys")
@@ -97,11 +93,7 @@ class MaskCone:
         return 2 * math.ceil(sum(max(1, abs(c)) for c in (*shapes, *others))) * 2**self._watch.sums + 8
 
     def evaluate(self, batch: int, queries: int, keys: int) -> torch.Tensor:
-        """Return the mask at these sizes, on the CPU.
-
-        Raises:
-            Refused: as :meth:`rows`.
-        """
+        """Return the mask at these sizes, on the CPU. Raises Refused as :meth:`rows`."""
         return torch.cat([rows for _, rows in reversed(list(self.rows(batch, queries, keys)))], dim=-2)
 
     def rows(self, batch: int, queries: int, keys: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -33,12 +33,7 @@ _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """``gather_dense([shard], [id], dtype)[0]``.
-
-    Attributes:
-        gather: the operator's node.
-        part: the node that takes its only result.
-    """
+    """``gather_dense([shard], [id], dtype)[0]``: the operator's node, and the node that takes its only result."""
 
     gather: Node
     part: Node

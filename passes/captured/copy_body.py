@@ -52,12 +52,7 @@ def copy_node(
     padded: bool = False,
     filled: bool | None = True,
 ) -> list[Node]:
-    """Copy one node of the body, on own experts and replicas, and return the nodes that this takes.
-
-    Args:
-        padded: whether there are rows behind those of the last slot.
-        filled: whether there are surely none; None for rows as the model has them, of which the node itself says it.
-    """
+    """Copy one node of the body, on own experts and replicas, and return the nodes that this takes."""
     if node in region.lookups:
         # The table is small, a bias.
         table = arg(node, 0)

@@ -81,11 +81,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batch | None:
-    """Find the batched products of one layer, and check them; None if it has none.
-
-    Raises:
-        Refused: a node between them needs both dimensions, or no expert's rows are together.
-    """
+    """Find the batched products of one layer and check them; None if it has none. Raises Refused."""
     views = computed_from(gathers)
     users = {user for view in views for user in view.users if user not in views}
     products = {

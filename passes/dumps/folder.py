@@ -133,12 +133,7 @@ def graph_log(graph: int, part: str, names: Mapping[int, str], folder: DumpFolde
 
 @contextmanager
 def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turn an error of the block into a warning: on one rank it must not end a compile that the others wait for.
-
-    Args:
-        what: the part that is missing then, for the warning.
-        otherwise: called after an error.
-    """
+    """Turn an error of the block into a warning: on one rank it must not end a compile that the others wait for."""
     try:
         yield
     except Exception as error:

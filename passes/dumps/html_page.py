@@ -15,12 +15,7 @@ details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 
 
 def html_page(title: str, body: str, style: str) -> str:
-    """Return the whole file.
-
-    Args:
-        body: as HTML.
-        style: rules beside those that all pages share.
-    """
+    """Return the whole file, with ``style`` beside the rules that all pages share."""
     # The empty icon keeps browsers from asking a server for one.
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -45,13 +45,7 @@ class Line:
 def print_graph(
     gm: GraphModule, layers: Mapping[int, str], names: Mapping[int, str], *, part: str = ""
 ) -> list[Line]:
-    """Print ``gm`` and the bodies of its higher-order operators.
-
-    Args:
-        layers: short name of each layer id.
-        names: module name of each layer id.
-        part: "joint", "forward" or "backward", once autograd has parted them.
-    """
+    """Print ``gm`` and the bodies of its higher-order operators."""
     lines = [Line(text=f"# {LEGEND}")]
     lines += [Line(text=f"# {short}: {names.get(id, id)}", layer=short) for id, short in layers.items()]
     for name, module in gm.named_modules():

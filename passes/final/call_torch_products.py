@@ -88,10 +88,7 @@ def _int32(offsets: Node, here: Builder) -> Node:
 
 
 def _fit(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
-    """Tell whether torch's kernel takes operands like these, whatever the number of rows.
-
-    Sizes that data decide are not asked for, since the graph would then be for these alone.
-    """
+    """Tell whether torch's kernel takes operands like these, whatever the number of rows."""
     sizes = (ends.shape[0], rows.shape[1], *other.shape[1:], *rows.stride(), *other.stride())
     if any(type(size) is not int for size in sizes) or not fits_torchs_kernel(rows, other, ends):
         return False

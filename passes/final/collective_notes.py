@@ -22,13 +22,7 @@ from hecate.runtime.ops.dense import get_dense_shard
 def write_note(
     node: Node, context: PassContext, predicted: float = 0.0, behind: float = 0.0, sent: float = 0.0
 ) -> str:
-    """Return the note of a collective, whole or its start.
-
-    Args:
-        predicted: seconds that it will take.
-        behind: seconds of compute meanwhile.
-        sent: bytes that leave this rank.
-    """
+    """Return the note of a collective or its start; ``predicted`` and ``behind`` in seconds, ``sent`` in bytes."""
     collective = collective_of(node.target)
     if collective is None:
         raise LookupError(f"hecate: {node.name} is no collective")
@@ -50,11 +44,7 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
 
 
 def read_note(text: str) -> Span:
-    """Return the span that :func:`write_note` described, which has not run.
-
-    Raises:
-        ValueError: it is no note.
-    """
+    """Return the span that :func:`write_note` described, which has not run. Raises ValueError."""
     return Span.of(text)
 
 

@@ -60,14 +60,7 @@ def defer(plan: Plan, clock: Clock) -> None:
 def _beside_counts(
     order: Sequence[Node], begin: int, at: int, needed: Mapping[Node, int], here: int, drawn: Container[Node]
 ) -> list[int]:
-    """Return positions of nodes between the router's matmul and the counts that only later starts need.
-
-    Args:
-        begin, at: of ``order``, where to look: behind the start before, and in front of that of counts.
-        needed: from :func:`_first_start_that_needs`.
-        here: where that of counts stands.
-        drawn: from :func:`_drawn_from`.
-    """
+    """Return positions of nodes between the router's matmul and the counts that only later starts need."""
     found, stays = [], set[Node]()
     for turn in reversed(range(begin, at)):
         node = order[turn]

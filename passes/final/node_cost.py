@@ -31,11 +31,7 @@ aten = torch.ops.aten
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-    """Count operations of scores and their product with values.
-
-    Shapes are ``[B, H, Q, D]``, ``[B, h, K, D]`` and ``[B, h, K, V]``. Every head of queries has its own product,
-    also where several share a head of keys.
-    """
+    """Count operations of scores ``[B, H, Q, D] x [B, h, K, D]`` and their product with values ``[B, h, K, V]``."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
 

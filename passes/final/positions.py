@@ -33,13 +33,7 @@ class Phase(IntEnum):
 
 
 class Key(NamedTuple):
-    """The position at which a node wants to stand.
-
-    Attributes:
-        node: position in the original order.
-        phase: before, at or behind it.
-        turn: among those of one phase.
-    """
+    """The position at which a node wants to stand: original position, phase, and turn within it."""
 
     node: int
     phase: Phase = Phase.NODE
