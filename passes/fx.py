@@ -186,11 +186,7 @@ def fake_mode_of(graph: Graph) -> tuple[str, FakeTensorMode] | None:
 
 
 def take_place(old: Node, new: Node, *, unless: Callable[[Node], bool] = lambda user: False) -> None:
-    """Use ``new`` in place of ``old``, and give it the value of that, whose memory those of later nodes share.
-
-    Args:
-        unless: users that stay.
-    """
+    """Use ``new`` in place of ``old``, except by ``unless``, with its value, whose memory later nodes share."""
     new.meta |= {key: old.meta[key] for key in ("val", "example_value", "unbacked_bindings") if key in old.meta}
     old.replace_all_uses_with(new, delete_user_cb=lambda user: not unless(user))
 

@@ -118,11 +118,7 @@ def _comes_from_slots(weight: Node) -> bool:
 
 
 def verify_final(gm: GraphModule) -> None:
-    """Lint a forward or backward graph and check invariants 4 to 6.
-
-    Raises:
-        InvalidGraphError: names the node.
-    """
+    """Lint a forward or backward graph and check invariants 4 to 6. Raises InvalidGraphError, naming the node."""
     gm.graph.lint()
     starts, waited = [], set()
     for node in gm.graph.nodes:

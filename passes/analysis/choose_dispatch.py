@@ -24,12 +24,9 @@ _LEAST_GAIN = 0.1
 
 
 def choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) -> NodeRows | None:
-    """Return the region as it is exchanged by nodes; None where rows travel each by itself.
+    """Return the region as exchanged by nodes, None where rows travel each by themselves; equal on all ranks.
 
-    The choice is equal on all ranks: it sees the graph, and numbers that all ranks agreed on.
-
-    Raises:
-        Refused: the user asked for nodes, and they cannot be had, with the reason.
+    Raises Refused where the user asked for nodes and they cannot be had.
     """
     if context.dispatch == "rows" or context.world_size == 1:
         return None

@@ -39,10 +39,7 @@ def _may_be_cut(region: Region) -> bool:
 
 
 def _two_pay(region: Region, context: PassContext) -> bool:
-    """Tell whether chunks save more time, running side by side, than starting more exchanges takes.
-
-    It assumes one row for each token, the least that a layer can have.
-    """
+    """Tell whether two chunks save more time than further starts take, at one row for each token."""
     size = row_size(region)
     if not context.tokens or size is None:
         return False
@@ -52,13 +49,7 @@ def _two_pay(region: Region, context: PassContext) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSize:
-    """Bytes and operations of one row of a region.
-
-    Attributes:
-        bytes: of all its entries.
-        flops: of all matmuls, forward.
-        start: seconds of one more exchange, with the operators around it.
-    """
+    """Bytes and forward operations of one row of a region, and seconds that one more exchange takes to start."""
 
     bytes: int
     flops: int
@@ -78,12 +69,7 @@ def row_size(region: Region) -> RowSize | None:
 
 
 def hidden_seconds(size: RowSize, rows: float, exchange: float, context: PassContext) -> float:
-    """Return the seconds that two chunks save in a step, less those that they cost; below zero where they do not pay.
-
-    Args:
-        rows: that a rank computes.
-        exchange: seconds of one of them.
-    """
+    """Return the seconds that two chunks save in a step, less their cost; below zero where they do not pay."""
     compute = rows * size.flops / context.rates.flops
     return 2 * min(exchange, compute) - _MORE_EXCHANGES * size.start
 

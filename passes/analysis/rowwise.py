@@ -62,15 +62,7 @@ _APART = (
 
 
 def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind]) -> None:
-    """Raise unless ``nodes`` compute ``outputs`` of the stated kinds from ``inputs``.
-
-    Args:
-        nodes: the piece, in graph order.
-        inputs: the kind of every value that flows in and is not PLAIN; the rest is found.
-
-    Raises:
-        Refused: with the reason.
-    """
+    """Raise Refused unless ``nodes`` compute ``outputs`` of these kinds from ``inputs``, the rest being PLAIN."""
     traced, kinds = _trace(nodes, inputs, list(outputs))
     known: dict[Node, Kind] = {}
     for node in traced.graph.nodes:

@@ -156,12 +156,9 @@ class GraphFacts:
         return node in self._of_state
 
     def refuse_changes_of(self, values: Iterable[Node], *, until: Node) -> None:
-        """Raise if one of ``values`` is changed in place, itself or through a view, between its making and ``until``.
+        """Raise Refused if one of ``values`` is changed in place, itself or through a view, before ``until``.
 
         An in-place operation is no edge of the graph: a pass that moves or replaces the value would miss the change.
-
-        Raises:
-            Refused: names the operation.
         """
         made: dict[int, Node] = {}
         for value in values:

@@ -56,11 +56,7 @@ class MaskCone:
         self._watch = Watch()
 
     def refuse_changes(self, scope: Scope, argument: Node, *, until: Node) -> None:
-        """Raise if something changes the mask in place before ``until``, a node of ``scope`` that has it as argument.
-
-        Raises:
-            Refused: names the operation.
-        """
+        """Raise Refused if the mask is changed in place before ``until``, a node of ``scope`` that takes it."""
         here, point, values = scope, until, [argument, *self._members.get(scope, [])]
         while True:
             if values:
@@ -97,11 +93,7 @@ class MaskCone:
         return torch.cat([rows for _, rows in reversed(list(self.rows(batch, queries, keys)))], dim=-2)
 
     def rows(self, batch: int, queries: int, keys: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the mask at these sizes in blocks of queries, from the last to the first, each with its first query.
-
-        Raises:
-            Refused: the graph has another size, or the mask cannot be computed.
-        """
+        """Yield the mask at these sizes in blocks of queries, last first, with each first query. Raises Refused."""
         numbers = solve([(self.batch, batch), (self.queries, queries), (self.keys, keys)])
         shapes = {
             node: as_number(tuple(value.shape), numbers)

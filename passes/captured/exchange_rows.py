@@ -119,14 +119,7 @@ def _rewrite_call(way: Way, gathers: Sequence[Node], slots: _Slots, context: Pas
 
 @dataclass(frozen=True, kw_only=True)
 class _Ticket:
-    """The nodes of one chunk's ticket.
-
-    Attributes:
-        offsets: ends of the slots' rows.
-        rest: splits, send index and receive index.
-        by_node: splits, send index, middle index and receive index for rows that cross to each node once.
-        counts, placement: the nodes from which it was made.
-    """
+    """The nodes of one chunk's ticket; ``by_node`` has a middle index too, for rows that cross to each node once."""
 
     offsets: Node
     rest: tuple[Node, Node, Node]
@@ -145,15 +138,7 @@ def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
 
 @dataclass(kw_only=True)
 class _Slots:
-    """Nodes of a rank's slots of a layer.
-
-    Attributes:
-        placement: who holds what.
-        held: the experts of this rank's replicas.
-        shards: the parameters' own shards.
-        own: views of the shards to compute with, one for each gather.
-        replicas: the parameters' replicas, as many; none for a policy without replicas.
-    """
+    """Nodes of a rank's slots of a layer: own shards and their views, and replicas (none for some policies)."""
 
     placement: Node
     held: Node
@@ -267,12 +252,9 @@ def _exchange(
     *,
     alone: Sequence[Node] = (),
 ) -> None:
-    """Exchange the rows, and the values that are looked up by expert.
+    """Exchange rows and what is looked up by expert, at ``here`` or where rows are first used, in that grad mode.
 
-    Args:
-        alone: entries that travel each row by itself, even if others cross to nodes.
-        here: where the exchanges are written; by default where the rows are first used: in that grad mode, and after
-            whatever happened to them before.
+    Entries in ``alone`` travel each row by itself, even if others cross to nodes.
     """
     hecate, graph, body = torch.ops.hecate, region.offsets.graph, set(region.body)
     for entry in region.entries:

@@ -36,12 +36,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Nodes of one layer and the values that flow into them, each behind the nodes that it uses.
-
-    Attributes:
-        layer: its short name.
-        exchanges: rows are exchanged or counted, so the layer was rewritten.
-    """
+    """Nodes of one layer and the values that flow into them, each after the nodes that it uses."""
 
     layer: str
     boxes: tuple[Box, ...]

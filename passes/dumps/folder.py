@@ -120,13 +120,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def graph_log(graph: int, part: str, names: Mapping[int, str], folder: DumpFolder | None = None) -> GraphLog | None:
-    """Return the log of one part of graph number ``graph``; None if nobody reads it, for to print graphs takes time.
-
-    Args:
-        part: "joint", "forward", "backward", or "" for what Dynamo captured.
-        names: module name of each layer id, in model order.
-        folder: where it is written, besides TORCH_TRACE.
-    """
+    """Return the log of one part of graph number ``graph``; None if nobody reads it, for printing takes time."""
     read = folder is not None or logging.getLogger("torch.__trace").handlers
     return GraphLog(DumpedPart(graph=graph, part=part), names, folder) if read else None
 

@@ -77,13 +77,7 @@ class DumpedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfPage:
-    """A part of a graph as HTML, without the graphs from which it was made.
-
-    Attributes:
-        html: "" if the page has no room for it.
-        link: to it.
-        layers: short names of the layers in it.
-    """
+    """A part of a graph as HTML ("" if the page has no room), its link, and short names of its layers."""
 
     html: str
     link: str

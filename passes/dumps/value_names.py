@@ -219,11 +219,7 @@ _PRODUCTS = ("grouped_mm", "grouped_mm_pair", "grouped_mm_weight_grad", "grouped
 
 
 def expert_regions(graph: Graph, *, joint: bool = False) -> dict[Node, int]:
-    """Return the layer id of every node of an MoE layer's experts: results of Hecate's operators, and nodes between.
-
-    Args:
-        joint: forward and backward are in one graph, where nearly everything lies between two nodes of a layer.
-    """
+    """Return the layer id of every node of MoE layers' experts: results of Hecate's operators, and nodes between."""
     found = _named(graph)
     if joint:
         return found

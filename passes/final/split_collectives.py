@@ -45,13 +45,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _stand_in(here: Builder, known: StandIns) -> Callable[[Node], Node]:
-    """Return a function that gives, for rows and parameters, a tensor without rows; for others the value.
-
-    The wait can tell the sizes of its results from such a tensor.
-
-    Args:
-        known: those that there are already; one serves all that are alike, for each is a call in every step.
-    """
+    """Return a function that gives rows and parameters without rows, from which a wait tells sizes."""
 
     def stand_in(value: Node) -> Node:
         tensor = value.meta.get("val")
