@@ -70,13 +70,9 @@ def match(pattern: Pattern, value: Any) -> Found | None:
 
 
 def call(*names_and_arguments: Pattern, names: tuple[str, ...] = (), only: bool = False, bind: str = "") -> _Matches:
-    """Return a pattern of a call by name.
+    """Return a pattern of a call by name: one or ``names``, then patterns of the first positional arguments.
 
-    Args:
-        names_and_arguments: the name, and patterns of the first positional arguments.
-        names: several names, in place of the first argument.
-        only: there are no more positional arguments.
-        bind: the name of the node itself.
+    ``only`` forbids further ones; ``bind`` names the node itself.
     """
     wanted = names or (names_and_arguments[0],)
     patterns = names_and_arguments if names else names_and_arguments[1:]

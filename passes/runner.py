@@ -1,8 +1,4 @@
-"""Runs the passes on one captured graph: the ceremony around every pass, in one place.
-
-The runner switches passes off by name, takes their times, verifies, counts, names new values, and dumps. A pass
-itself only transforms.
-"""
+"""Runs the passes on one captured graph: the ceremony around every pass, in one place."""
 
 from __future__ import annotations
 
@@ -30,13 +26,9 @@ def run_passes(
     dump: GraphLog | None = None,
     check: Callable[[GraphModule], None] = verify,
 ) -> list[PassRecord]:
-    """Apply ``passes`` in order to ``gm`` and to the bodies of its higher-order operators, in place.
+    """Apply ``passes`` in order to ``gm`` and the bodies of its higher-order operators, in place.
 
-    Args:
-        check: called after every pass.
-
-    Raises:
-        InvalidGraphError: a pass broke an invariant.
+    ``check`` is called after every pass. Raises InvalidGraphError if a pass broke an invariant.
     """
     layers = short_names(context.layer_names)
     for body in _bodies(gm):

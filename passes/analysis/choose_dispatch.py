@@ -1,8 +1,6 @@
 """Choice of how the rows of a layer travel: each by itself, or to each node once.
 
-With k choices that are spread evenly over N nodes, k (N - 1) / N rows of a token leave its node, to fewer than N - 1
-others. Crossing once saves the difference on the link between nodes. It costs a second hop for all rows inside nodes,
-which comes after the first and not beside it, and more starts.
+Crossing once saves bytes between nodes, and costs a second hop after the first and more starts.
 """
 
 from __future__ import annotations
@@ -61,14 +59,7 @@ def _nodes_pay(choices: int, size: RowSize, context: PassContext) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """The way in which the rows of a region travel.
-
-    Attributes:
-        region: with the nodes that belong to it if rows cross to each node once.
-        nodes: crossing to each node once, if they do.
-        chunks: in how many parts.
-        skipped: why not as the user may expect.
-    """
+    """The way in which rows of a region travel: crossing to ``nodes`` once, in ``chunks`` parts; why not more."""
 
     region: Region
     nodes: NodeRows | None

@@ -34,12 +34,7 @@ PIECE = 2**24
 
 
 class MaskCone:
-    """The nodes that compute one mask, ready to be run.
-
-    Attributes:
-        batch, queries, keys: the mask's sizes in the graph, numbers or SymInts; ``batch`` is 1 for a mask without.
-        is_fixed: the graph leaves no size open.
-    """
+    """The nodes that compute one mask; sizes are numbers or SymInts, ``batch`` 1 where the mask has none."""
 
     def __init__(self, mask: Node, scope: Scope) -> None:
         """Collect the cone. Raises Refused if it holds data or something that must not be run."""

@@ -50,8 +50,7 @@ _NEAR = 64
 def shard_context(gm: GraphModule, context: PassContext) -> Outcome:
     """Give every sparse layer of ``gm``, and of the checkpointed layers in it, its mask.
 
-    Raises:
-        UnsupportedAttentionError: names the layer and what it does that S2-Attention cannot.
+    Raises UnsupportedAttentionError, which names the layer and what S2-Attention cannot do.
     """
     if context.attention is None:
         return Outcome()
@@ -192,10 +191,7 @@ def _mask_of_stored(
 
 
 def _from_store(key: Node) -> bool:
-    """Tell whether keys are made of a sparse cache's without being just these: some of them are missing.
-
-    Keys that earlier layers stored get here through their attention only, so the search ends there.
-    """
+    """Tell whether keys are made of a sparse cache's without being just these: some of them are missing."""
     waiting, seen = [key], {key}
     while waiting:
         here = waiting.pop()

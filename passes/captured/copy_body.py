@@ -13,12 +13,8 @@ from hecate.passes.fx import BODY_OF, Builder, arg, calls
 def copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
     """Copy the body, to compute on the new values.
 
-    A lookup by id waits for its first user, because the ids of exchanged rows may be known later than those of the
-    original rows.
-
-    Args:
-        replicas: nodes that are computed from parameters alone, as copied for the replicas; ``new`` has those for the
-            own experts.
+    ``replicas`` has nodes of parameters alone as copied for the replicas, ``new`` those for the own experts.
+    A lookup by id waits for its first user, because ids of exchanged rows may be known later than those of rows.
     """
     for node in region.body:
         spot = min(node.users) if node in region.lookups else node

@@ -1,8 +1,4 @@
-"""Drawings of one MoE layer: boxes for nodes, in rows by how much comes before them, as SVG.
-
-The layout is our own, so that no program has to be installed: a node's row is the longest way to it, and in a row
-nodes stand near the middle of the nodes that they use.
-"""
+"""Drawings of one MoE layer as SVG, with a layout of our own, so that no program has to be installed."""
 
 from __future__ import annotations
 

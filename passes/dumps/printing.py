@@ -30,12 +30,7 @@ LEGEND = "K replicas here, S slots here, R rows sent, R' rows computed here; u0,
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a printed graph.
-
-    Attributes:
-        layer: short name of the MoE layer whose experts it computes with, "" for all else.
-        carries: what a collective on it carries, "" if it is none.
-    """
+    """A line of a printed graph, with its experts' layer and what a collective carries ("" for neither)."""
 
     text: str
     layer: str = ""

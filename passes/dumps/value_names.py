@@ -99,13 +99,9 @@ def short_names(layers: Iterable[int]) -> dict[int, str]:
 
 
 def name_values(graph: Graph, nodes: Iterable[Node], layers: Mapping[int, str]) -> None:
-    """Rename ``nodes`` of ``graph`` by their values.
+    """Rename results of Hecate's operators and arguments of captured graphs by their values.
 
-    Only results of Hecate's operators and arguments of captured graphs are renamed, and nothing that has its name
-    already, so that a value keeps its name from pass to pass.
-
-    Args:
-        layers: short name of each layer id (:func:`short_names`).
+    A value that has its name keeps it from pass to pass. ``layers`` has the short name of each layer id.
     """
     wanted = {node: found for node in nodes if (found := _name_of(node, layers))}
     if not wanted:

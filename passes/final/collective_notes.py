@@ -1,8 +1,6 @@
 """Notes of collectives: what each is, for whom, and what was predicted for it, as text in the graph.
 
-They are text, because a graph that comes from a cache brings nothing else along: part of the graph, operator,
-predicted seconds, seconds of compute meanwhile, predicted bytes, and the layer or the parameters, with spaces
-between. The queue reads the note when the collective starts (``hecate.runtime.comm.queue.Span``).
+They are text, because a graph that comes from a cache brings nothing else along.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Cost of a node of an ATen graph: operations, bytes, and seconds on a machine.
+"""Cost of a node of an ATen graph: operations (torch's own formulas, and attention's here), bytes and seconds.
 
-Operations come from torch's own formulas (``torch.utils.flop_counter``), those of attention from here; bytes from the
-tensors that a node reads and writes. Both are sympy expressions in the graph's symbols. Sizes that depend on data get
-a guess: as many rows arrive as leave, and every slot for a replica is used.
+Sizes that depend on data get a guess: as many rows arrive as leave, and every slot for a replica is used.
 """
 
 from __future__ import annotations

@@ -100,10 +100,7 @@ def _exchanges(collectives: Sequence[InFlight], plan: Plan) -> list[InFlight]:
 
 
 def _start_chunks(collectives: Sequence[InFlight], plan: Plan) -> None:
-    """Do rule 4: with rows in chunks, start all exchanges behind a layer's first as soon as their rows are there.
-
-    Autograd puts a chunk's exchange behind the compute of the chunk before it.
-    """
+    """Do rule 4: start all exchanges after a layer's first as soon as their rows are there."""
     rows = [one for one in _exchanges(collectives, plan) if one.collective.carries == "rows"]
     many = Counter((one.layer, one.collective.name) for one in rows)
     for turn, (before, one) in enumerate(pairwise(rows)):
