@@ -213,7 +213,7 @@ _SAME_FIRST = {
 
 
 def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:
-    """Tell whether row r, of ``leading`` sizes, depends on row r of the counted inputs alone."""
+    """Tell whether row r (``leading``: sizes of its dimensions) depends on row r of the counted inputs alone."""
     depth = len(leading)
     out = node.meta["val"]
     results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]

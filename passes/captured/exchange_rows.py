@@ -119,9 +119,10 @@ def _rewrite_call(way: Way, gathers: Sequence[Node], slots: _Slots, context: Pas
 
 @dataclass(frozen=True, kw_only=True)
 class _Ticket:
-    """The nodes of one chunk's ticket; ``by_node`` has a middle index too, for rows that cross to each node once."""
+    """The nodes of one chunk's ticket."""
 
     offsets: Node
+    # splits, send and receive index; by_node has a middle index before the last, where rows cross to each node once
     rest: tuple[Node, Node, Node]
     by_node: tuple[Node, ...] = ()
     counts: Node

@@ -45,7 +45,7 @@ def split_collectives(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _stand_in(here: Builder, known: StandIns) -> Callable[[Node], Node]:
-    """Return a function that gives rows and parameters without rows, from which a wait tells sizes."""
+    """Return a function from rows or parameters to a tensor without rows, from which a wait tells sizes."""
 
     def stand_in(value: Node) -> Node:
         tensor = value.meta.get("val")
