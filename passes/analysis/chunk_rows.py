@@ -1,8 +1,4 @@
-"""Number of parts into which the rows of a layer are cut, so that one part travels while another is computed.
-
-With two parts an exchange and the matmuls after it run side by side, as far as both last; each further exchange costs
-a start. More than two parts gain next to nothing (docs/decisions.md).
-"""
+"""Number of parts into which the rows of a layer are cut, so that one travels while another is computed."""
 
 from __future__ import annotations
 

@@ -89,11 +89,7 @@ def memory_bytes(node: Node) -> sympy.Expr:
 
 
 class Clock:
-    """Seconds of nodes and collectives, with a number for every symbol.
-
-    Sizes that depend on data are learned from the graph where they arise, which is the forward; its backward has the
-    same symbols.
-    """
+    """Seconds of nodes and collectives; sizes that depend on data are learned where the forward makes them."""
 
     def __init__(self, gm: GraphModule, context: PassContext) -> None:
         self.context, self.guesses = context, context.guesses
@@ -182,11 +178,7 @@ class Clock:
         return payload * others * max(1, collective.ring_rounds)
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:
-        """Return the memory that parameters or gradients under way hold: tensors sent and received, and sums.
-
-        It is the same on every rank: sizes that depend on data, replicas and shards, count as the most a rank may
-        have.
-        """
+        """Return the most bytes that parameters or gradients under way hold on any rank: sent, received and sums."""
         arrives, collective, numbers = bytes_of(_value(wait)), _started_by(start), {}
         if collective.carries != "replicas":
             size = arrives + wire_bytes(start, tensors_of(start))
