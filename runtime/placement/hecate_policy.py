@@ -49,17 +49,11 @@ _WORTH_MOVING = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The choices with which a layer's last placement was made.
-
-    Attributes:
-        turn: placements so far.
-        recipe: None if nothing is replicated.
-        slots: replicas that a rank may hold.
-    """
+    """The choices with which a layer's last placement was made."""
 
     rates: Rates
-    turn: int = 0
-    recipe: Recipe | None = None
+    turn: int = 0  # placements so far
+    recipe: Recipe | None = None  # None if nothing is replicated
     slots: int = 0
 
     @classmethod
@@ -122,16 +116,14 @@ class Hecate(Policy):
         return self._place_fast(layer)
 
     def _place_fast(self, layer: LayerView) -> Placement:
-        """Place by the last recipe and a few like it: loads drift, so the best is nearly best in the next steps.
-
-        Only now and then all recipes are searched.
-        """
+        """Place by the last recipe and a few like it; only now and then all recipes are searched."""
         steps = steady_steps(layer.loads, self.window)
         load = expected_load(layer.loads, steps)
         last = self._chosen.get(layer.id)
         if last is None or last.rates != layer.rates:
             # The best recipe on another machine, or from before this one was measured, is no guide.
             last = _Chosen(rates=layer.rates)
+        # Loads drift, so the best recipe is nearly best in the next steps.
         turn, recipe, slots = last.turn, last.recipe, self._slots(layer)
         if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
             slots = self.most_replicas(layer.owners)
@@ -148,7 +140,6 @@ class Hecate(Policy):
         return placement
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
-        """Return the placement for a known load, by this policy's objective."""
         if self.objective == "time":
             return materialize_fastest(load, owners, layer.costs, slots=self._slots(layer), fills=fills).placement
         budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(owners))
@@ -185,16 +176,13 @@ class Hecate(Policy):
         return list(map(self._swapped, layers)) if self.objective == "time" else self._sharded(layers)
 
     def _swapped(self, layer: LayerView) -> Owners:
-        """Return the layer's owners after a few swaps, if those pay for their moves until the next time.
-
-        They must pay both for the mean load since the last time and for that of the last steps: where loads move,
-        neither alone predicts the next ones.
-        """
+        """Return the layer's owners after a few swaps, if those pay for their moves until the next time."""
         owners, costs, slots = layer.owners, layer.costs, self._slots(layer)
         chosen = self._chosen.get(layer.id)
         recipe = None if chosen is None else chosen.recipe
         new = swap_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
         move = costs.reshard_seconds(owners, new) / max(1, self.reshard_every)
+        # Where loads move, neither the long mean nor the last steps alone predict the next ones: both must gain.
         for load in (layer.long_load, self._expected(layer) if layer.loads else layer.long_load):
             before, after = (seconds_of(load, o, costs, slots=slots, recipe=recipe) for o in (owners, new))
             # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
@@ -231,9 +219,8 @@ class Hecate(Policy):
 def most_replicas(replicas: Replicas, memory: float, experts: int, ranks: int) -> int:
     """Return how many replicas of a layer a rank may hold, whoever owns what.
 
-    Args:
-        memory: in parts of the states of as many experts as a rank owns on average, but at least of one: ranks that
-            own none are those to which others' experts should go.
+    ``memory`` is in parts of the states of as many experts as a rank owns on average, and at least of one: ranks that
+    own none are those to which others' experts should go.
     """
     if replicas != "auto":
         return replicas
@@ -257,11 +244,7 @@ def overlap_degree(layer: LayerView) -> int:
 
 
 def _merge(placement: Placement, more: Placement, load: Ints, slots: int) -> tuple[Placement, Placement]:
-    """Add the holders in ``more`` to those in ``placement``, as far as there are slots, hottest experts first.
-
-    Returns:
-        All of them, and a placement of the new ones alone.
-    """
+    """Add holders in ``more`` while slots last, hottest experts first; return all holders, and the new ones alone."""
     owners = placement.owners
     free = [slots] * owners.world_size
     for owner, ranks in zip(owners.ranks, placement.holders, strict=True):

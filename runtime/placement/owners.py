@@ -14,16 +14,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Owners:
-    """Owners of the experts of one layer: exactly one rank for each.
+    """Owners of the experts of one layer, one rank each; a rank keeps its experts, maybe none, in slots by id."""
 
-    A rank keeps its experts in slots, in ascending order of their ids. A rank may own none.
-
-    Attributes:
-        ranks: the owner of each expert, length E.
-        world_size: W.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the owner of each expert, length E
     world_size: int
 
     def __post_init__(self) -> None:

@@ -16,14 +16,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The ranks that hold each expert during one step: a superset of the owners (paper, section 4).
-
-    Attributes:
-        owners: who owns what.
-        holders: the ranks that hold each expert, ascending; as its owner or with a replica.
-    """
+    """The ranks that hold each expert during one step: a superset of the owners (paper, section 4)."""
 
     owners: Owners
+    # For each expert its owner and the ranks with a replica, ascending.
     holders: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -66,10 +62,7 @@ class Placement:
         return self.matrix.tobytes()
 
     def slots_on(self, rank: int) -> Ints:
-        """Return the experts that ``rank`` holds, own ones before replicas, both by (owner, expert): int64 ``[S]``.
-
-        The array is made once for each rank, and must not be written to.
-        """
+        """Return the experts on ``rank``, own ones first, by (owner, expert): int64 ``[S]``, not to be written to."""
         if (slots := self._slots.get(rank)) is None:
             experts, ranks = self.pairs
             held = experts[ranks == rank]

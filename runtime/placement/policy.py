@@ -1,9 +1,7 @@
 """Policies: who holds what and who computes what; their interface, and static expert parallelism.
 
-A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank; its
-memory between steps comes from the same calls on all ranks. So all ranks come to the same plan. The engine (the
-layers' records, the operators, the passes) knows only :class:`Policy`; give an instance of your own to
-``hecate.Config(policy=...)``.
+A policy sees loads and sizes and returns placements. It never communicates and never looks at its own rank, and its
+memory comes from the same calls on all ranks, so all ranks come to the same plan.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ def local_split(rows: list[int], placement: Placement, topology: Topology) -> li
 
 
 def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list[float]:
-    """Return :func:`local_split` for one expert."""
     if len(ranks) == 1 or topology.num_nodes == 1:
         return [total / len(ranks)] * len(ranks)
     weights = _local_weights(ranks, topology)
@@ -46,7 +45,7 @@ def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list
 
 
 def _local_weights(ranks: tuple[int, ...], topology: Topology) -> list[int]:
-    """Return numbers in proportion to the parts in :func:`local_split`, for an expert with holders ``ranks``."""
+    """Return numbers in proportion to the parts of the holders ``ranks`` in :func:`local_split`."""
     held: dict[int, int] = {}
     for rank in ranks:
         node = topology.node_of[rank]
@@ -85,20 +84,12 @@ def cut_at(total: int, ends: Sequence[int]) -> list[int]:
 
 
 def balance(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
-    """Return the rows of each expert that each holder computes, so that the busiest rank has as few as possible.
+    """Return whole rows of each expert on each of its holders so that the busiest rank has as few as possible.
 
-    Block coordinate descent on the sum of squared levels, from :func:`local_split` in whole rows: one after the
-    other, each expert with a holder that has too many rows splits its rows anew, while all other rows stay where they
-    are (:func:`_split_anew`). The least sum of squares over these simplices has the least maximum too. Experts that
-    overload no rank keep their rows where they are. All numbers are whole, so ``kernels/balance_rows`` finds the
-    same.
-
-    Args:
-        rows: of each expert, length E.
-
-    Returns:
-        For each expert one number per holder, in the order of ``placement.holders``. No rank has more than the
-        busiest one would have if owners computed everything.
+    Block coordinate descent on the sum of squared levels, from :func:`local_split`: one after the other, each expert
+    with a holder that has too many rows splits its rows anew, while all others stay. The least sum of squares over
+    these simplices has the least maximum too. ``kernels/balance_rows`` finds the same. No rank has more rows than the
+    busiest one would have if owners computed everything.
     """
     alone, blocks = [0] * placement.owners.world_size, []
     split = [[count] for count in rows]
@@ -128,9 +119,8 @@ def owners_only(rows: list[int], placement: Placement) -> list[list[int]]:
 def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) -> list[list[int]]:
     """Balance rows as :func:`balance` does, but let no row leave a node that holds its expert.
 
-    This keeps rows from travelling between nodes if every rank has the same share of an expert's rows, as is assumed;
-    as far as nodes route differently, rows travel. Rows of nodes without a holder are shared by the nodes that have
-    one.
+    Rows are assumed to come in equal shares from every rank; as far as nodes route differently, rows travel. Those of
+    nodes without a holder are shared by the nodes that have one.
     """
     alone, blocks, places = [0] * placement.owners.world_size, [], []
     split = [[count] for count in rows]
@@ -168,27 +158,18 @@ def _shares(total: int, weights: list[int]) -> list[int]:
 
 
 class Block(NamedTuple):
-    """Rows of one expert, and holders among which they may be shared in any way.
-
-    Attributes:
-        ranks: the holders, ascending.
-        quota: rows of each holder, changed while levels even out.
-    """
+    """Rows of one expert, and holders among which they may be shared in any way."""
 
     rows: int
     expert: int
-    ranks: tuple[int, ...]
-    quota: list[int]
+    ranks: tuple[int, ...]  # ascending
+    quota: list[int]  # rows of each holder, changed while levels even out
 
 
 def even_out(alone: list[int], blocks: list[Block]) -> list[int]:
-    """Split the rows of each block over its holders so that the highest level is low. ``blocks`` are sorted for that.
+    """Split the rows of each block so that the highest level is low, and return the rows of each rank.
 
-    Args:
-        alone: rows of each rank that no other rank can take.
-
-    Returns:
-        Rows of each rank.
+    ``blocks`` get sorted; ``alone`` are the rows of each rank that no other rank can take.
     """
     level = alone.copy()
     blocks.sort(key=lambda block: (-block.rows, block.expert))
@@ -214,10 +195,10 @@ def even_out(alone: list[int], blocks: list[Block]) -> list[int]:
 
 
 def _split_anew(rows: int, ranks: tuple[int, ...], quota: list[int], level: list[int]) -> None:
-    """Split one expert's rows over its holders ``ranks`` so that the highest of their levels is as low as it can be.
+    """Split one expert's rows over its holders so that the highest of their levels is as low as it can be.
 
-    Holders that get rows end at one common level, the surface. Those that are above it without these rows get none.
-    Rows that do not suffice to raise the surface by one go to the first of those that are not above it, one to each.
+    Holders that get rows end at one common level, the surface; those above it get none. Rows that do not suffice to
+    raise the surface by one go to the first of those that are not above it, one to each.
     """
     if len(ranks) == 2:
         first, second = ranks
@@ -253,22 +234,12 @@ def _split_anew(rows: int, ranks: tuple[int, ...], quota: list[int], level: list
 def shed_excess(
     rows: list[int], owners: Owners, replicas: list[set[int]], free: list[int], topology: Topology | None = None
 ) -> list[dict[int, int]]:
-    """Add replicas until no rank has more than its even share of rows, as far as slots allow.
+    """Add ``replicas`` until no rank has more than its even share of rows, as far as ``free`` slots allow.
 
-    A rank sheds when it has more than its even share and gives rows away. At first the holders of each expert have
-    its rows evenly. Then the rank with most rows gives rows of its hottest expert to the rank with fewest that has a
-    free slot: its whole excess, or the rows that the other lacks, or all rows of that expert. So every replica brings
-    a rank to the even share or an expert to another rank.
-
-    Args:
-        rows: of each expert, length E.
-        replicas: the ranks beside the owner that hold each expert; added to.
-        free: slots left on each rank, length W; taken from.
-        topology: if given, rows are split and given away as in :func:`balance_in_nodes`. A node with more than its
-            share then evens out its own rows.
-
-    Returns:
-        For each rank its rows of each expert that it holds.
+    The rank with most rows gives rows of its hottest expert to the rank with fewest that has a free slot: its whole
+    excess, or what the other lacks, or all rows of that expert. So every replica brings a rank to the even share or
+    an expert to another rank. With a ``topology`` rows are split and given away inside nodes, as in
+    :func:`balance_in_nodes`. Returns for each rank its rows of each expert that it holds.
     """
     level = [0] * owners.world_size
     have: list[dict[int, int]] = [{} for _ in level]
@@ -289,7 +260,7 @@ def shed_excess(
 
 
 def _split_whole(total: int, ranks: list[int], topology: Topology | None) -> list[int]:
-    """Divide whole rows over the holders, as evenly as possible; with a topology first over nodes by their size."""
+    """Divide whole rows evenly over the holders; with a topology first over nodes by their size."""
     if topology is None:
         return _shares(total, [1] * len(ranks))
     held: dict[int, int] = {}

@@ -1,8 +1,4 @@
-"""Predict: how many seconds one layer's step takes under a placement.
-
-A prediction adds up the rows that the busiest rank computes, the rows on the busiest link, and the part of the
-replicas' transfer that is not hidden.
-"""
+"""Predict: add up a step's seconds of the busiest rank, of the busiest link, and of exposed transfer of replicas."""
 
 from __future__ import annotations
 
@@ -76,19 +72,12 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one layer, forward and backward.
+    """Seconds of one layer, forward and backward."""
 
-    Attributes:
-        compute: the rank with most rows.
-        rows: rows on the busiest link.
-        experts: replicas and their gradients on the busiest link, hidden or not.
-        exposed: the part of ``experts`` that nothing hides.
-    """
-
-    compute: float
-    rows: float
-    experts: float
-    exposed: float
+    compute: float  # the rank with most rows
+    rows: float  # rows on the busiest link
+    experts: float  # replicas and their gradients on the busiest link, hidden or not
+    exposed: float  # the part of ``experts`` that nothing hides
 
     @property
     def total(self) -> float:
@@ -161,14 +150,11 @@ class CostModel:
         return self.compute(max(level)), _ROWS * seconds * self.sizes.row_bytes
 
     def _crossing(self, rows: Any, of: Any) -> Any:
-        """Return how many rows cross a node's link if ``rows`` of ``of`` are computed behind it; numbers or arrays.
-
-        Where a token crosses once, it does if any of its rows does; rows of a token are assumed to choose
-        independently.
-        """
+        """Return how many rows cross a node's link if ``rows`` of ``of`` are computed there; numbers or arrays."""
         together = self.sizes.together
         if together == 1:
             return rows
+        # A token crosses once if any of its rows does; these are assumed to choose independently.
         part = rows / np.maximum(of, 1)
         return of * (1 - (1 - part) ** together) / together
 
@@ -192,10 +178,7 @@ class CostModel:
         return self.sizes.expert_transfers * copies * self.sizes.expert_bytes
 
     def move_seconds(self, sources: Ints, destinations: Ints) -> float:
-        """Return the seconds to move experts with their optimizer state from ranks to ranks, both ``[n]``.
-
-        Nothing hides that: it happens between two steps.
-        """
+        """Return the seconds to move experts with their optimizer state, hidden by nothing, between ranks ``[n]``."""
         nodes = self.topology.nodes
         inside = nodes[sources] == nodes[destinations]
         across = _most(nodes[sources[~inside]], nodes[destinations[~inside]]) / self.rates.node_bytes
@@ -219,14 +202,9 @@ def _visits(experts: Ints, nodes: Ints, quota: Floats, topology: Topology) -> tu
 
 
 def _exchanged(own: Floats, have: Floats, compute: Floats, where: Ints) -> tuple[Floats, Floats]:
-    """Return the rows that each rank (or node) receives and sends, ``[W]`` (or ``[N]``).
-
-    Args:
-        own: rows that each rank (or node) has, ``[W]`` (or ``[N]``).
-        have: of each expert on each rank (or node) that holds it, the rows that come from there, ``[n]``.
-        compute: the rows that are computed there, ``[n]``.
-        where: the rank (or node), ``[n]``.
-    """
+    """Return the rows that each rank (or node) receives and sends, ``[W]`` (or ``[N]``)."""
+    # ``own`` has one number for each rank (or node); the others are of an expert on one that holds it, ``[n]``: rows
+    # that come from there, rows that are computed there, and where that is.
     stay = np.minimum(have, compute)
     received: Any = np.bincount(where, compute - stay, minlength=len(own))
     return received, own - np.bincount(where, stay, minlength=len(own))

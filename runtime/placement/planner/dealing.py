@@ -17,16 +17,10 @@ def deal(
     free: list[list[int]],
     topology: Topology,
 ) -> None:
-    """Give each free slot to the expert with most rows per holder, on a rank that does not hold it yet.
+    """Give each ``free`` slot to that of ``experts`` with most rows per holder, on a rank that does not hold it yet.
 
-    The rank is the first in the list of its node, which is one with fewest copies of the expert, the first in turn of
-    such nodes. Dealing ends when no slot is free, or no expert can take one.
-
-    Args:
-        rows: of each expert, length E.
-        experts: those that may get replicas.
-        replicas: the ranks beside the owner that hold each expert; added to.
-        free: for each node its ranks with a free slot; taken from.
+    The rank is the first in ``free`` of its node, which is one with fewest copies of the expert, the first in turn of
+    such nodes. ``replicas`` are added to, ``free`` is taken from, until no slot is free or no expert can take one.
     """
     turn = 0
     held: dict[int, list[int]] = {}
@@ -54,10 +48,7 @@ def deal(
 def _take_rank(
     owner: int, replicas: set[int], held: list[int], free: list[list[int]], turn: int
 ) -> tuple[int, int] | None:
-    """Take a free slot from a rank that does not hold the expert, and return its node and the rank.
-
-    Nodes with fewest copies come first, in turns from ``turn`` on; None if no rank is left.
-    """
+    """Take a free slot of a rank without the expert, on a node with fewest copies, in turns from ``turn`` on."""
     order = [*range(turn, len(held)), *range(turn)]
     for wanted in sorted(set(held)):
         for node in order:

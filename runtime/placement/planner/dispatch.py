@@ -37,16 +37,11 @@ def assign_tokens(
     how: Dispatch = "balanced",
     split: list[list[int]] | None = None,
 ) -> Quotas:
-    """Split every rank's rows of every expert over the expert's holders.
+    """Split every rank's rows ``counts`` ``[W, E]`` over the experts' holders, and return the part of ``rank``.
 
-    ``"nearest"`` is the paper's rule (section 4): a local holder takes all local rows; else the holders in the node
-    share them evenly; else all holders do. It can leave a rank overloaded. ``"balanced"`` meets ``split``, by default
-    with the fewest rows on the busiest rank; within that it keeps rows local, then in the node.
-
-    Args:
-        counts: rows that each rank has for each expert, int64 ``[W, E]``.
-        rank: whose part to return.
-        split: rows of each expert on each of its holders; by default the result of :func:`balance`.
+    ``"nearest"`` is the paper's rule (section 4), which can leave a rank overloaded. ``"balanced"`` meets ``split``,
+    rows of each expert on its holders, by default from :func:`balance`; within that rows stay local, then in the
+    node.
     """
     if placement.num_replicas == 0:
         return _to_owners(counts, placement, rank)
@@ -66,7 +61,6 @@ def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: D
 
 
 def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
-    """Return quotas with every row at the owner of its expert, for placements without replicas."""
     owners = placement.owner_array
     sends = np.zeros(counts.T.shape, dtype=np.int64)
     sends[np.arange(len(owners)), owners] = counts[rank]
@@ -126,14 +120,11 @@ def _even_split(rows: Ints, eligible: Bools, rotation: int) -> Ints:
 def _balanced(
     counts: Ints, placement: Placement, topology: Topology, rank: int, split: list[list[int]] | None
 ) -> Quotas:
-    """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any.
-
-    Rows that ranks have and rows that holders compute meet like two lines of segments laid side by side, in rank
-    order (:func:`_sent`). All ranks have rows, but only holders compute them. So a rank's sends follow from the
-    holders of all experts, and its receives from all ranks' rows of the experts that it holds.
-    """
+    """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any."""
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
+    # All ranks have rows, but only holders compute them. So sends follow from the holders of all experts, and
+    # receives from all ranks' rows of the experts that this rank holds.
     experts, ranks = placement.pairs
     quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(ranks))
     if not topology.in_order:
@@ -156,10 +147,6 @@ def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topol
     First every rank keeps what it may. Then the rows of an expert that ranks have left lie on one line, rank by rank,
     and those that its holders still want on another, holder by holder. As many rows as the segment of a rank and that
     of a holder have in common go from the one to the other.
-
-    Example: both ranks hold expert 0, and rank 1 alone holds expert 1. Rank 0 has 5 and 2 rows, rank 1 has 7 and 0.
-    Of expert 0 the ranks compute 8 and 4 rows, so rank 0 keeps 5 and wants 3, and rank 1 keeps 4 and has 3 left: the
-    segments 0 to 3 on both lines. Of expert 1 rank 0 has 2 left, and rank 1 wants them.
 
     >>> counts, quota = np.array([[5, 2], [7, 0]]), np.array([8, 4, 2])
     >>> experts, ranks, topology = np.array([0, 0, 1]), np.array([0, 1, 1]), Topology.even(2, 2)
@@ -189,31 +176,18 @@ def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topol
 
 
 class _AfterNodes(NamedTuple):
-    """State of :func:`_sent` when rows have been sent inside nodes.
+    """State of :func:`_sent` when rows have been sent inside nodes."""
 
-    Attributes:
-        met: rows of the rank that each holder got in this step, ``[n]``.
-        want: rows that each holder still wants, ``[n]``.
-        lead: rows of each expert that the ranks before the rank have left together, ``[E]``.
-        left: rows of each expert that the rank has left, ``[E]``.
-    """
-
-    met: Ints
-    want: Ints
-    lead: Ints
-    left: Ints
+    met: Ints  # rows of the rank that each holder got in this step, ``[n]``
+    want: Ints  # rows that each holder still wants, ``[n]``
+    lead: Ints  # rows of each expert that the ranks before the rank have left together, ``[E]``
+    left: Ints  # rows of each expert that the rank has left, ``[E]``
 
 
 def _sent_in_node(
     counts: Ints, experts: Ints, ranks: Ints, kept: Ints, want: Ints, left: Ints, topology: Topology, rank: int
 ) -> _AfterNodes:
-    """Do step 2 of :func:`_sent`. Each node has two lines of its own; the first ``amount`` rows of both meet.
-
-    Args:
-        kept: rows that each holder had itself and keeps, ``[n]``.
-        want: rows that each holder still wants, ``[n]``.
-        left: rows of each expert that ``rank`` has left, ``[E]``.
-    """
+    """Do step 2 of :func:`_sent`: on the two lines of each node the first ``amount`` rows meet."""
     num_nodes, num_experts = topology.num_nodes, counts.shape[1]
     here, node = topology.node_of[rank], topology.nodes[ranks]
     # For each expert on each node: rows that ranks there have left, that holders there want, and that meet, all
@@ -237,18 +211,12 @@ def _sent_in_node(
 
 
 def _left_together(counts: Ints, experts: Ints, ranks: Ints, kept: Ints, which: Bools) -> Ints:
-    """Return the rows of each expert that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`.
-
-    The result is int64 ``[E]``.
-    """
+    """Return rows of each expert ``[E]`` that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`."""
     return counts[which].sum(0) - _sums(experts, np.where(which[ranks], kept, 0), counts.shape[1])
 
 
 def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
-    """Return the rows that ``rank`` gets from each rank, if ranks ``have`` and ``want`` so many: all ``[n, W]``.
-
-    These are the three steps of :func:`_sent`, seen from the holder.
-    """
+    """Return the rows that ``rank`` gets from each rank: :func:`_sent`, seen from the holder; all ``[n, W]``."""
     kept = np.minimum(have, want)
     have, want = have - kept, want - kept
     got = np.zeros_like(have)

@@ -31,17 +31,12 @@ _MAY_GAIN = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A placement and its predicted time.
-
-    Attributes:
-        slots: most replicas that a rank could have.
-        recipe: how it was made; None if nothing is replicated.
-    """
+    """A placement and its predicted time."""
 
     placement: Placement
     time: StepTime
-    slots: int
-    recipe: Recipe | None = None
+    slots: int  # most replicas that a rank could have
+    recipe: Recipe | None = None  # None if nothing is replicated
 
 
 def materialize_fastest(
@@ -53,24 +48,12 @@ def materialize_fastest(
     recipes: Sequence[Recipe] | None = None,
     fills: bool | None = None,
 ) -> Choice:
-    """Return the fastest of a few placements, by :meth:`CostModel.step`.
+    """Return the fastest placement by :meth:`CostModel.step`, with at most ``slots`` replicas on a rank.
 
-    Rows cost time where they are computed and where they travel; replicas cost time where they travel. These are
-    tried:
-
-    1. nothing;
-    2. just enough replicas to even out the ranks, inside nodes or across them (:func:`shed_excess`);
-    3. 1, 2, 4, ... hot experts on every node (every rank on a single node), so that their rows stay there, and then
-       2. with the slots that are left.
-
-    Exposed transfer is a cost and not a ban, unlike in the paper's rule (docs/decisions.md). Slots that are left get
-    replicas while their transfer is hidden, unless that is predicted to cost more than 5 %.
-
-    Args:
-        load: expected rows per expert, ``[E]``.
-        slots: m, most replicas on a rank.
-        recipes: what to try; by default all of the list above.
-        fills: of the recipes in the list above. With False nothing but the prediction counts.
+    It tries nothing, just enough replicas to even out the ranks, and 1, 2, 4, ... hot experts on every node, each
+    evened out with the slots that are left; or the given ``recipes``. Exposed transfer is a cost and not a ban,
+    unlike in the paper's rule (docs/decisions.md). Slots that are left get replicas while their transfer is hidden,
+    unless that is predicted to cost more than 5 %; with ``fills=False`` nothing but the prediction counts.
     """
     rows, topology = load.tolist(), costs.topology
     owned = Placement.owned(owners)
@@ -96,15 +79,11 @@ def materialize_fastest(
 def materialize_frugally(load: NDArray[np.integer], owners: Owners, costs: CostModel, *, slots: int) -> Choice:
     """Materialize as :func:`materialize_fastest` does, with the fewest slots that come within 3 % of all ``slots``.
 
-    ``slots`` and the powers of two below are tried. If nothing is worth replicating with all of them, nothing is with
-    fewer.
-
-    Args:
-        load: expected rows per expert, ``[E]``.
-        slots: most replicas on a rank.
+    ``slots`` and the powers of two below are tried.
     """
     best = materialize_fastest(load, owners, costs, slots=slots)
     if best.recipe is None:
+        # Nothing is worth replicating with fewer slots either.
         return best
     for power in range((slots - 1).bit_length()):
         fewer = materialize_fastest(load, owners, costs, slots=2**power)
@@ -129,10 +108,7 @@ def _best_of_each_way(
 def _unfilled_and_filled(
     load: NDArray[np.integer], proposal: Proposal, slots: int, costs: CostModel
 ) -> Iterator[tuple[Recipe, Placement]]:
-    """Yield the proposal's placement, with its free slots filled or not, or both, as its recipe says.
-
-    With each comes the recipe that makes just this one.
-    """
+    """Yield the proposal's placement, free slots filled or not or both, each with the recipe that makes just this."""
     recipe = proposal.recipe
     if recipe.fills is None or not recipe.fills:
         yield recipe._replace(fills=False), proposal.placement
@@ -162,14 +138,8 @@ def materialize_again(
 ) -> tuple[Placement, Recipe]:
     """Return the best of a few recipes, each timed with its own split: a fraction of :func:`materialize_fastest`.
 
-    With one recipe nothing is compared. With several, nothing is replicated unless the best is faster than owners
-    alone.
-
-    Args:
-        recipes: with the one of the last step first, which wins where others are no better.
-
-    Returns:
-        A placement, and the best recipe.
+    The first of ``recipes`` wins where others are no better. With one recipe nothing is compared; with several,
+    nothing is replicated unless the best is faster than owners alone.
     """
     if slots == 0 or owners.world_size == 1:
         return Placement.owned(owners), recipes[0]
@@ -203,11 +173,7 @@ def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> li
     """Return the rows of each expert on its holders: the fastest of three ways, by :meth:`CostModel.work`.
 
     The ways are fewest rows between nodes (:func:`balance_in_nodes`); even ranks (:func:`balance`), on two nodes only
-    if that may save 3 %; and owners alone, for many nodes, or a load other than the expected one. A single node's
-    ranks are made even.
-
-    Args:
-        rows: of each expert, length E.
+    if that may save 3 %; and owners alone, for many nodes, or a load other than the expected one.
     """
     topology = costs.topology
     if topology.num_nodes == 1 or placement.num_replicas == 0:
@@ -229,11 +195,7 @@ def split_fastest(rows: list[int], placement: Placement, costs: CostModel) -> li
 
 
 def _fill(load: NDArray[np.integer], proposal: Proposal, slots: int, costs: CostModel) -> Placement:
-    """Add replicas in free slots, as many as can travel in the hidden time; the proposal's own placement if none.
-
-    They cost nothing by the prediction, and make a wrong one cheaper. First all free slots are filled; if not all of
-    that is hidden, one of every rank is left free, then two, and so on.
-    """
+    """Add replicas in free slots, as many as can travel in the hidden time; the proposal's own placement if none."""
     hidden, topology = costs.rates.hidden_seconds, costs.topology
     if hidden == 0:
         return proposal.placement
@@ -241,6 +203,7 @@ def _fill(load: NDArray[np.integer], proposal: Proposal, slots: int, costs: Cost
     if topology.num_nodes > 1 and costs.replica_seconds(proposal.placement) >= hidden:
         return proposal.placement
     experts = np.argsort(-load, kind="stable")[: np.count_nonzero(load)].tolist()
+    # First all free slots; if not all of that is hidden, one of every rank is left free, then two, and so on.
     for kept in range(slots):
         # Every rank's first free slot comes before any rank's second.
         free = [

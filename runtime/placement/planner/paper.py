@@ -15,18 +15,10 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The replicas that a step can afford.
+    """The replicas that a step can afford; negative numbers raise ValueError."""
 
-    Attributes:
-        overlap_degree: t, how many experts' bytes the compute before the layer can hide.
-        slots: m, how many replicas fit into a rank's memory beside its own experts.
-
-    Raises:
-        ValueError: a negative number.
-    """
-
-    overlap_degree: int
-    slots: int
+    overlap_degree: int  # t: how many experts' bytes the compute before the layer can hide
+    slots: int  # m: how many replicas fit into a rank's memory beside its own experts
 
     def __post_init__(self) -> None:
         if self.overlap_degree < 0 or self.slots < 0:
@@ -34,21 +26,12 @@ class Budget:
 
 
 def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, budget: Budget) -> Placement:
-    """Replicate the hottest experts (paper, Algorithm 1, both branches).
+    """Replicate the hottest experts, at most ``budget.slots`` on a rank (paper, Algorithm 1, both branches).
 
     With t <= m the top t experts go to every rank. Otherwise m slots of every rank are dealt to the top t experts, in
-    proportion to their load (:func:`deal`): each slot to the expert with most rows per holder, on the node with
-    fewest copies of it, there on the rank with most free slots. Experts without rows get none. The ranks fill one
-    slot each before any fills its second, so a plan for fewer slots is part of the plan for more.
-
-    The paper's "at least one replica for each of the top t" is left out: with t near E it spends all slots on
-    cold experts (docs/decisions.md).
-
-    Args:
-        load: expected rows per expert, ``[E]``.
-
-    Returns:
-        At most ``budget.slots`` replicas on a rank, never two copies of an expert on one.
+    proportion to their rows ``load`` ``[E]`` (:func:`deal`), one slot of each rank before any second one, so a plan
+    for fewer slots is part of the plan for more. Experts without rows get none. The paper's "at least one replica for
+    each of the top t" is left out: with t near E it spends all slots on cold experts (docs/decisions.md).
     """
     rows = load.tolist()
     world_size = owners.world_size

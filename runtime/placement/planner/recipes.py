@@ -19,18 +19,14 @@ from hecate.runtime.placement.topology import Topology
 
 
 class Recipe(NamedTuple):
-    """A way to make a placement.
+    """A way to make a placement."""
 
-    Attributes:
-        spread: how many hot experts are spread, that is, get a copy on every node (every rank of a single node).
-        in_nodes: ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
-        fills: slots that are left are filled, that is, get replicas, as long as all transfer stays hidden. They make
-            a wrong prediction cheaper, but with more holders rows are not always dispatched better. None if both are
-            to be tried; the better one is kept until both are tried again.
-    """
-
+    # Hot experts that get a copy on every node (every rank of a single node).
     spread: int
+    # Ranks are evened out inside their nodes, by :func:`shed_excess`, and not across them.
     in_nodes: bool
+    # Slots that are left get replicas while all transfer stays hidden. They make a wrong prediction cheaper, but with
+    # more holders rows are not always dispatched better. None: both are tried.
     fills: bool | None = None
 
 
@@ -41,10 +37,8 @@ def all_recipes(most: int, topology: Topology, fills: bool | None = None) -> lis
 
 
 def near_recipes(recipe: Recipe, topology: Topology, turn: int, count: int = 1) -> list[Recipe]:
-    """Return ``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike.
-
-    Neighbours have one or two hot experts more or fewer, or the other way to even out.
-    """
+    """Return ``recipe`` and ``count`` of its neighbours, other ones in every turn; all fill slots alike."""
+    # One or two hot experts more or fewer, or the other way to even out.
     near = [recipe._replace(spread=recipe.spread + more) for more in (-1, 1, -2, 2) if recipe.spread + more >= 0]
     near += [recipe._replace(in_nodes=way) for way in _ways(topology) if way != recipe.in_nodes]
     return [recipe, *(near[(count * turn + index) % len(near)] for index in range(min(count, len(near))))]
@@ -56,21 +50,14 @@ def _ways(topology: Topology) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The placement that a recipe makes of a load, before slots are filled.
-
-    Attributes:
-        rows: of each expert.
-        replicas: the ranks beside the owner that hold each expert.
-        free: slots that are left on each rank.
-        have: for each rank its rows of each expert that it holds.
-    """
+    """The placement that a recipe makes of a load, before slots are filled."""
 
     recipe: Recipe
-    rows: list[int]
+    rows: list[int]  # of each expert
     owners: Owners
-    replicas: list[set[int]]
-    free: list[int]
-    have: list[dict[int, int]]
+    replicas: list[set[int]]  # the ranks beside the owner that hold each expert
+    free: list[int]  # slots that are left on each rank
+    have: list[dict[int, int]]  # for each rank its rows of each expert that it holds
 
     @cached_property
     def placement(self) -> Placement:
@@ -98,10 +85,7 @@ def propose(
 
 
 def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, slots: int) -> list[int]:
-    """Return the experts to put on every node, in that order; those with rows, and as many as slots may take.
-
-    Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
-    """
+    """Return the experts with rows to put on every node, in that order, as many as slots may take."""
     # An expert needs no copy in its own group, and all groups take turns.
     groups = _groups(topology)
     most = -(-slots * min(map(len, groups)) * len(groups) // (len(groups) - 1))
@@ -114,6 +98,7 @@ def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, sl
         node = topology.node_of[owners.ranks[expert]]
         wanted[node] += rows[expert]
         waiting[node].append(expert)
+    # Rows leave every node for the one whose experts are wanted most, so its hottest expert is next.
     queue = [(-count, node) for node, count in enumerate(wanted) if count]
     heapq.heapify(queue)
     chosen: list[int] = []
@@ -126,7 +111,6 @@ def hottest_of(load: NDArray[np.integer], owners: Owners, topology: Topology, sl
 
 
 def _groups(topology: Topology) -> Sequence[tuple[int, ...]]:
-    """Return the nodes; on a single node the ranks."""
     return topology.members if topology.num_nodes > 1 else tuple((rank,) for rank in range(topology.world_size))
 
 
@@ -138,12 +122,10 @@ def _spread(
     replicas: list[set[int]],
     free: list[int],
 ) -> None:
-    """Add a replica of each expert in every group but its owner's, on the rank with a free slot and fewest rows.
-
-    At first a rank's rows are those of the experts that it owns. Each replica takes an even share from the owner.
-    """
+    """Add a replica of each expert in every group but its owner's, on the rank with a free slot and fewest rows."""
     if not experts:
         return
+    # Each replica takes an even share from the owner.
     expected: list[float] = [*owners.rows(rows)]
     for expert in experts:
         owner = owners.ranks[expert]

@@ -1,8 +1,4 @@
-"""Re-shard: decide which rank owns which expert.
-
-The owners come from the paper's Algorithm 2 (heterogeneous sharding), or from swaps that shorten the predicted time
-of a step.
-"""
+"""Re-shard: choose owners by the paper's Algorithm 2, or by swaps that shorten the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -31,9 +27,6 @@ def swap_owners(
 
     Each of the hottest experts takes the best of eight places: those of hotter and colder ones alike, spaced evenly
     in the order of load. It goes on until none gets a better place, or enough was tried.
-
-    Returns:
-        Owners under which every rank has as many experts as before, most of them the same.
     """
     rows = load.tolist()
     order = sorted(range(len(rows)), key=lambda e: (-rows[e], e))
@@ -70,18 +63,11 @@ def shard_owners(
 ) -> list[Owners]:
     """Choose owners of the cold experts of every layer so that all ranks own about as many rows (paper, Algorithm 2).
 
-    The ``overlap[g]`` hottest experts of layer g will be replicated anyway, so where they are owned matters little:
-    they fill the slots that remain. A rank keeps as many owner slots over the whole model as it has now, any number
-    in one layer. Layers are visited by their hottest expert, descending; each cold expert, hottest first, goes to
-    the node with least load in this layer that has a free slot, then to the rank with least load on it. Ties go by
-    load over all layers so far, then to fewer free slots, then to the smaller id.
-
-    Args:
-        loads: rows per expert, ``[E]`` for each layer.
-        owners: the present owners, for the number of slots.
-
-    Returns:
-        New owners of each layer.
+    The ``overlap[g]`` hottest experts of layer g will be replicated anyway, so they fill the slots that remain. A
+    rank keeps as many owner slots over the whole model as it has now, any number in one layer. Layers are visited by
+    their hottest expert, descending; each cold expert, hottest first, goes to the node with least load in this layer
+    that has a free slot, then to the rank with least load on it. Ties go by load over all layers so far, then to
+    fewer free slots, then to the smaller id.
     """
     rows = [load.tolist() for load in loads]
     world_size = topology.world_size

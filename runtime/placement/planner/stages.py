@@ -14,51 +14,34 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Experts that travel at the same time, ordered by (source, destination, owner, expert).
-
-    Attributes:
-        experts: int64 ``[n]``.
-        sources: the rank that has the expert by then, int64 ``[n]``.
-        destinations: the rank that gets it, int64 ``[n]``.
-    """
+    """Experts that travel at the same time, ordered by (source, destination, owner, expert): int64 ``[n]`` each."""
 
     experts: Ints
-    sources: Ints
-    destinations: Ints
+    sources: Ints  # the rank that has the expert by then
+    destinations: Ints  # the rank that gets it
 
 
 @dataclass(frozen=True, eq=False)
 class StageOfRank:
-    """A stage seen from one rank.
+    """A stage seen from one rank."""
 
-    Attributes:
-        leave, arrive: which of the experts at hand go out and come in, ordered by the other rank, int64.
-        send, receive: how many go to and come from each rank, length W.
-    """
-
+    # Which of the experts at hand go out and come in, ordered by the other rank, int64.
     leave: Ints
     arrive: Ints
+    # How many go to and come from each rank, length W.
     send: list[int]
     receive: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Gradients that come back to a rank in one stage, with how they are added up.
+    """Gradients that come back to a rank in one stage, with how they are added up."""
 
-    Attributes:
-        order: the parts slot by slot, those of one slot as they come, by rank: int64 ``[m]``.
-        begins: where those of each slot that gets any begin in ``order``, and where the last end, int64 ``[P + 1]``.
-        rounds: how many slots have more than 0 parts, more than 1, and so on; see :func:`rounds_of`.
-        passed_on: positions of sums among the gradients that the rank sends in this stage: int64 ``[q]``.
-        totals: which of the sums these are, int64 ``[q]``.
-    """
-
-    order: Ints
-    begins: Ints
-    rounds: tuple[int, ...]
-    passed_on: Ints
-    totals: Ints
+    order: Ints  # the parts slot by slot, those of one slot as they come, by rank: int64 ``[m]``
+    begins: Ints  # where those of each slot that gets any begin, and the last end, in ``order``: int64 ``[P + 1]``
+    rounds: tuple[int, ...]  # from :func:`rounds_of`
+    passed_on: Ints  # positions of sums among the gradients that the rank sends in this stage: int64 ``[q]``
+    totals: Ints  # which of the sums these are, int64 ``[q]``
 
     @classmethod
     def of(cls, stage: StageOfRank, summed: Ints, slots: int) -> Parts:
@@ -82,17 +65,11 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Travels:
-    """The travels of replicas, and one rank's part in them. Worked out once; not to be written to.
-
-    Attributes:
-        placement: whose replicas travel.
-        rank: of this process.
-        stages: of all ranks.
-    """
+    """The travels of a placement's replicas, and one rank's part in them. Worked out once; not to be written to."""
 
     placement: Placement
     rank: int
-    stages: tuple[Stage, Stage]
+    stages: tuple[Stage, Stage]  # of all ranks
 
     @cached_property
     def replicas(self) -> Ints:
@@ -185,9 +162,8 @@ def places_of(experts: Ints, among: Ints, num_experts: int) -> Ints:
 def stages_of(placement: Placement, topology: Topology) -> tuple[Stage, Stage]:
     """Return the stages, between nodes and then inside them: an expert crosses to a node once and fans out there.
 
-    In each node the first holder in rank order receives the expert from its owner and passes it on; in the owner's
-    node the owner does. So no rank gets an expert twice, and the number of copies that travel is the number of
-    replicas, lambda * |C| in the paper's formula (section 2). On a single node the first stage is empty.
+    The first holder in a node, in the owner's node the owner, passes the expert on. So no rank gets an expert twice,
+    and as many copies travel as there are replicas: lambda * |C| in the paper's formula (section 2).
     """
     across, inside = hops(placement, topology)
     return _stage(placement, *across), _stage(placement, *inside)
@@ -224,7 +200,6 @@ def _runs(values: Ints) -> tuple[Ints, Ints]:
 
 
 def _firsts(values: Ints) -> tuple[Ints, Ints]:
-    """Return what :func:`_runs` does, for values in any order."""
     _, first, line = np.unique(values, return_index=True, return_inverse=True)
     return first, line
 
