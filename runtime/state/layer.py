@@ -1,13 +1,7 @@
 """Runtime records of MoE layers, each found by a number that is baked into graphs.
 
-A graph must not hold ownership, placement, rank or counts, or every change of them would be a recompile. It holds the
-number, and the operators look the rest up here.
-
-**The seam between operators and transports.** A layer holds a :class:`Carrier`, and its operators
-(``hecate.runtime.ops``) ask it to move all rows, replicas and counts. No caller asks which carrier it is: facts that
-others must know, such as whether the room for rows is bounded, are attributes. ``hecate.runtime.ops.by_collectives``,
-``hecate.runtime.ops.by_nodes`` and ``hecate.runtime.one_sided.carrier`` are three carriers;
-``hecate.wrap.choose_carrier`` has the list.
+A layer holds a :class:`Carrier`, the seam between operators (``hecate.runtime.ops``) and transports. No caller asks
+which carrier it is: facts that others must know are attributes. ``hecate.wrap.choose_carrier`` has the list.
 """
 
 from __future__ import annotations
@@ -33,37 +27,25 @@ from hecate.runtime.state.registry import Registry
 
 @dataclass(eq=False)
 class Layer:
-    """The record of an experts module: its owners, and what its last step carried.
+    """The record of an experts module: its owners, and what its last step carried."""
 
-    Attributes:
-        id: the number in the graph. The same on every rank, since all ranks compile the same models
-            in the same order (``hecate.compile`` compares them).
-        name: qualified name of the experts module.
-        placer: decides who holds what.
-        carrier: brings rows and experts to other ranks.
-        dtype: that of its experts' compute.
-        wire_dtype: the dtype in which wider rows travel; None for their own.
-        counted: rows that each rank routed to each expert in the last step, int64 ``[W, E]``, or at one rank where
-            each expert's rows end, ``[E]``; None before the first step.
-        unread: of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.
-        arrived: rows from each rank in the last step, where only the device knows; see :meth:`read_rows`.
-        rows: rows that this rank computed in the last step.
-        replicas: expert copies that travelled in the last step, over all ranks.
-        bytes_sent: rows that this rank sent to others in the last step, forward and backward.
-        node_bytes_sent: those of them that it sent to other nodes.
-        expert_bytes_sent: experts and gradients that it sent to others in the last step.
-    """
-
+    # The number in the graph: the same on every rank, since all compile the same models in the same order.
     id: int
-    name: str
+    name: str  # qualified name of the experts module
     world: World
     placer: LayerPlacer
     carrier: Carrier = field(repr=False)
-    dtype: torch.dtype = torch.float32
-    wire_dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32  # that of its experts' compute
+    wire_dtype: torch.dtype | None = None  # the dtype in which wider rows travel; None for their own
+    # Rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU or where counts stay; at
+    # one rank where each expert's rows end, ``[E]`` on the device. None before the first step.
     counted: torch.Tensor | None = field(default=None, repr=False)
+    # Of exchanges whose sizes only the device knows, bytes of a row and rows to each rank.
     unread: list[tuple[int, torch.Tensor]] = field(default_factory=list, repr=False)
+    # Rows from each rank in the last step, where only the device knows; see :meth:`read_rows`.
     arrived: torch.Tensor | None = field(default=None, repr=False)
+    # Of the last step: rows that this rank computed, expert copies that travelled over all ranks, bytes of rows that
+    # this rank sent to others and of those to other nodes, forward and backward, and bytes of experts and gradients.
     rows: int = 0
     replicas: int = 0
     bytes_sent: int = 0
@@ -72,7 +54,6 @@ class Layer:
 
     @property
     def owners(self) -> Owners:
-        """Owners of its experts now."""
         return self.placer.owners
 
     @property
@@ -81,10 +62,7 @@ class Layer:
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """Rows that each rank routed to each expert in the last step, ``[W, E]``; None before the first.
-
-        They are on the CPU; at one rank, or where counts stay there, on the device.
-        """
+        """Rows that each rank routed to each expert in the last step, ``[W, E]``, where :attr:`counted` is."""
         ends = self.counted
         return ends if ends is None or ends.dim() == 2 else torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0)
 
@@ -96,9 +74,9 @@ class Layer:
     def planning(self, *, homeward: bool) -> Callable[[], None] | None:
         """Return the host's work during an exchange, to plan the next step; None if it plans in another one.
 
-        On a CPU the host plans, unless that is done, during the exchange to experts. A GPU's host has their kernels
-        to launch then, so it plans during the one back. If it launches the collectives, too, it is layers ahead in a
-        backward, and plans there whatever can wait.
+        On a CPU the host plans during the exchange to experts. A GPU's host has their kernels to launch then, so it
+        plans during the one back. If it launches the collectives, too, it is layers ahead in a backward, and plans
+        there whatever can wait.
         """
         now = homeward == (self.world.device.type != "cpu")
         if self.world.queue.on_stream and self.placer.can_wait_for_backward:
@@ -106,7 +84,6 @@ class Layer:
         return self.placer.plan_ahead if now else None
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which rows of ``dtype`` travel."""
         wire = self.wire_dtype
         narrower = wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
         return wire if wire is not None and narrower else dtype
@@ -116,11 +93,7 @@ class Layer:
         return self.travels_as(rows.dtype) if rows.shape[1:].numel() > 1 else rows.dtype
 
     def count_rows_sent(self, rows: torch.Tensor, *hops: list[int]) -> None:
-        """Count rows like those of ``rows`` ``[R, ...]`` as sent.
-
-        Args:
-            hops: how many of them to each rank, length W, each time that they are sent.
-        """
+        """Count rows like those of ``rows`` ``[R, ...]`` as sent, in each hop so many to each rank, length W."""
         row_bytes = self._bytes_of_row(rows)
         for send in hops:
             self._add_sent(row_bytes, send)

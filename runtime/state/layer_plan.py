@@ -18,56 +18,34 @@ from hecate.runtime.state.placer import Placer
 
 @dataclass
 class InUse:
-    """A placement that a graph may ask for.
-
-    Attributes:
-        key: the bytes of the tensor by which graphs know it.
-        travels: how its replicas travel, once that was asked.
-    """
+    """A placement that a graph may ask for."""
 
     placement: Placement
-    key: bytes
-    travels: Travels | None = None
+    key: bytes  # of the tensor by which graphs know it
+    travels: Travels | None = None  # of its replicas, once that was asked
 
 
 @dataclass
 class LayerPlan:
-    """A layer's memory between steps.
+    """A layer's memory between steps."""
 
-    Attributes:
-        loads: rows per expert in the last steps, oldest first.
-        total_load: their sum since owners were last reconsidered.
-        steps_seen: over how many steps.
-        step: forwards of this layer so far.
-        planned: the placement of the next forward, if it is known already.
-        current: that of the last forward, with replicas that were added after the gate; None before the first.
-        recent: placements in use, newest last: the next forward's, this one's, and a backward's of an earlier one.
-    """
-
-    loads: deque[Ints]
+    loads: deque[Ints]  # rows per expert in the last steps, oldest first
+    # Their sum since owners were last reconsidered, and over how many steps.
     total_load: Ints | int = 0
     steps_seen: int = 0
-    step: int = 0
-    planned: Placement | None = None
+    step: int = 0  # forwards of this layer so far
+    planned: Placement | None = None  # of the next forward, if it is known already
+    # That of the last forward, with replicas that were added after the gate; None before the first.
     current: Placement | None = None
+    # Placements in use, newest last: the next forward's, this one's, and a backward's of an earlier one.
     recent: deque[InUse] = field(default_factory=lambda: deque(maxlen=4))
 
     def forget(self) -> None:
-        """Start the total load at 0."""
         self.total_load, self.steps_seen = 0, 0
 
 
 class LayerPlacer:
-    """Asks the model's policy about one layer, and checks its answers.
-
-    Attributes:
-        id: the layer's number, a key for what a policy remembers.
-        name: for messages.
-        model: the state that all layers of the model share.
-        owners: who owns what now.
-        sizes: bytes and operations of its experts.
-        plan: its memory between steps.
-    """
+    """Asks the model's policy about one layer, and checks its answers."""
 
     def __init__(self, model: Placer, *, id: int, name: str, owners: Owners) -> None:
         self.model, self.id, self.name, self.owners = model, id, name, owners
@@ -121,11 +99,8 @@ class LayerPlacer:
 
     @property
     def can_wait_for_backward(self) -> bool:
-        """Tell whether the next step may be planned in this one's backward.
-
-        It may if there is a backward, and another layer's exchange compares the plan before it is used. Without a
-        backward the next forward plans.
-        """
+        """Tell whether the next step may be planned in this one's backward."""
+        # Another layer's exchange must compare the plan before it is used. Without a backward the next forward plans.
         return self.model.learning and not self.model.places_first(self.name)
 
     def plan_ahead(self) -> None:
@@ -134,13 +109,11 @@ class LayerPlacer:
             self._plan(self.model.policy.place(self.view))
 
     def _plan(self, placement: Placement) -> None:
-        """Make a placement the next forward's, if a step can run on it.
-
-        Tables that the step needs of it are made here, beside other work, and not where the step waits for them.
-        """
+        """Make a placement the next forward's, if a step can run on it."""
         self._checked(placement, "place")
         self._sign(placement)
         placement = self.plan.planned = self._keep(placement)
+        # Tables that the step needs are made here, beside other work, and not where the step waits for them.
         placement.slots_on(self.model.world.rank)
         if self.model.policy.replicates:
             self.travels(placement).prepare()

@@ -1,7 +1,7 @@
 """Time in which other work hides the experts' transfer: predicted before the first step, measured in the first.
 
-The paper takes the measured time of everything but the MoE layers (section 4). Here it is the time between the last
-exchange of one MoE layer and the first of the next, where the schedule leaves the link to experts and gradients.
+It is the time between the last exchange of one MoE layer and the first of the next, where the schedule leaves the
+link to experts and gradients (the paper takes all but the MoE layers, section 4).
 """
 
 from __future__ import annotations
@@ -31,13 +31,8 @@ _FIRST, _LAST, _ENOUGH = 3, 20, 3
 
 
 def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
-    """Return the fewest tokens that a rank has in a step. A collective.
-
-    On one machine without a GPU it is 0: gloo copies with the cores that compute, so nothing travels for free.
-
-    Args:
-        tokens: of this rank.
-    """
+    """Return the fewest ``tokens`` that a rank has in a step, 0 where nothing hides a transfer; a collective."""
+    # On one machine without a GPU gloo copies with the cores that compute.
     if world.device.type == "cpu" and rates.node_bytes >= NO_LINK:
         return 0
     fewest = torch.tensor(tokens, device=world.control_device)
@@ -46,13 +41,7 @@ def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
 
 
 def predict_hidden(tokens: int, dense_parameters: int, layers: int, rates: Rates) -> Rates:
-    """Add the time that can hide transfers to measured rates: dense compute between two MoE layers, both ways.
-
-    Args:
-        tokens: from :func:`fewest_tokens`.
-        dense_parameters: elements of the matrices outside the experts, in all layers.
-        layers: MoE layers.
-    """
+    """Add the time that can hide transfers to measured rates: dense compute between two MoE layers, both ways."""
     if not tokens:
         return rates
     return replace(rates, hidden_seconds=dense_seconds(tokens, dense_parameters, layers, rates.flops))
@@ -102,19 +91,13 @@ def _taken(span: Span, begin: float, end: float) -> float:
 
 
 def can_measure(placer: Placer, world: World) -> bool:
-    """Tell whether the host sees when compute runs, which it does not with a GPU, and there is something to hide.
-
-    On a single node nothing is hidden: see :func:`predict_hidden`.
-    """
+    """Tell whether the host sees when compute runs, which it does not with a GPU, and there is something to hide."""
     return world.device.type == "cpu" and placer.topology.num_nodes > 1 and placer.policy.replicates
 
 
 @dataclass
 class HiddenTime:
-    """Replaces the predicted time by the measured one, as the first steps go by: the median of three.
-
-    All ranks do it before the same forwards, so their plans stay equal.
-    """
+    """Replaces the predicted time by the median of three measured ones, before the same forwards on all ranks."""
 
     placer: Placer
     world: World
@@ -122,11 +105,9 @@ class HiddenTime:
     _found: list[float] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps and times so far, for checkpoints."""
         return {"steps": self._steps, "found": list(self._found)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
         self._steps, self._found = state["steps"], list(state["found"])
 
     def before_forward(self, mode: StepMode) -> None:

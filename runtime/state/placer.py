@@ -1,10 +1,9 @@
 """Shared state of the placements of a model's layers, and proof that all ranks have the same.
 
-Every rank runs its policy on the same counts and so comes to the same placement without talking. A digest of all
-placements so far travels with the counts of each exchange; ranks that drifted apart stop with an error that names the
-layer and the step. A placement is made during its layer's exchange of rows in the step before, so the next layer's
-exchange, or the first one of the next forward, compares it before it is used; that of a model's only MoE layer, and
-additions of ``calibrate``, are compared in the exchange after.
+A digest of all placements so far travels with the counts of each exchange; ranks that drifted apart stop with an
+error that names the layer and the step. A placement is made during its layer's exchange in the step before, so
+another layer's exchange compares it before it is used; that of a model's only MoE layer, and additions of
+``calibrate``, are compared in the exchange after.
 """
 
 from __future__ import annotations
@@ -27,24 +26,15 @@ from hecate.runtime.state.step_mode import CurrentStep
 
 
 class Placer:
-    """The policy of all layers of a model. One per compiled model; each layer has a ``LayerPlacer`` over it.
-
-    Attributes:
-        policy: the policy.
-        topology: ranks in nodes.
-        step: the forward that runs now.
-        rates: how fast the machine is; a policy that needs them has measured or given ones.
-        rates_from: where they come from, for people.
-        digest: of all plans so far, 8 bytes.
-        optimizer_stepped: an optimizer with experts of this model has stepped since the last training forward.
-    """
+    """The policy of all layers of a model. One per compiled model; each layer has a ``LayerPlacer`` over it."""
 
     def __init__(self, policy: Policy, topology: Topology, world: World, step: CurrentStep | None = None) -> None:
         self.policy, self.topology, self.world = policy, topology, world
         self.step = step if step is not None else CurrentStep()
         self.rates = Rates(flops=1.0, rank_bytes=1.0, node_bytes=1.0)
-        self.rates_from = "not measured"
-        self.digest = b"\0" * 8
+        self.rates_from = "not measured"  # for people
+        self.digest = b"\0" * 8  # of all plans so far
+        # An optimizer with experts of this model has stepped since the last training forward.
         self.optimizer_stepped = False
         self._last: dict[str, tuple[int, Placement]] = {}
 
@@ -74,7 +64,6 @@ class Placer:
     # --- the same on all ranks ---
 
     def sign(self, name: str, step: int, owners: Owners, placement: Placement) -> None:
-        """Add a layer's new placement to the digest."""
         self._last[name] = step, placement
         holders = placement.pairs if self.policy.replicates else ()
         plan = b"".join(part.tobytes() for part in (owners.array, *holders))
@@ -86,15 +75,14 @@ class Placer:
 
     @property
     def signature(self) -> int:
-        """Digest as a number that fits beside the counts."""
+        # It fits beside the counts.
         return int.from_bytes(self.digest, "little", signed=True)
 
     def check(self, signatures: torch.Tensor) -> None:
-        """Compare the columns that travelled with the counts: signature and proof of each rank, int64 ``[W, 3]``.
+        """Compare what travelled with the counts: signature and proof of each rank, int64 ``[W, 3]``.
 
-        Raises:
-            DisagreementError: on every rank, with the first collective in which ranks parted, or the first layer
-                whose plan differs.
+        On every rank DisagreementError names the first collective in which ranks parted, or the first layer whose
+        plan differs.
         """
         plans, *_ = columns = signatures.T.tolist()
         if not proven(list(zip(*columns[1:], strict=True))):

@@ -1,7 +1,4 @@
-"""Records that graphs name by number.
-
-A graph must not hold anything that changes between steps. It holds a number, and operators look the record up here.
-"""
+"""Records that graphs name by number, since a graph must not hold anything that changes between steps."""
 
 from __future__ import annotations
 
@@ -14,13 +11,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Numbers for records of one kind. A record is forgotten as soon as the model that it is of is collected.
+    """Numbers for records of one kind, ``what`` in messages; a record is forgotten when its model is collected.
 
     Numbers count up and none is given twice. So they are the same on all ranks, which compile the same models in the
     same order, whatever has been collected where.
-
-    Args:
-        what: one record in words, for messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -35,11 +29,7 @@ class Registry(Generic[T]):
         return record
 
     def __getitem__(self, number: int) -> T:
-        """Return the record with this number.
-
-        Raises:
-            LookupError: there is none, any more or in this process.
-        """
+        """Return the record with this number; LookupError if this process has none, or no longer."""
         try:
             return self._records[number]
         except KeyError:
