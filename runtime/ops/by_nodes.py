@@ -1,7 +1,6 @@
 """Carries rows to each node once, by collectives, where a rank of that node passes them on.
 
-A token with several experts in one node has its row sent there once, and the sum of its results comes back. The
-ticket says how: one by nodes has four tensors, which :meth:`ByNodes.route_nodes` makes from one of three.
+A token with several experts in one node has its row sent there once, and the sum of its results comes back.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class ByNodes(ByCollectives):
 
 
 def _inside(rows: Tensor, send: list[int], receive: list[int], layer: Layer) -> Tensor:
-    """Send rows within nodes; where every rank is alone in its node there is nothing to do."""
     topology = layer.placer.model.topology
+    # Where every rank is alone in its node there is nothing to send.
     if topology.num_nodes == topology.world_size:
         return rows
     return collectives.all_to_all(rows, send, receive, layer.world)

@@ -32,20 +32,13 @@ class DenseShard:
     """The record of a sharded dense parameter; see :class:`hecate.wrap.shard.Shard`.
 
     Rank r keeps rows ``[r * c, (r + 1) * c)``; rows from ``d`` on are padding: zeros, with gradients of zero.
-
-    Attributes:
-        id: the number in the graph.
-        name: qualified parameter name in the model; of a tied parameter, the first.
-        full_shape: ``[d, ...]``.
-        sync: what the dense parameters of the model share.
-        averaged: the gradient that arrives next has been through ``reduce_scatter_dense``.
     """
 
-    id: int
-    name: str
-    full_shape: torch.Size
+    id: int  # the number in the graph
+    name: str  # qualified parameter name in the model; of a tied parameter, the first
+    full_shape: torch.Size  # ``[d, ...]``
     sync: GradientSync
-    averaged: bool = False
+    averaged: bool = False  # the gradient that arrives next has been through ``reduce_scatter_dense``
     part: str = "rows"
     length_varies: bool = False
 
@@ -100,9 +93,7 @@ def get_dense_shard(id: int) -> DenseShard:
 def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
     """Gather whole parameters ``[d, ...]`` from all ranks' shards ``[c, ...]``, in one all-gather.
 
-    Args:
-        shards: of one dtype, on one device.
-        dtype: the dtype to which they are cast before they travel; None for their own.
+    Shards are of one dtype, on one device, and are cast to ``dtype``, if given, before they travel.
     """
     records = [get_dense_shard(id) for id in ids]
     world = records[0].world
@@ -131,12 +122,8 @@ def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torc
 def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
     """Bring each rank its rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
 
-    Gradients travel in ``GradientSync.dtype``, by default their own, and are added up in rank order, in float32 where
-    that is wider.
-
-    Args:
-        grads: of one dtype, on one device.
-        dtype: of the result.
+    Gradients, of one dtype, travel in ``GradientSync.dtype``, by default their own, and are added up in rank order,
+    in float32 where that is wider. The result has ``dtype``.
     """
     records = [get_dense_shard(id) for id in ids]
     sync, world = records[0].sync, records[0].world

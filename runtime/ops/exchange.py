@@ -158,12 +158,7 @@ define_collective(
 
 
 def differentiate_exchange(there: str, back: str) -> None:
-    """Make each of two operators the other's backward.
-
-    Args:
-        there: takes ``rows, *ticket, layer``.
-        back: takes ``rows, *ticket, num_rows, layer``.
-    """
+    """Make ``there(rows, *ticket, layer)`` and ``back(rows, *ticket, num_rows, layer)`` each other's backward."""
     dispatch, combine = (getattr(torch.ops.hecate, name) for name in (there, back))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Averaging the gradients of replicated parameters over ranks.
 
-A parameter is read through :func:`replicate`, an identity whose backward is an all-reduce. So the
-gradients are averaged inside the graph, and no DDP wrapper is needed.
+A parameter is read through :func:`replicate`, an identity whose backward is an all-reduce inside the graph.
 
 | operator | shapes | backward |
 |---|---|---|
@@ -32,22 +31,14 @@ _ALIGNMENT = 16
 
 @dataclass
 class GradientSync:
-    """Settings that all dense parameters of one model share, replicated or sharded.
-
-    Attributes:
-        enabled: off between the micro-batches of an accumulation.
-        dtype: in which gradients travel; None for that of :meth:`travels_as`.
-        owed: some gradients were left unaveraged in ``param.grad``; the next all-reduce takes them along.
-        in_graph: they are averaged where graphs make them; if not, all together when the backward ends.
-        topology: which ranks share a node; None for all.
-    """
+    """Settings that all dense parameters of one model share, replicated or sharded."""
 
     world: World
-    dtype: torch.dtype | None = None
-    enabled: bool = True
-    owed: bool = False
-    in_graph: bool = True
-    topology: Topology | None = None
+    dtype: torch.dtype | None = None  # in which gradients travel; None for that of :meth:`travels_as`
+    enabled: bool = True  # off between the micro-batches of an accumulation
+    owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
+    in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
+    topology: Topology | None = None  # which ranks share a node; None for all
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``own`` are all-reduced, which rounds their sum after each rank."""
@@ -69,32 +60,23 @@ class GradientSync:
 
 @dataclass(eq=False)
 class ReplicatedParameter:
-    """The record of a parameter that every rank has whole.
+    """The record of a parameter that every rank has whole."""
 
-    The parameter is looked up each time: ``load_state_dict(assign=True)`` makes another object.
-
-    Attributes:
-        id: the number in the graph.
-        owner: the module; weak, because a record must not keep a model alive.
-        name: qualified parameter name in the model; of a tied parameter, the first.
-        averaged: the gradient that arrives next has been through :func:`_average_gradients`.
-    """
-
-    id: int
-    owner: weakref.ref[nn.Module]
+    id: int  # the number in the graph
+    owner: weakref.ref[nn.Module]  # the module; weak, because a record must not keep a model alive
     key: str
     sync: GradientSync
-    name: str = ""
-    averaged: bool = False
+    name: str = ""  # qualified parameter name in the model; of a tied parameter, the first
+    averaged: bool = False  # the gradient that arrives next has been through :func:`_average_gradients`
 
     @property
     def exists(self) -> bool:
-        """Tell whether the parameter is still there."""
         module = self.owner()
         return module is not None and parameters_of(module).get(self.key) is not None
 
     @property
     def parameter(self) -> Tensor:
+        # Looked up each time: ``load_state_dict(assign=True)`` makes another object.
         module = self.owner()
         parameter = parameters_of(module).get(self.key) if module is not None else None
         if parameter is None:
@@ -116,12 +98,7 @@ def add_replicated(owner: nn.Module, key: str, sync: GradientSync, *, name: str 
 
 
 def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
-    """Average one bucket over ranks in a single all-reduce.
-
-    With synchronization off the gradients pass through and accumulate in ``param.grad``. The next
-    averaged bucket takes that local sum along: it adds ``param.grad`` to its own gradient, clears it,
-    and averages the total. Averaging is idempotent, so gradients that were averaged earlier stay right.
-    """
+    """Average one bucket over ranks in a single all-reduce; with synchronization off gradients pass through."""
     records = [REPLICATED[id] for id in ids]
     sync = records[0].sync
     for record in records:
@@ -137,6 +114,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         means = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
     foreach_copy_(parts, list(grads))
     if sync.owed:
+        # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
         for part, record in zip(parts, records, strict=True):
             gradient = record.parameter.grad
             if gradient is not None:
@@ -153,10 +131,8 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
 
 
 def _room_for(grads: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Return one buffer, and a part of it in the shape of each gradient.
-
-    Inductor takes the parts for tensors of their own and reads whole vectors, so each part is aligned to one.
-    """
+    """Return one buffer, and a part of it in the shape of each gradient."""
+    # Inductor takes the parts for tensors of their own and reads whole vectors, so each part is aligned to one.
     step = _ALIGNMENT // dtype.itemsize
     lengths = [-(-grad.numel() // step) * step for grad in grads]
     padded = sum(lengths) > sum(grad.numel() for grad in grads)

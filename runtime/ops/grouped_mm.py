@@ -37,13 +37,9 @@ _MOST_GROUPS = 1023
 
 
 def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch", "kernel", "loop"]:
-    """Choose who multiplies: torch's own kernel where it takes the operands as they are, else Hecate's, else a loop.
-
-    torch's kernel takes one operand. On a GPU without Triton two are joined for it.
-
-    Args:
-        others: the other operands, each ``[S, K, N]``, or other rows ``[R, N]``.
-    """
+    """Choose who multiplies ``x`` with ``others``, each ``[S, K, N]`` or rows ``[R, N]``."""
+    # torch's own kernel where it takes the operands as they are, else Hecate's, else a loop. torch's takes one
+    # operand; on a GPU without Triton two are joined for it.
     native = _native_grouped_mm(x, others[0], offs)
     if not (native and len(others) == 1) and products.takes_products(x, *others):
         return "kernel"
@@ -55,12 +51,7 @@ def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
 
 
 def fits_torchs_kernel(x: Tensor, other: Tensor, offs: Tensor) -> bool:
-    """Tell whether torch's own kernel takes rows like these: bf16 on CUDA with 16-byte aligned rows.
-
-    Args:
-        x: rows ``[R, K]``, however many.
-        other: the other operand ``[S, K, N]``, or other rows ``[R, N]``.
-    """
+    """Tell whether torch's own kernel takes rows ``x`` ``[R, K]`` and ``other``, ``[S, K, N]`` or rows ``[R, N]``."""
     return (
         _has_kernel(x)
         and x.dtype == other.dtype == torch.bfloat16
@@ -75,18 +66,13 @@ def _has_kernel(x: Tensor) -> bool:
 
 @functools.cache
 def _is_capable(device: torch.device) -> bool:
-    """Tell whether torch has a kernel for ``device``.
-
-    Other GPUs get a loop from torch, for which the host waits, and AMD's may have other rules.
-    """
+    # Other GPUs get a loop from torch, for which the host waits, and AMD's may have other rules.
     return (nvidia_capability(device) or (0, 0))[0] in (9, 10)
 
 
 def writes_empty_slots(device: torch.device) -> bool:
-    """Tell whether torch's kernel writes zeros into the gradient of a slot without rows, as it does on capability 9.
-
-    On 10 it may leave there the content of the accumulator (CUTLASS issue 2674).
-    """
+    """Tell whether torch's kernel writes zeros into the gradient of a slot without rows."""
+    # On 10 it may leave there the content of the accumulator (CUTLASS issue 2674).
     return nvidia_capability(device) == (9, 0)
 
 
@@ -166,11 +152,9 @@ def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool)
 def _fill_weight_grads(
     x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool, *, by_kernel: bool
 ) -> None:
-    """Write each slot's product into ``outs``, of own experts and of replicas.
-
-    A transposed gradient lies in memory row by row the other way round, and is written so.
-    """
+    """Write each slot's product into ``outs``, of own experts and of replicas."""
     left, right = (grad, x) if transposed else (x, grad)
+    # A transposed gradient lies in memory row by row the other way round, and is written so.
     own, replicas = (out.transpose(1, 2) for out in outs) if transposed else outs
     if by_kernel:
         weight_grads.weight_grads(left, right, offs, own, replicas)

@@ -1,16 +1,12 @@
-"""Plans of exchanges in which a token's row crosses to another node once.
-
-Pure functions on integers, no communication. A row takes two hops:
+"""Plans of exchanges in which a token's row crosses to another node once: pure functions on integers.
 
     sender ──▶ relay in the node ──▶ holders of the token's experts in that node
 
-The relay of a sender in another node is the rank with the same place there (modulo the node's size), so the ranks of
-a node share the work; in its own node a rank is its own relay. The first row of a token that goes to a node stands
-for all of its rows that go there; the relay makes as many copies as there are choices. Holders get them in the same
-order as in an exchange of single rows (``hecate.runtime.ops.ticket``), from which this plan is made.
-
-All splits follow from the counts but two: how many rows of each sender stand for others, and which copies of them go
-where. Only the sender knows these, and tells its relays in one message each (:func:`leaving`).
+The relay of a sender is the rank with the same place in the other node (modulo its size); in its own node a rank is
+its own relay. The first row of a token that goes to a node stands for all of its rows that go there; the relay makes
+as many copies as there are choices. Holders get them in the same order as in an exchange of single rows
+(``hecate.runtime.ops.ticket``). All splits follow from the counts but two, which only the sender knows and tells its
+relays (:func:`leaving`): how many rows stand for others, and which copies of them go where.
 """
 
 from __future__ import annotations
@@ -46,10 +42,8 @@ def relays_of(topology: Topology) -> Ints:
 def message_lengths(counts: Ints, placement: Placement, topology: Topology) -> Ints:
     """Return the length of the message from each rank to each, int64 ``[W, W]``, known to both before it is written.
 
-    A message has room for every row that may go to the node, which is every row of an expert with a holder there.
-
-    Args:
-        counts: rows that each rank has for each expert, int64 ``[W, E]``.
+    A message has room for every row that may go to the node: of the rows ``counts`` ``[W, E]`` all of an expert with
+    a holder there.
     """
     held = topology.sum_nodes((placement.matrix > 0).T.astype(np.int64)) > 0
     lengths = np.zeros((topology.world_size, topology.world_size), dtype=np.int64)
@@ -60,27 +54,20 @@ def message_lengths(counts: Ints, placement: Placement, topology: Topology) -> I
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Leaving:
-    """The rows and messages that a rank sends.
+    """The rows and messages that a rank sends."""
 
-    Attributes:
-        send_index: which row goes at each position of the send buffer, int64 ``[U]``.
-        sent: rows to each rank, int64 ``[W]``.
-        messages: for the relays, rank by rank, int32: how many rows come, how many copies go to each rank of
-            the node, and for each copy the row that it is of; then zeros.
-    """
-
-    send_index: Ints
-    sent: Ints
+    send_index: Ints  # which row goes at each position of the send buffer, int64 ``[U]``
+    sent: Ints  # rows to each rank, int64 ``[W]``
+    # For the relays, rank by rank: how many rows come, how many copies go to each rank of the node, and for each copy
+    # the row that it is of; then zeros.
     messages: NDArray[np.int32]
 
 
 def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology: Topology, rank: int) -> Leaving:
     """Plan the rows and messages that ``rank`` sends to its relays.
 
-    Args:
-        tokens: the token of each row, int64 ``[R]``.
-        sent, send_index: rows to each rank, and their order, of the exchange of single rows: int64 ``[W]``, ``[C]``.
-        lengths: of this rank's messages to each rank, int64 ``[W]``.
+    ``tokens`` ``[R]`` is the token of each row, ``sent`` ``[W]`` and ``send_index`` ``[C]`` are of the exchange of
+    single rows, and ``lengths`` ``[W]`` of this rank's messages; all int64.
     """
     # Step 1: the first copy of each token for each node. Copies are ordered by (destination, slot).
     destinations = np.repeat(np.arange(len(sent)), sent)
@@ -118,25 +105,17 @@ def leaving(tokens: Ints, sent: Ints, send_index: Ints, lengths: Ints, topology:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Passing:
-    """The copies that a rank passes on inside its node.
+    """The copies that a rank passes on inside its node."""
 
-    Attributes:
-        received: rows from each rank in the first hop, int64 ``[W]``.
-        middle_index: which received row goes at each position of the second send buffer, int64 ``[M]``.
-        sent: copies to each rank in the second hop, int64 ``[W]``.
-    """
-
-    received: Ints
-    middle_index: Ints
-    sent: Ints
+    received: Ints  # rows from each rank in the first hop, int64 ``[W]``
+    middle_index: Ints  # which received row goes at each position of the second send buffer, int64 ``[M]``
+    sent: Ints  # copies to each rank in the second hop, int64 ``[W]``
 
 
 def passing(messages: NDArray[np.int32], lengths: Ints, topology: Topology, rank: int) -> Passing:
     """Plan the copies that ``rank`` passes on for the ranks whose relay it is.
 
-    Args:
-        messages: from each rank, int32, one behind the other.
-        lengths: of these messages, int64 ``[W]``.
+    ``messages``, int32, are from each rank, one behind the other, and ``lengths`` ``[W]`` theirs.
     """
     members = topology.members[topology.node_of[rank]]
     received, sent = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
@@ -158,24 +137,14 @@ def passing(messages: NDArray[np.int32], lengths: Ints, topology: Topology, rank
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arriving:
-    """The copies that a rank gets for its slots.
+    """The copies that a rank gets for its slots."""
 
-    Attributes:
-        received: copies from each rank in the second hop, int64 ``[W]``.
-        receive_index: which of them goes at each position of the slot order, int64 ``[R']``.
-    """
-
-    received: Ints
-    receive_index: Ints
+    received: Ints  # copies from each rank in the second hop, int64 ``[W]``
+    receive_index: Ints  # which of them goes at each position of the slot order, int64 ``[R']``
 
 
 def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int) -> Arriving:
-    """Plan the copies that ``rank`` gets, by relay instead of by sender.
-
-    Args:
-        received, receive_index: rows from each rank, and their order, of the exchange of single rows: int64 ``[W]``,
-            ``[R']``.
-    """
+    """Plan the copies that ``rank`` gets, by relay, from rows by sender ``[W]`` and their order ``[R']``."""
     relays = relays_of(topology)[:, topology.node_of[rank]]
     sources = np.lexsort((np.arange(len(relays)), relays))
     starts = np.cumsum(received) - received

@@ -5,11 +5,10 @@ A collective ``f(args) -> out`` comes as three operators:
 - ``f(args)``, at once;
 - ``f_start(args, after, note) -> token`` and ``f_wait(token, args, beside) -> out``.
 
-A start copies the tensors that it sends into memory of its own before it returns, so its arguments may be reused at
-once. (The wait takes them again for their shapes. That alone does not keep their memory: Inductor may give the two
-halves a copy each.) Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that
-they do not read: ``after`` holds the token of the collective before, so that nothing changes the order, and
-``beside`` the values to compute before the wait.
+A start copies the tensors that it sends, so its arguments may be reused at once; the wait takes them again for their
+shapes. Data flow is all that Inductor respects (docs/decisions.md), so both halves take tensors that they do not
+read: ``after`` holds the token of the collective before, which fixes the order, and ``beside`` the values to compute
+before the wait.
 """
 
 from __future__ import annotations
@@ -35,18 +34,13 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order, torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Names of an operator's results, for people who read graphs.
+    """Names of an operator's results, for people who read graphs."""
 
-    Attributes:
-        names: of its results; where there are more, they begin again.
-        letters: of each, the glossary's letter for dimension 0 where only data decide it, else "".
-        whole: several results before they are taken apart; "" of a single one.
-        records: where the dense parameters are that it returns one result for each of.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of its results; where there are more, they begin again
+    # Of each, the glossary's letter for dimension 0 where only data decide it, else "".
     letters: tuple[str, ...]
-    whole: str
+    whole: str  # several results before they are taken apart; "" of a single one
+    # Where the dense parameters are that it returns one result for each of.
     records: Registry[Any] | None
 
 
@@ -76,14 +70,12 @@ def define(
 ) -> OpOverload:
     """Register an operator with one kernel for all devices.
 
-    ``torch.library.custom_op`` would register it, too, but with several Python layers per call, and the host side of
-    these operators is on the critical path.
-
-    Args:
-        plans: its result is a decision about this step, and must be saved wherever a layer is computed again.
-        results, whole, records: names for people, see :func:`name_results`.
+    ``plans`` says that its result is a decision about this step, which must be saved wherever a layer is computed
+    again; ``results``, ``whole`` and ``records`` are names for people, see :func:`name_results`.
     """
     name = schema.split("(")[0]
+    # ``torch.library.custom_op`` has several Python layers per call, and the host side of these operators is on the
+    # critical path.
     _lib.define(schema, tags=_TAGS)
     _lib.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hecate::{name}", fake, lib=_lib)
@@ -119,10 +111,8 @@ def define_collective(
 ) -> Collective:
     """Register a collective and its halves.
 
-    Args:
-        prepare: packs the tensors to send and returns the rest as a job, which must not touch the arguments.
-        role, carries, described: the attributes of :class:`Collective`.
-        results, whole, records: names for people, see :func:`name_results`.
+    ``prepare`` packs the tensors to send and returns the rest as a job, which must not touch the arguments. ``role``,
+    ``carries`` and ``described`` are attributes of :class:`Collective`, the rest is as in :func:`define`.
     """
     name, rest = schema.split("(", 1)
     arguments, result = rest.rsplit(") -> ", 1)

@@ -14,34 +14,22 @@ from hecate.runtime.placement.planner import Parts, StageOfRank, Travels
 
 @dataclass(frozen=True, eq=False)
 class Coming:
-    """A stage in which experts come to their replicas.
+    """A stage in which experts come to their replicas."""
 
-    Attributes:
-        stage: the stage on the host; at hand are copies of own experts that leave, and behind them replicas.
-        leave: of the experts at hand those that go out, int64 ``[n]``.
-        arrive: replicas that come in, int64 ``[m]``.
-        in_first: how many of those that go out are own experts.
-    """
-
-    stage: StageOfRank
-    leave: Tensor
-    arrive: Tensor
-    in_first: int
+    stage: StageOfRank  # on the host; at hand are copies of own experts that leave, and behind them replicas
+    leave: Tensor  # of the experts at hand those that go out, int64 ``[n]``
+    arrive: Tensor  # replicas that come in, int64 ``[m]``
+    in_first: int  # how many of those that go out are own experts
 
 
 @dataclass(frozen=True, eq=False)
 class Returning:
-    """A stage in which gradients return to the owners.
-
-    Attributes:
-        stage, parts: the stage on the host, and its parts, of slots.
-        leave: replicas whose gradients go out, int64 ``[m]``.
-        passed_on, totals, order, begins: as in :class:`Parts`.
-    """
+    """A stage in which gradients return to the owners."""
 
     stage: StageOfRank
     parts: Parts
-    leave: Tensor
+    leave: Tensor  # replicas whose gradients go out, int64 ``[m]``
+    # As in :class:`Parts`.
     passed_on: Tensor
     totals: Tensor
     order: Tensor
@@ -50,29 +38,17 @@ class Returning:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaTables:
-    """The tables of one rank. Stages in which no rank sends anything are left out.
+    """The tables of one rank. Stages in which no rank sends anything are left out."""
 
-    Attributes:
-        places: own experts that leave, int64 ``[L]``.
-        coming: stages in the order in which experts travel.
-        returning: in the order in which gradients do; empty where none will.
-        summed: slots that get parts of gradients, int64 ``[P]``.
-        home: how many of them are own experts; these come first.
-    """
-
-    places: Tensor
+    places: Tensor  # own experts that leave, int64 ``[L]``
     coming: list[Coming]
-    returning: list[Returning]
-    summed: Tensor
-    home: int
+    returning: list[Returning]  # in the order in which gradients travel; empty where none will
+    summed: Tensor  # slots that get parts of gradients, int64 ``[P]``
+    home: int  # how many of them are own experts; these come first
 
     @classmethod
     def of(cls, travels: Travels, device: torch.device, *, homeward: bool) -> ReplicaTables:
-        """Return the tables on ``device``, without waiting for what it does meanwhile.
-
-        Args:
-            homeward: gradients return the same way.
-        """
+        """Return the tables on ``device``, without waiting for it; ``homeward`` if gradients will return."""
         leaving, owned = len(travels.leaving), travels.placement.owners.counts[travels.rank]
         there = [mine for stage, mine in zip(travels.stages, travels.there, strict=True) if len(stage.experts)]
         back = (

@@ -1,8 +1,8 @@
 """SparseAllGather and SparseReduceScatter: experts to their replicas, and gradients back (paper, section 2).
 
-All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype (one-sided they
-are in ``one_sided.exchanges``). With several nodes there are two stages: an expert crosses to a node once and fans
-out inside it. The bytes sent are the number of replicas times the bytes of an expert: O(lambda S) of the paper.
+All tensors of an expert travel together, as one row of one ``all_to_all_single`` per stage and dtype. With several
+nodes there are two stages. The bytes sent are the number of replicas times the bytes of an expert: O(lambda S) of the
+paper.
 """
 
 from __future__ import annotations
@@ -25,26 +25,18 @@ from hecate.runtime.placement.planner import Stage, Travels, places_of
 
 @dataclass(frozen=True)
 class Replicas:
-    """This rank's replicas while they come, and the experts that it sends to others meanwhile.
-
-    Attributes:
-        travels: which are these.
-        tables: where they come from.
-        tensors: ``[K, ...]``, one for each tensor of the layer.
-        copies: of own experts that others want, ``[L, ...]``.
-    """
+    """This rank's replicas while they come, and the experts that it sends to others meanwhile."""
 
     travels: Travels
     tables: ReplicaTables
-    tensors: list[Tensor]
-    copies: list[Tensor]
+    tensors: list[Tensor]  # ``[K, ...]``, one for each tensor of the layer
+    copies: list[Tensor]  # of own experts that others want, ``[L, ...]``
 
 
 def new_replicas(shards: Sequence[Tensor], travels: Travels, *, homeward: bool = True) -> Replicas:
     """Allocate a rank's replicas, and copy those of its own experts ``[E_r, ...]`` that leave.
 
-    Args:
-        homeward: their gradients will return the same way.
+    With ``homeward`` their gradients will return the same way.
     """
     tables, count = tables_of(travels, shards[0].device, homeward=homeward), len(travels.replicas)
     return Replicas(
@@ -85,40 +77,30 @@ def missing_travels(travels: Travels, before: Placement) -> Travels:
 
 
 def bytes_leaving(travels: Travels, tensors: Sequence[Tensor], *, homeward: bool = False) -> int:
-    """Return the bytes that a rank sends in all stages.
-
-    Args:
-        tensors: of the layer, with experts in dimension 0.
-        homeward: gradients, which go the way back.
-    """
+    """Return the bytes of experts ``[E_r, ...]``, or ``homeward`` of gradients, that a rank sends in all stages."""
     expert = sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
     return expert * travels.experts_sent(homeward=homeward)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of this rank's slots on their way to the owners.
-
-    Attributes:
-        tables: how they travel, and which slots get parts of others.
-        means: of own experts, divided by W: ``[E_r, ...]``, one for each tensor of the layer. Where others have parts
-            of a gradient, they come from the sums at the end.
-        sums: gradients of the slots that get parts to add up in, ``[P, width]``, one for each tensor; float32 for
-            narrower dtypes.
-        packed: of each stage, gradients of replicas that leave, ``[n, width]``, one for each dtype.
-    """
+    """Gradients of this rank's slots on their way to the owners."""
 
     tables: ReplicaTables
+    # Of own experts, divided by W: ``[E_r, ...]``, one for each tensor of the layer. Where others have parts of a
+    # gradient, they come from the sums at the end.
     means: list[Tensor]
+    # Gradients of the slots that get parts to add up in, ``[P, width]``, one for each tensor; float32 for narrower
+    # dtypes.
     sums: list[Tensor]
+    # Of each stage, gradients of replicas that leave, ``[n, width]``, one for each dtype.
     packed: list[list[Tensor]]
 
 
 def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Travels, world: World) -> Gradients:
-    """Copy gradients, so that their tensors may be freed. A gradient for which no parts come stays in its dtype.
+    """Copy gradients of own experts ``[E_r, ...]`` and replicas ``[K, ...]``, so that their tensors may be freed.
 
-    Args:
-        own, replicas: gradients of a rank's own experts ``[E_r, ...]`` and of its replicas ``[K, ...]``.
+    A gradient for which no parts come stays in its dtype.
     """
     tables, groups = tables_of(travels, own[0].device), by_dtype([grad.dtype for grad in own])
     return Gradients(
@@ -145,11 +127,8 @@ def new_gradients(own: Sequence[Tensor], replicas: Sequence[Tensor], travels: Tr
 def scatter(gradients: Gradients, world: World) -> list[Tensor]:
     """Bring the mean over ranks of the slots' gradients to the owners (SparseReduceScatter): ``[E_r, ...]``.
 
-    A rank adds the parts of others to its own gradient, in rank order: first in each node, then at the owner.
-    Gradients travel in their own dtype. So one placement has one order of sums.
-
-    Args:
-        gradients: overwritten.
+    A rank adds the parts of others to its own gradient, in rank order: first in each node, then at the owner. So one
+    placement has one order of sums. ``gradients`` are overwritten.
     """
     for stage, packed in zip(gradients.tables.returning, gradients.packed, strict=True):
         _backward(gradients, stage, packed, world)

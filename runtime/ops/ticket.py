@@ -1,13 +1,8 @@
-"""Plans of token exchanges, from quotas to which row is sent where.
+"""Plans of token exchanges, from quotas to which row is sent where: pure functions on integers.
 
-Pure functions on integers, no communication. Rows arrive sorted by expert; they leave ordered by (destination, slot),
-and at the destination they are brought into the order (slot, source).
-
-The rows of a layer may travel in several chunks, each with a ticket of its own. The rows of one rank for one slot are
-cut into parts of equal length, so each chunk has its share of every slot's rows and of every link's.
-
-A rank's slots are its own experts, by number, and behind them its replicas by (owner, expert): the order in which
-they come from their owners.
+Rows arrive sorted by expert; they leave ordered by (destination, slot), and at the destination they are brought into
+the order (slot, source). A rank's slots are its own experts, by number, and behind them its replicas by (owner,
+expert). Rows may travel in several chunks, each with its own ticket and its share of every slot's and link's rows.
 """
 
 from __future__ import annotations
@@ -32,18 +27,12 @@ TICKET_PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """The plan of an exchange, seen from one rank; the same ticket carries rows there, back, and their gradients.
+    """The plan of an exchange, seen from one rank; the same ticket carries rows there, back, and their gradients."""
 
-    Attributes:
-        slot_offsets: end of each slot's rows after the exchange, int32 ``[S]`` on the device.
-        splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]`` on the CPU.
-        send_index: which row goes at each position of the send buffer, int64 on the device.
-        receive_index: which received row goes at each position of the slot order, int64 ``[R']`` on the device.
-    """
-
-    slot_offsets: Tensor
-    splits: Tensor
-    send_index: Tensor
+    slot_offsets: Tensor  # end of each slot's rows after the exchange, int32 ``[S]`` on the device
+    splits: Tensor  # rows to (line 0) and from (line 1) each rank, int64 ``[2, W]`` on the CPU
+    send_index: Tensor  # which row goes at each position of the send buffer, int64 on the device
+    # Which received row goes at each position of the slot order, int64 ``[R']`` on the device.
     receive_index: Tensor
 
 
@@ -57,16 +46,14 @@ def _join(starts: Ints, lengths: Ints, ends: Ints) -> Ints:
 
 
 def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Join the segments of each pair of starts and lengths on ``device``, and return where each of them ends, too.
-
-    Where kernels run, only starts and ends are copied there, once, and kernels write the numbers.
-    """
+    """Join the segments of each pair of starts and lengths on ``device``, and return where each of them ends, too."""
     ends = [np.cumsum(lengths) for _, lengths in ranges]
     if not runs_on(device):
         return [
             (on_device(_join(starts, lengths, end), device), on_device(end, device))
             for (starts, lengths), end in zip(ranges, ends, strict=True)
         ]
+    # Where kernels run, only starts and ends are copied there, once, and kernels write the numbers.
     tables = [table for (starts, _), end in zip(ranges, ends, strict=True) for table in (starts, end)]
     moved = on_device_together(tables, device)
     totals = [int(end[-1]) if len(end) else 0 for end in ends]
@@ -77,10 +64,8 @@ def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) ->
 
 
 def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
-    """Return begin and length of one chunk's part of each segment; sender and receiver cut alike.
-
-    Each expert's remainder goes to another chunk, so that chunks stay even where segments are short.
-    """
+    """Return begin and length of one chunk's part of each segment; sender and receiver cut alike."""
+    # Each expert's remainder goes to another chunk, so that chunks stay even where segments are short.
     begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
     return begin, end - begin
 
@@ -88,11 +73,7 @@ def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, I
 def make_tickets(
     quotas: Quotas, placement: Placement, rank: int, device: torch.device, chunks: int = 1
 ) -> list[Ticket]:
-    """Plan the rows that one rank sends and receives, in ``chunks`` chunks.
-
-    Args:
-        quotas: this rank's part: which of its rows go where, and which arrive.
-    """
+    """Plan the rows that one rank sends and receives, from its ``quotas``, in ``chunks`` chunks."""
     # Step 1: rows that leave. A segment is the rows of one expert that go to one rank; the first rows of an
     # expert go to the lowest rank. Together the segments are all rows, in order.
     experts, destinations = np.nonzero(quotas.sends)
