@@ -1,6 +1,6 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
-# make quick   lint, and the tests of passes and runtime that need one process and no compiler, under a minute
+# make quick   lint, and the tests of passes and runtime that need one process and no compiler, one to two minutes
 # make soak    kill runs that save, 200 times, and look whether anything was lost, 40 minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 55 minutes (make bench-full: five shapes and links,
 #              about four hours; either goes on after an interruption with BENCH=--continue)
@@ -29,7 +29,7 @@ test: $(VENV)/.installed check
 
 quick: $(VENV)/.installed
 	$(BIN)/ruff check --quiet .
-	$(BIN)/pytest -q -m "not distributed and not slow" tests/test_import_order.py tests/test_package.py tests/passes tests/runtime
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not distributed and not slow" tests/test_import_order.py tests/test_package.py tests/passes tests/runtime
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
