@@ -113,6 +113,33 @@ def test_what_modules_save_beside_tensors(tmp_path: Path) -> None:
         hecate.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
 
 
+def test_the_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+    assert hecate.load(tmp_path, required=False) is None
+    with pytest.raises(hecate.NoCheckpointError, match="no checkpoint in"):
+        hecate.load(tmp_path)
+    for step in (10, 20, 15):
+        hecate.save(tmp_path, step=step, extra=step)
+    assert hecate.load(tmp_path).step == 15
+    assert hecate.load(tmp_path, step=20).extra == 20
+    with pytest.raises(hecate.NoCheckpointError, match="no step 11 in"):
+        hecate.load(tmp_path, step=11)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"step": -1}, "step=-1"),
+        ({"step": 1.0}, "step=1.0"),
+        ({"step": 1, "keep": 0}, "keep=0"),
+        ({"step": 1, "optimizer": _adamw(Net())}, "give model"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, hecate.CheckpointError), match=said):
+        hecate.save(tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
 def test_several_optimizers_and_schedules(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         torch.manual_seed(seed)
@@ -143,8 +170,6 @@ def test_several_optimizers_and_schedules(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_model_is_of_another_model(tmp_path: Path) -> None:
-    assert "give model" in message_of(lambda: hecate.save(tmp_path / "new", step=1, optimizer=_adamw(Net())))
-    assert not (tmp_path / "new").exists()
     hecate.save(tmp_path, step=1, extra=5)
     assert "first.weight is not in the checkpoint" in message_of(lambda: hecate.load(tmp_path, Net()))
     assert hecate.load(tmp_path).extra == 5

@@ -74,6 +74,18 @@ def test_the_last_run_to_start_owns_the_folder(tmp_path: Path) -> None:
     assert load(tmp_path, step=1)[1] == first
 
 
+def test_a_forked_process_is_another_run(tmp_path: Path) -> None:
+    """The token is made when hecate is imported, which may be before a launcher forks."""
+    mine = publish._run
+
+    def other() -> None:
+        assert publish._run != mine and not publish._owned
+
+    save(tmp_path, 1)
+    forked(other)
+    assert publish._run == mine
+
+
 def test_taken_over_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     record = saving.record_files

@@ -28,6 +28,11 @@ def _scale_by_hand(model: nn.Module, step: int) -> None:
         p.grad *= 0.1 / norm
 
 
+def _scale_by_foreach(model: nn.Module, step: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(gradients, 0.1 / torch.stack(torch._foreach_norm(gradients)).norm())
+
+
 def _scale_by_torch(model: nn.Module, step: int) -> None:
     gradients = [p.grad for p in model.parameters()]
     torch._foreach_mul_(gradients, 0.1 / torch.nn.utils.get_total_norm(gradients))
@@ -53,7 +58,7 @@ def _late(model: nn.Module, step: int) -> None:
             model.get_parameter("norms.0.weight")[0] += 0.5
 
 
-CLIPPED = {"by hand": _scale_by_hand, "noise": _noise, "late": _late}
+CLIPPED = {"by hand": _scale_by_hand, "foreach": _scale_by_foreach, "noise": _noise, "late": _late}
 
 
 def _train(change: Any, folder: str = "", **options: Any) -> list[Any]:
@@ -115,7 +120,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "step"), [("by hand", 10), ("noise", 1), ("late", 30)])
+@pytest.mark.parametrize(("name", "step"), [("by hand", 10), ("foreach", 10), ("noise", 1), ("late", 30)])
 def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(name: str, step: int) -> None:
     first, second = (result[name] for result in results())
     assert first[0] == second[0] == step

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import hecate
+from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives, meeting, watch
-from hecate.runtime.comm.history import known_groups
+from hecate.runtime.comm.history import history_of, known_groups
 from hecate.runtime.comm.start import timeout_of
 from hecate.runtime.comm.world import World
 from tests.support.models import PlainLanguageModel, batch, build
@@ -64,9 +65,26 @@ def leave_early() -> str:
 
 
 def go_elsewhere() -> dict[str, str]:
-    """On one rank: what is raised when ranks call different things, and when rank 0 calls alone."""
+    """On one rank: what is raised when rank 0 calls what rank 1 does not, which is elsewhere or never comes."""
     model = compiled()
-    found = {"another": message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model))}
+    group = compiled_model_of(model, "test").world.group
+    assert group is not None
+    found, told = {}, watch.TOLD
+    watch.TOLD = 0.5
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found["in an exchange"] = message_of(lambda: hecate.stats(model))
+    else:
+        # As it looks to others: in a collective that the first rank has not begun.
+        history_of(group).number += 1
+        with watch.watched(group, "exchange of layer 0"):
+            time.sleep(3)
+        history_of(group).number -= 1
+        # What was pretended is told until the next round; no rank ever takes back a number.
+        time.sleep(2)
+    dist.barrier()
+    watch.TOLD = told
+    found |= {"another": message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model))}
     dist.barrier()
     with mock.patch.object(meeting, "timeout_of", return_value=1.5):
         found["alone"] = message_of(model.state_dict) if dist.get_rank() == 0 else ""
@@ -114,6 +132,8 @@ def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() ->
 @pytest.mark.distributed
 def test_a_meeting_of_ranks_that_call_different_things_or_do_not_come_ends() -> None:
     first, second = run_ranks(f"{_HERE}:go_elsewhere", 2, timeout=100)
+    assert "hecate.stats on rank 0, but rank 1 waits in exchange of layer 0" in first["in an exchange"]
+    assert "call it on all ranks together" in first["in an exchange"]
     assert "hecate.stats on rank 0, but rank 1 calls state_dict" in first["another"]
     assert "state_dict on rank 1, but rank 0 calls hecate.stats" in second["another"]
     assert "ranks [1] did not come before the group's timeout" in first["alone"]
