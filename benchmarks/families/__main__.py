@@ -18,7 +18,8 @@ from typing import Any
 
 import transformers
 
-from benchmarks.families.models import FAMILIES, not_covered
+from benchmarks.families.models import not_covered
+from benchmarks.families.table import FAMILIES
 from benchmarks.results_folder import results_folder
 from tests.support.ranks import RanksFailed, run_ranks
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.families import __main__ as command
-from benchmarks.families.models import FAMILIES, not_covered
+from benchmarks.families.models import not_covered
+from benchmarks.families.table import FAMILIES
 from tests.support.extent import ALL, OLD_TRANSFORMERS
 from tests.support.ranks import run_ranks
 
