@@ -24,12 +24,7 @@ _SUMMARIES = {name_of(entry): summary_of(entry) for stage in STAGES for entry in
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The outcome of the passes for one MoE layer in one graph.
-
-    Attributes:
-        rewritten: its rows are exchanged; otherwise its experts are gathered.
-        reason, line, fix: why it was not rewritten, the line of model code that causes it, and what to do; else "".
-    """
+    """The outcome of the passes for one MoE layer in one graph; reason, line and fix if it was not rewritten."""
 
     graph: int
     layer: str

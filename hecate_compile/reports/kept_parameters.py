@@ -13,14 +13,7 @@ from hecate.wrap.shard import shard_of
 
 @dataclass(frozen=True, kw_only=True)
 class KeptParameters:
-    """Parameters that are kept in one way.
-
-    Attributes:
-        kind: "experts", "dense, sharded" or "dense, whole".
-        count: how many parameters.
-        whole_bytes: bytes of all of them before ``hecate.compile``.
-        kept_bytes: bytes of them that this rank keeps.
-    """
+    """Parameters kept in one way ("experts", "dense, sharded", "dense, whole"): bytes whole, and on this rank."""
 
     kind: str
     count: int

@@ -96,14 +96,7 @@ def monitor(
 
 @dataclass(frozen=True)
 class _Place:
-    """The place to which a start of a run is written.
-
-    Attributes:
-        folder, file: the folder of this start, and the file of this rank in it.
-        first_step: number of its first step.
-        tensorboard: scalars for TensorBoard, which rank 0 may write.
-        opened: closes all of it, and lets others have the run's folder.
-    """
+    """The folder and files of one start of a run; ``opened`` closes them, and lets others have the run's folder."""
 
     folder: Path
     file: IO[bytes]

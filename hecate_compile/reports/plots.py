@@ -32,13 +32,7 @@ Bar = tuple[float, float, str]
 def heat_map(
     values: Array, steps: Array, *, title: str, rows: str, low: float | None = None, high: float | None = None
 ) -> str:
-    """Draw ``values`` ``[n, r]`` over time: one line for each of r experts or ranks, bright for much.
-
-    Args:
-        steps: number of each of the n steps.
-        rows: name of the lines, for the axis.
-        low, high: values of the darkest and the brightest colour; by default the least and the most.
-    """
+    """Draw ``values`` ``[n, r]`` over n steps: one line for each expert or rank, bright for much."""
     small, _ = fewer(values.astype(np.float64), steps)
 
     def draw(axes: Axes) -> None:
@@ -58,13 +52,7 @@ def heat_map(
 def line_plot(
     series: Mapping[str, Array], steps: Array, *, title: str, unit: str = "", floor: float | None = None
 ) -> str:
-    """Draw lines over the steps, with their names below.
-
-    Args:
-        series: ``[n]`` each; values that are not finite are left out.
-        unit: unit of all values.
-        floor: lowest value of the axis; by default the least of all values.
-    """
+    """Draw lines ``[n]`` over the steps, with names below; values that are not finite are left out."""
 
     def draw(axes: Axes) -> None:
         for number, (name, values) in enumerate(series.items()):
@@ -104,10 +92,9 @@ def timeline(lines: Sequence[tuple[str, Sequence[Bar]]], colours: Mapping[str, s
 
 
 def fewer(values: Array, steps: Array) -> tuple[Array, Array]:
-    """Return means over neighbouring steps, no more than a plot can show, and the first step of each.
+    """Return means of ``values`` ``[n, ...]`` over steps, as many as a plot can show, and the first step of each.
 
-    Args:
-        values: ``[n, ...]``; values that are not finite are left out, and a mean of nothing else is NaN.
+    Values that are not finite are left out; a mean of nothing else is NaN.
     """
     edges = np.linspace(0, len(values), min(len(values), _COLUMNS) + 1).round().astype(np.int64)[:-1]
     good = np.isfinite(values)

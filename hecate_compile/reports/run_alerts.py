@@ -29,13 +29,7 @@ GROWN = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """A finding that needs a look.
-
-    Attributes:
-        kind: for tests and programs: "dead", "collapse", "imbalance", "overlap", "slow", "memory", "nan".
-        text: the finding, with numbers.
-        advice: what to do about it.
-    """
+    """A finding that needs a look, with numbers, and advice what to do."""
 
     kind: Literal["dead", "collapse", "imbalance", "overlap", "slow", "memory", "nan"]
     text: str
@@ -61,8 +55,7 @@ def effective_experts(load: Any) -> Floats:
 def gone_since(values: Floats) -> int | None:
     """Return the index from which on values are not finite; None if they still are, or it is too early to tell.
 
-    NaN stands for "not logged" too, so it counts only where most values before were logged, and for as long as the
-    newest part of the run.
+    NaN also means "not logged", so most values before must have been logged.
     """
     finite = np.flatnonzero(np.isfinite(values))
     first = int(finite[-1]) + 1 if finite.size else 0

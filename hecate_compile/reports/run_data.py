@@ -25,11 +25,9 @@ from hecate.reports.run_files import (
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """The collectives of one rank in one step.
+    """The collectives of one rank in one step: part, operator and subject, str ``[m, 3]``, and times ``[m, 5]``.
 
-    Attributes:
-        names: part, operator and subject of each, str ``[m, 3]``.
-        times: started, begun, ended, waited, ready, in seconds from the step's begin, ``[m, 5]``.
+    Times are started, begun, ended, waited, ready, in seconds from the step's begin.
     """
 
     rank: int
@@ -40,24 +38,16 @@ class RankTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Series over the steps of a run: n steps, L layers, W ranks, E the most experts of a layer.
-
-    Values that a rank did not write are NaN.
+    """Series over n steps of a run, for L layers, W ranks and E experts; values that a rank did not write are NaN.
 
     Attributes:
-        head: the head of the last start that has steps.
-        notes: what is missing, in words.
-        step: numbers of the steps, ``[n]``.
-        seconds: seconds of a step on the slowest rank, ``[n]``.
-        load: rows of each expert, ``[n, L, E]``.
-        holders: ranks that held each expert, ``[n, L, E]``.
-        owners: owner of each expert, ``[n, L, E]``; -1 for experts that a layer does not have.
-        rows: rows that each rank computed, ``[n, L, W]``.
-        owner_rows: rows that it would have computed if owners computed all rows of their experts, ``[n, L, W]``.
-        row_bytes, expert_bytes: bytes that each rank sent, ``[n, W]``.
+        head, notes: the head of the last start that has steps, and what is missing, in words.
+        step, seconds: numbers of the steps, and seconds on the slowest rank, ``[n]``.
+        load, holders, owners: rows, number of holders and owner (-1 for none) of each expert, ``[n, L, E]``.
+        rows, owner_rows: rows that each rank computed, and would have if owners computed all, ``[n, L, W]``.
+        row_bytes, expert_bytes, memory: bytes that each rank sent and held, ``[n, W]``.
         travel, exposed: seconds of collectives, and in which the compute stood still for them, ``[n, W]``.
         layer_travel, layer_exposed: the same for each layer, means over ranks, ``[n, L]``.
-        memory: bytes of each rank, ``[n, W]``.
         logged: the user's numbers, means over ranks, ``[n]`` each.
         timelines: those of the last step that has any, one for each rank that has it.
     """
@@ -113,11 +103,7 @@ class RunData:
 
 
 def load_run(root: Path) -> RunData:
-    """Read a run's folder. Damaged files are left out, and a note says so.
-
-    Raises:
-        RunError: no run, nothing that can be read, or nothing logged yet.
-    """
+    """Read a run's folder, with a note of damaged files; RunError if there is no run, or nothing to read in it."""
     parts: list[_Start] = []
     notes: list[str] = []
     problems: list[RunError] = []

@@ -60,16 +60,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunHead:
-    """The content of ``run.json``.
-
-    Attributes:
-        model: class of the model.
-        policy: the policy that decided about placements.
-        device: kind of the ranks' device.
-        layers, experts: name of each layer that has experts, and how many it has.
-        nodes: node of each rank, length W.
-        started: Unix time.
-    """
+    """The content of ``run.json``: names, experts of each layer, node of each rank ``[W]``, Unix time of start."""
 
     model: str
     policy: str
@@ -92,11 +83,7 @@ class RunHead:
 
     @classmethod
     def read(cls, folder: Path) -> RunHead:
-        """Read the file.
-
-        Raises:
-            RunError: there is none, or it is of something else.
-        """
+        """Read the file; RunError if there is none, or it is of something else."""
         path = folder / "run.json"
         try:
             given = json.loads(path.read_text())
@@ -130,12 +117,7 @@ def _as(annotation: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """The file of one rank, as it was read.
-
-    Attributes:
-        arrays: all chunks, one after the other.
-        problem: what is missing at the end, in words; empty if nothing is.
-    """
+    """All chunks of one rank's file, joined, and the problem at its end in words, or ""."""
 
     arrays: Mapping[str, Array] = field(default_factory=dict)
     problem: str = ""
@@ -161,11 +143,7 @@ def start_numbers(root: Path) -> list[int]:
 
 
 def starts_in(root: Path) -> list[Path]:
-    """Return the folders of all starts, in order.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return the folders of all starts, in order; RunError if there is none."""
     found = [start_folder(root, number) for number in start_numbers(root)]
     if not found:
         raise RunError(
@@ -199,11 +177,7 @@ def append_chunk(file: IO[bytes], arrays: Chunk) -> None:
 
 
 def read_rank(path: Path, head: RunHead) -> RankFile:
-    """Read a rank's file up to a chunk that is damaged or cut off, as the last one of a killed run may be.
-
-    Raises:
-        RunError: there is no such file, or nothing in it can be read.
-    """
+    """Read a rank's file up to a damaged or cut chunk, as a killed run may leave; RunError if nothing can be read."""
     chunks: list[Chunk] = []
     try:
         with path.open("rb") as file:

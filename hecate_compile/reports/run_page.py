@@ -46,12 +46,7 @@ summary { font-weight: 600; padding: 6px 0; }
 
 
 def page_of(run: RunData, *, name: str, alerts: Sequence[Alert] | None = None) -> str:
-    """Draw the page.
-
-    Args:
-        name: name of the run, for the title.
-        alerts: the result of ``find_alerts``, if it is known already.
-    """
+    """Draw the page of a run with this name; ``alerts`` are found anew if they are not given."""
     alerts = find_alerts(run) if alerts is None else alerts
     parts = [
         _head(run, name),

@@ -19,12 +19,7 @@ Number = float | int | torch.Tensor
 
 @dataclass
 class _Step:
-    """A step that has not ended yet.
-
-    Attributes:
-        began, clock: when it began, as Unix time and on the clock of spans.
-        drawn: whether its collectives are kept one by one.
-    """
+    """A step that has not ended: begun at Unix time and ``clock`` of spans, which are kept if it is ``drawn``."""
 
     number: int
     began: float
@@ -34,12 +29,7 @@ class _Step:
 
 
 class StepLog:
-    """The log of steps since the last :meth:`take`.
-
-    Args:
-        first_step: number of the first step.
-        timeline_every: steps between two whose collectives are kept one by one.
-    """
+    """The log of steps since the last :meth:`take`; each ``timeline_every`` steps collectives are kept one by one."""
 
     def __init__(self, state: CompiledModel, first_step: int, timeline_every: int) -> None:
         self._world, self._next, self._timeline_every = state.world, first_step, timeline_every

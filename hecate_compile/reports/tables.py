@@ -20,11 +20,7 @@ _NARROWEST = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table with its title.
-
-    Attributes:
-        numbers: indices of the columns that are numbers.
-    """
+    """A table with its title; ``numbers`` are indices of the columns that are numbers."""
 
     title: str
     columns: tuple[str, ...]

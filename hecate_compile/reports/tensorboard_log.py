@@ -14,15 +14,7 @@ from hecate.reports.run_files import Array
 
 
 class TensorBoardLog:
-    """Scalars for TensorBoard, written by rank 0, a chunk of steps at a time.
-
-    Args:
-        folder: for TensorBoard's own files.
-        world_size: W.
-
-    Raises:
-        ImportError: there is no TensorBoard.
-    """
+    """Scalars for TensorBoard, written by rank 0 a chunk of steps at a time; ImportError without TensorBoard."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         # This imports TensorBoard, which is not installed with Hecate.

@@ -12,10 +12,7 @@ from hecate.runtime.comm.queue import Span
 
 
 def write_timeline(spans: Iterable[Span], path: str | os.PathLike[str], rank: int) -> None:
-    """Write spans in the Trace Event Format, which Perfetto and chrome://tracing open.
-
-    Two lines for each rank: the collectives, and the waits of the compute.
-    """
+    """Write a rank's collectives and waits in the Trace Event Format, which Perfetto and chrome://tracing open."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "collectives"}},

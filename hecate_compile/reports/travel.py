@@ -12,15 +12,10 @@ from hecate.runtime.state.layer import Layer
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
-    """The collectives of one kind for one layer, in one part of the graph.
+    """The collectives of one kind for one layer or its parameters, in "forward" or "backward".
 
-    Attributes:
-        part: "forward" or "backward".
-        subject: the layer, or the parameters.
-        count: how many.
-        predicted, behind, took, exposed: seconds: predicted, of compute meanwhile, measured, and in which the compute
-            stood still; the last two are None before the collectives have run.
-        predicted_bytes: bytes that leave this rank, by the same prediction.
+    Seconds are ``predicted``, of compute meanwhile (``behind``), measured, and ``exposed``, in which the compute
+    stood still; the last two are None before the collectives have run.
     """
 
     part: str
@@ -61,12 +56,9 @@ def _total(spans: Sequence[Span], name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes that this rank sent for one layer in the last step, their prediction, and memory of replicas.
+    """Bytes that this rank sent for one layer in the last step, forward and backward, and their prediction.
 
-    Attributes:
-        rows, experts: forward and backward; experts are replicas and their gradients.
-        replica_bytes: bytes of a rank's replicas in the last step, the mean over ranks.
-        most_replica_bytes: most bytes of replicas that a rank may hold.
+    ``replica_bytes`` is the mean over ranks, ``most_replica_bytes`` what a rank may hold.
     """
 
     layer: str
@@ -79,11 +71,7 @@ class LayerBytes:
 
 
 def layer_bytes(layers: Sequence[Layer], found: Iterable[Travel], slots: int) -> tuple[LayerBytes, ...]:
-    """Return the bytes of every layer.
-
-    Args:
-        slots: replicas that a rank may hold of a layer.
-    """
+    """Return the bytes of every layer, of which a rank may hold ``slots`` replicas."""
     found = list(found)
 
     def predicted(layer: Layer, carries: Carries) -> float:

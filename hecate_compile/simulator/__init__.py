@@ -1,10 +1,7 @@
 """Predict a training step on a cluster that is not there.
 
-A discrete model over the *real compiled graph*: the model is compiled as rank 0 of as many ranks as wanted, on a
-process group that sends nothing, and the graphs after all passes are kept instead of run. Then every rank walks
-through them: compute takes its operations or bytes; a rank's collectives run one after the other, two ranks exchange
-as soon as both have begun, and links carry what is ready first. Rows and replicas are those that a policy makes of a
-trace.
+The model is compiled as rank 0 of as many ranks as wanted, on a process group that sends nothing, and every rank
+walks through the real graphs after all passes. A policy makes rows and replicas of a trace.
 
 | file | concern |
 |---|---|

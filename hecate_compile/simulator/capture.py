@@ -23,17 +23,11 @@ from hecate.wrap.shard import shard_of
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """A model as rank 0 of a cluster would run it.
+    """A model as rank 0 of a cluster would run it: graphs and layers in the order in which they run.
 
-    Attributes:
-        graphs: forward and backward, in the order in which they run.
-        layers: the runtime records of its MoE layers, in the order of the graph.
-        rows: rows that a rank routes in each layer: tokens, each counted once for every expert that it goes to; 0 for
-            one rank, which routes nothing.
-        row_bytes: bytes of one row on the wire.
-        tokens: tokens of a rank's batch.
-        dense_parameters: elements of the matrices outside the experts, in all layers.
-        dense: (elements, bytes of each) of every parameter outside the experts.
+    A rank routes ``rows`` in each layer (tokens times choices; 0 for one rank), of ``row_bytes`` each on the wire,
+    from ``tokens`` of its batch. ``dense_parameters`` are elements of matrices outside the experts; ``dense`` has
+    (elements, bytes of each) of every parameter there.
     """
 
     graphs: tuple[Captured, ...]
@@ -56,17 +50,15 @@ class Capture:
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, config: Config) -> Capture:
-    """Compile ``model(**inputs).loss`` for ``cluster``.
+    """Compile ``model(**inputs).loss``, not compiled yet, for ``cluster``; values of the inputs do not matter.
 
-    Args:
-        model: not compiled yet; on the meta device it needs no memory for the experts of other ranks.
-        inputs: a batch of one rank. Its tensors' values do not matter.
-        config: its topology is replaced by the cluster's, its rates if it has none, and ``dispatch="auto"`` by
-            ``"rows"``. With ``"nodes"``, counts do not say which rows are of one token: see ``CostModel``.
+    On the meta device the experts of other ranks need no memory. The cluster's topology takes the place of the
+    config's, as do its rates if there are none, and ``"rows"`` that of ``dispatch="auto"``. With ``"nodes"``, counts
+    do not say which rows are of one token: see ``CostModel``.
 
     Raises:
         CaptureError: torch.distributed is in use already, the model has graph breaks, or it exchanges no tokens.
-        Also whatever :func:`hecate.compile` raises.
+            Also whatever :func:`hecate.compile` raises.
     """
     dispatch = config.dispatch if config.dispatch != "auto" else "rows"
     made = compile_as_rank_0(model, inputs, cluster, replace(config, dispatch=dispatch))

@@ -99,11 +99,7 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: Path) -> ClusterSpec:
-        """Read a TOML file with these attributes as keys; ``name`` is by default the file's.
-
-        Raises:
-            ClusterError: no such file, no TOML, or keys that are missing or unknown.
-        """
+        """Read a TOML file with these attributes as keys, ``name`` by default the file's, or raise ClusterError."""
         try:
             given: dict[str, Any] = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -23,10 +23,9 @@ class CaptureError(RuntimeError):
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Make this process rank 0 of ``count`` inside the block, with a Dynamo that has compiled nothing yet.
+    """Make this process rank 0 of ``count`` in the block, with a fresh Dynamo.
 
-    Raises:
-        CaptureError: torch.distributed is in use already.
+    Raises CaptureError if torch.distributed is in use already.
     """
     if dist.is_initialized():
         raise CaptureError("hecate: a simulation needs a process of its own, without torch.distributed")
@@ -42,12 +41,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class NotRunModel:
-    """A model that was compiled and not run.
-
-    Attributes:
-        graphs: forward and backward after all passes, as far as the first graph break.
-        breaks: reasons of graph breaks, and how often each.
-    """
+    """A model compiled and not run: graphs after all passes up to the first break, and reasons of breaks, counted."""
 
     model: nn.Module
     graphs: list[Captured]
@@ -57,14 +51,9 @@ class NotRunModel:
 def compile_as_rank_0(
     model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, config: Config
 ) -> NotRunModel:
-    """Compile ``model(**inputs)`` as rank 0 of ``cluster``, and run nothing.
+    """Compile ``model(**inputs)`` as rank 0 of ``cluster``, whose topology and, if none are given, rates are taken.
 
-    Args:
-        inputs: a batch of one rank.
-        config: its topology is replaced by the cluster's, and its rates if it has none.
-
-    Raises:
-        CaptureError: torch.distributed is in use already. Also whatever :func:`hecate.compile` raises.
+    Raises CaptureError if torch.distributed is in use already, and whatever :func:`hecate.compile` raises.
     """
     if config.transport != "collectives":
         raise CaptureError(f"hecate: transport={config.transport!r} needs ranks that run; it is not simulated")

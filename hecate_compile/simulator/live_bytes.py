@@ -1,14 +1,10 @@
 """Bytes that every rank holds during a step: states, and results of the graphs' operators while somebody needs them.
 
-It counts and assumes:
-
-- A result is alive from its operator to its last user. A tensor that the forward saves is alive until its last user
-  in the backward. Other results of the forward but the loss are dropped when it returns.
-- Views own nothing. No operator writes into memory of another, and none are fused: Inductor does both, so its peak is
-  lower. A backend that runs the graph as it stands (``aot_eager``) comes out as here.
-- A collective holds its results and its buffers (what it sends, and what has arrived before it is put in its place)
-  from its start to its wait, as if it ran all that time.
-- Memory inside other operators, of the batch, of the process and of the allocator's gaps is not counted.
+- A result is alive from its operator to its last user, in the backward if it is saved. Other results of the forward
+  but the loss are dropped when it returns.
+- Views own nothing. Nothing is fused or written over another's memory, so Inductor's peak is lower.
+- A collective holds its results and buffers from its start to its wait.
+- Memory inside other operators, of the batch, the process and the allocator's gaps is not counted.
 - Gradients are cleared to None between steps. The optimizer needs no memory besides its states.
 """
 
@@ -41,14 +37,10 @@ KINDS: tuple[Kind, ...] = ("activations", "gathered", "gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of each rank, ``[W]``.
+    """Bytes of each rank, ``[W]``: states, which stay, and the peak of everything.
 
-    Attributes:
-        states: parameters and optimizer states, which stay.
-        peak: the most of everything at one time.
-        gradients, gathered, activations: parts of the peak: gradients of parameters; replicas and gathered
-            parameters; and all else but states.
-        most_activations: the most of activations, whenever that is.
+    Parts of the peak are ``gradients`` of parameters, ``gathered`` parameters and replicas, and ``activations``, all
+    else; ``most_activations`` is their most, whenever that is.
     """
 
     states: Floats
@@ -71,13 +63,7 @@ class _Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    """Storages that a collective holds from its start on.
-
-    Attributes:
-        results: results of its wait.
-        buffers: held until it is waited for.
-        passing: held until just before that.
-    """
+    """Storages that a collective holds: results, buffers until its wait, and ``passing`` until just before it."""
 
     results: list[Storages]
     buffers: Storages = ()
@@ -85,11 +71,7 @@ class _InFlight:
 
 
 class LiveBytes:
-    """Walks through a captured step and adds up live storages.
-
-    Args:
-        capture: the graphs.
-    """
+    """Walks through a captured step and adds up live storages."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -114,12 +96,10 @@ class LiveBytes:
         ]
 
     def step(self, layers: Sequence[LayerStep], *, optimizer_bytes: float) -> StepMemory:
-        """Return the bytes of the step with this routing.
+        """Return the bytes of the step with this routing of each layer, in the order of the captured model's.
 
-        Args:
-            layers: routing of each layer, in the order of the captured model's.
-            optimizer_bytes: bytes of one parameter besides itself and its gradient: 8 for AdamW in fp32 (two
-                moments), 12 with a master copy.
+        ``optimizer_bytes`` are of one parameter besides itself and its gradient: 8 for AdamW in fp32, 12 with a
+        master copy.
         """
         capture = self._capture
         sizes = rank_sizes([layer.id for layer in capture.layers], layers)
@@ -150,11 +130,7 @@ class LiveBytes:
 
 
 class _Walk:
-    """The storages of graphs that run one after the other, and when they live.
-
-    Args:
-        symbols: meanings of unbacked sizes; the walk adds symbols of its own.
-    """
+    """The storages of graphs that run one after the other, and when they live; adds its own to ``symbols``."""
 
     def __init__(self, symbols: Symbols) -> None:
         self._symbols = symbols
@@ -164,11 +140,7 @@ class _Walk:
         self._saved: list[Storages] = []
 
     def forward(self, graph: Graph, *, saves: int) -> None:
-        """Walk through the forward.
-
-        Args:
-            saves: how many of the last results are for the backward.
-        """
+        """Walk through the forward, whose last ``saves`` results are for the backward."""
         # The inputs are parameters, which are states, and the batch.
         held = self._run(graph, {})
         self._saved = [held[node][0] for node in _results(graph)[-saves:] if _is_tensor(node)] if saves else []

@@ -13,13 +13,10 @@ from hecate.simulator.routing import LayerStep
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that has most.
+    """Bytes of the rank that has most: parameters, gradients and optimizer states; and slots.
 
-    Attributes:
-        states: parameters, gradients and optimizer states.
-        slots: replicas, from a layer's forward to its backward, and the gradients of one layer's replicas and own
-            experts on their way. With re-materialization replicas of two layers, of which one is gathered while the
-            other computes. 0 for a policy that never replicates.
+    Slots hold replicas from a layer's forward to its backward (of two layers with re-materialization), and gradients
+    of one layer's replicas and own experts on their way; 0 for a policy that never replicates.
     """
 
     states: float
@@ -29,13 +26,7 @@ class Memory:
 def count_memory(
     made: Capture, step: Sequence[LayerStep], *, optimizer_bytes: float, rematerialize: bool = False
 ) -> Memory:
-    """Add up the bytes of one step.
-
-    Args:
-        step: routing and placement of each layer.
-        optimizer_bytes: bytes of one parameter besides itself and its gradient: 8 for AdamW in fp32, 12 with a master
-            copy.
-    """
+    """Add up the bytes of one step; ``optimizer_bytes`` are as in ``LiveBytes.step``."""
     dense = sum(count * (2 * size + optimizer_bytes) for count, size in made.dense)
     owned = np.zeros(len(step[0].rows))
     held, sent = [], []

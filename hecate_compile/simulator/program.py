@@ -1,7 +1,6 @@
-"""A program: a compiled graph as a list of what takes time, compute and collectives that start and are waited for.
+"""A program: a compiled graph as a list of compute, and of collectives that start and are waited for.
 
-Operations and bytes come from ``hecate.passes.final.node_cost``; sizes that depend on routing stay symbols, which
-stand for a layer's rows, replicas and shards.
+Sizes that depend on routing stay symbols, which stand for a layer's rows, replicas and shards.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ RankSizes = Mapping[tuple[int, What], Floats]
 
 
 class Meaning(NamedTuple):
-    """The meaning of an unbacked size.
-
-    Attributes:
-        share: the part of a layer's rows that one chunk has.
-    """
+    """The meaning of an unbacked size; ``share`` is the part of a layer's rows that one chunk has."""
 
     layer: int
     what: What
@@ -49,13 +44,7 @@ Symbols = dict[sympy.Symbol, Meaning]
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Operators between two collectives.
-
-    Attributes:
-        operators: how many.
-        fixed: (operations, bytes) of those whose sizes do not depend on routing.
-        routed: functions of the sizes that return (operations, bytes), each ``[W]``.
-    """
+    """Operators between two collectives, as (operations, bytes); ``routed`` are functions that return ``[W]``."""
 
     operators: int
     fixed: tuple[tuple[float, float], ...]
@@ -64,14 +53,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a collective.
-
-    Attributes:
-        token: its number in this program.
-        operator: name of the collective, such as ``exchange``.
-        layer: id of the MoE layer, or None.
-        unit: bytes of one row or one expert; of everything, where there are neither.
-    """
+    """The start of collective ``token`` of this program; ``unit`` is bytes of a row or an expert, else of all."""
 
     token: int
     operator: str
@@ -94,11 +76,7 @@ Item = Compute | Start | Wait
 
 
 def program_of(captured: Captured, symbols: Symbols) -> list[Item]:
-    """Translate one graph.
-
-    Args:
-        symbols: meanings of unbacked sizes. Filled by the forward, used by the backward.
-    """
+    """Translate one graph; the forward fills ``symbols``, meanings of unbacked sizes, and the backward uses them."""
     graph = captured.graph.graph
     clock = Clock(captured.graph, captured.context)
     learn_sizes(graph.nodes, symbols)
@@ -195,11 +173,7 @@ def function_of(
 
 
 def rank_sizes(ids: Sequence[int], layers: Sequence[LayerStep]) -> RankSizes:
-    """Return the rows, replicas and experts that each rank has in a step.
-
-    Args:
-        ids: ids of the layers.
-    """
+    """Return the rows, replicas and experts that each rank has in a step, by layer id."""
     sizes: dict[tuple[int, What], Floats] = {}
     for id, layer in zip(ids, layers, strict=True):
         experts, ranks = layer.placement.pairs

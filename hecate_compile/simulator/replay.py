@@ -20,11 +20,7 @@ from hecate.simulator.routing import walk
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The model and the machine that a trace is of.
-
-    Attributes:
-        sizes: sizes of each layer.
-    """
+    """The model and the machine that a trace is of."""
 
     sizes: tuple[LayerSizes, ...]
     rates: Rates
@@ -32,11 +28,7 @@ class Recorded:
 
 
 def load_recorded(path: Path) -> Recorded:
-    """Read the notes of ``hecate.record`` on the model and the machine.
-
-    Raises:
-        ValueError: the file has no such notes.
-    """
+    """Read the notes of ``hecate.record`` on the model and the machine; ValueError if there are none."""
     try:
         with np.load(path) as archive:
             sizes, rates, nodes = archive["sizes"], archive["rates"], archive["nodes"]
@@ -68,17 +60,11 @@ def _sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The result of one policy for a trace.
+    """The result of one policy for a trace: ``rows`` ``[step, layer, rank]``, the rest ``[step, layer]``.
 
-    Attributes:
-        rows: rows of each rank, ``[step, layer, rank]``.
-        replicas: number of replicas, ``[step, layer]``.
-        crossing: rows that left their node, ``[step, layer]``.
-        moved: experts that changed owners, over all steps.
-        seconds: predicted seconds, ``[step, layer]``.
-        transfers: the part of them in which replicas travel, exposed, ``[step, layer]``.
-        moves: further predicted seconds, in which experts move with optimizer states before the step, hidden behind
-            nothing: ``[step, layer]``.
+    Rows that leave their node are ``crossing``; ``moved`` counts experts that changed owners. Of the predicted
+    ``seconds``, replicas travel exposed in ``transfers``; ``moves`` are further ones, hidden behind nothing, in which
+    experts move with optimizer states.
     """
 
     rows: np.ndarray[Any, Any]
@@ -110,13 +96,9 @@ def replay(
     sizes: Sequence[LayerSizes],
     keeps_states: bool = False,
 ) -> Replay:
-    """Run ``policy`` through a trace, step by step.
+    """Run ``policy`` through counts, int64 ``[step, layer, rank, expert]``, from owners ``[layer, expert]``.
 
-    Args:
-        counts: rows, int64 ``[step, layer, rank, expert]``.
-        owners: ``[layer, expert]``, to begin with.
-        sizes: sizes of each layer.
-        keeps_states: replicas stay from step to step, with optimizer states, which travel when one is made.
+    With ``keeps_states`` replicas stay from step to step, with optimizer states, which travel when one is made.
     """
     steps, layers, ranks, _ = counts.shape
     rows = np.zeros((steps, layers, ranks), dtype=np.int64)

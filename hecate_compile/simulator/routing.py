@@ -21,14 +21,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
-    """The routing of one layer in one step.
+    """The routing of one layer in one step, with the placement before the gate (``planned``) and after it.
 
-    Attributes:
-        planned: the placement before the gate.
-        placement: the placement after it; the same unless the policy calibrates.
-        rows: rows from each rank to each, int64 ``[W, W]``.
-        computed: rows of each expert on each rank, int64 ``[E, W]``.
-        moved: experts that changed owners before this step.
+    ``rows`` go from each rank to each, int64 ``[W, W]``; ``computed`` are those of each expert on each rank, int64
+    ``[E, W]``; ``moved`` experts changed owners before this step.
     """
 
     planned: Placement
@@ -48,16 +44,9 @@ def walk(
     sizes: Sequence[LayerSizes],
     steps: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[LayerStep]]]:
-    """Run ``policy`` through a trace as training would: it sees the counts of earlier steps only.
+    """Run ``policy`` through counts, int64 ``[step, layer, rank, expert]``; it sees those of earlier steps only.
 
-    Args:
-        counts: rows, int64 ``[step, layer, rank, expert]``.
-        owners: owners of each layer, to begin with.
-        sizes: sizes of each layer.
-        steps: yield only these; in the others rows are not split, which is most of the work.
-
-    Yields:
-        Number of the step, and its layers.
+    Yields the number and layers of ``steps``; in others rows are not split, which is most of the work.
     """
     layers, current = counts.shape[1], list(owners)
     recent: list[deque[Any]] = [deque(maxlen=policy.window) for _ in range(layers)]

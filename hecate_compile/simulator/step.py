@@ -46,14 +46,9 @@ class PredictedSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction of a step.
+    """The prediction of a step: seconds until the last rank has updated its parameters, and spans in their order.
 
-    Attributes:
-        seconds: seconds until the last rank has updated its parameters.
-        compute: seconds of compute of each rank, ``[W]``.
-        waited: seconds that each rank waits for collectives, ``[W]``.
-        sent: bytes that leave each node, ``[N]``.
-        spans: the collectives in their order.
+    Seconds of ``compute``, and ``waited`` for collectives, are ``[W]``; bytes ``sent`` by each node are ``[N]``.
     """
 
     seconds: float
@@ -64,12 +59,7 @@ class Prediction:
 
 
 class Simulator:
-    """Walks all ranks through a captured model.
-
-    Args:
-        capture: the graphs.
-        cluster: the machine.
-    """
+    """Walks all ranks of a cluster through a captured model."""
 
     def __init__(self, capture: Capture, cluster: ClusterSpec) -> None:
         self.cluster = cluster
@@ -79,11 +69,9 @@ class Simulator:
         self.parts = [(c.context.part, program_of(c, symbols)) for c in capture.graphs]
 
     def step(self, layers: Sequence[LayerStep], *, update: Floats | float = 0.0) -> Prediction:
-        """Predict the step with this routing.
+        """Predict the step with this routing of each layer, in the order of the captured model's.
 
-        Args:
-            layers: routing of each layer, in the order of the captured model's.
-            update: bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
+        ``update`` is bytes of parameters that each rank updates, ``[W]``; 0 leaves the optimizer out.
         """
         of = dict(zip(self.layers, layers, strict=True))
         topology = self.cluster.topology
@@ -139,11 +127,7 @@ class _Links:
         self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
     def run(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
-        """Return when each rank has its result, ``[W]``, and the bytes that leave each node.
-
-        Args:
-            begun: when each rank begins, ``[W]``.
-        """
+        """Return when each rank, begun at ``begun``, has its result, ``[W]``, and the bytes that leave each node."""
         rounds = 0 if self._straight(start) else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
@@ -225,13 +209,9 @@ class _Links:
         return []
 
     def _send(self, sent: Floats, begun: Floats, node_bytes: float) -> tuple[Floats, Floats]:
-        """Return when each rank has sent and received everything, and the bytes that leave each node.
+        """Return when each rank has sent and received ``sent`` ``[W, W]``, and the bytes that leave each node.
 
         Two ranks exchange as soon as both have begun. A link serves transfers in the order in which they get ready.
-
-        Args:
-            sent: bytes from each rank to each, ``[W, W]``.
-            node_bytes: bytes per second of a node's link.
         """
         topology = self.topology
         sources, destinations = np.nonzero(sent)
@@ -274,10 +254,9 @@ def _serve(places: Any, ready: Floats, seconds: Floats) -> Floats:
 
 
 class _Carried:
-    """The rows and experts of one layer that go between ranks, ``[W, W]``.
+    """The rows and experts of one layer between ranks, ``[W, W]``.
 
-    Args:
-        together: rows of a token, where its row crosses to each node once; 1 if that is not known.
+    ``together`` is how many rows of a token cross to a node as one; 1 if that is not known.
     """
 
     def __init__(self, layer: LayerStep, topology: Topology, together: int) -> None:

@@ -29,12 +29,9 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that are the same for all policies.
+    """Options that are the same for all policies, each of which takes the place of the config's own.
 
-    Attributes:
-        config: how the model is compiled; each policy takes the place of its own.
-        steps: how many steps to simulate, spread over the trace.
-        optimizer_bytes: bytes of one parameter besides itself and its gradient.
+    ``steps`` are spread over the trace; ``optimizer_bytes`` are of one parameter besides itself and its gradient.
     """
 
     config: Config = field(default_factory=Config)
@@ -47,14 +44,12 @@ class Result:
     """The result of a policy on a cluster: means over the simulated steps.
 
     Attributes:
-        seconds: seconds of a step.
+        seconds, waited: seconds of a step, and in which the rank that computes least stands still.
         imbalance: rows of the busiest rank over the mean.
-        waited: seconds that the rank which computes least stands still, for collectives and for others.
         replicas: replicas on all ranks, per layer.
         node_bytes: bytes that leave the node that sends most in a step.
         states, slot_bytes: memory of the rank with most; gradients count as states.
-        peak, mean_peak: the most bytes that a rank holds at one time, of the rank with most and of all on average:
-            states, and live results of operators (:mod:`hecate.simulator.live_bytes`).
+        peak, mean_peak: most bytes at one time, of the rank with most and of all on average (``live_bytes``).
         activations, mean_activations: the same without states, gradients and replicas.
     """
 
@@ -80,11 +75,9 @@ def study(
     routing: Callable[[Capture], Counts],
     options: Options,
 ) -> list[Result]:
-    """Simulate every policy with the same model and routing.
+    """Simulate every policy with the same model and routing, ``[step, layer, rank, expert]`` for a captured model.
 
-    Args:
-        build: makes the model and a batch of one rank; called once for each kind of graph.
-        routing: rows ``[step, layer, rank, expert]`` for a captured model.
+    ``build`` makes the model and a batch of one rank; it is called once for each kind of graph.
     """
     captured: dict[Any, Capture] = {}
     results = []

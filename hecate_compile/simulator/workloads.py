@@ -29,15 +29,7 @@ STEPS_BETWEEN_MOVES, BURST_STEPS, BURST_EVERY = 10, 5, 40
 def make(
     name: str, *, steps: int, layers: int, ranks: int, experts: int, rows: int, skew: float = 1.5, seed: int = 0
 ) -> Counts:
-    """Make the counts of one workload.
-
-    Args:
-        rows: rows of each rank in each step and layer: tokens times choices.
-        skew: exponent of zipf and drift.
-
-    Raises:
-        ValueError: there is no such workload.
-    """
+    """Make the counts of a workload with ``rows`` (tokens times choices) a rank; ValueError for an unknown name."""
     if name not in WORKLOADS:
         raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     rng = np.random.default_rng(seed)
@@ -53,11 +45,7 @@ def make(
 
 
 def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
-    """Read counts ``[step, layer, rank, expert]`` and owners ``[layer, expert]`` from a file of ``hecate.record``.
-
-    Raises:
-        ValueError: it is not such a file.
-    """
+    """Read counts ``[step, layer, rank, expert]`` and owners ``[layer, expert]`` of a trace, or raise ValueError."""
     try:
         # numpy would take any other file for pickled data, and advise to trust it.
         if path.is_file() and not is_zipfile(path):
@@ -77,10 +65,7 @@ def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
 def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
     """Fit a trace to another number of layers and ranks, and to ``rows`` rows of every rank, layer and step.
 
-    Layers and ranks that the trace does not have repeat those that it has, some steps later. Proportions stay.
-
-    Raises:
-        ValueError: a rank without rows.
+    Missing layers and ranks repeat those there are, some steps later. Raises ValueError for a rank without rows.
     """
     steps, old_layers, old_ranks, _ = counts.shape
     layer, rank = np.arange(layers), np.arange(ranks)
@@ -90,11 +75,7 @@ def fit(counts: Counts, *, layers: int, ranks: int, rows: int) -> Counts:
 
 
 def scale(counts: Counts, rows: int) -> Counts:
-    """Scale counts so that they add up to ``rows``, in the same proportions: int64 ``[..., E] -> [..., E]``.
-
-    Raises:
-        ValueError: a line without rows.
-    """
+    """Scale counts to a sum of ``rows``: int64 ``[..., E] -> [..., E]``; ValueError for a line without rows."""
     total = counts.sum(-1, keepdims=True)
     if not total.all():
         raise ValueError("the trace has a rank without rows")

@@ -47,11 +47,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
 
 
 def compare_histories(world: World) -> None:
-    """Raise with the first collective in which ranks differ, where they are known to differ. A collective.
-
-    Raises:
-        DisagreementError: always, with the first difference.
-    """
+    """Raise DisagreementError with the first collective in which ranks are known to differ; a collective."""
     assert world.group is not None, "one rank has nobody to differ from"
     text = json.dumps(as_plain(history_of(world.group).calls)).encode()
     world.queue.drain()

@@ -1,9 +1,4 @@
-"""Records of collectives: one for each, with everything that passes, predictions and reports ask about it.
-
-A record stands beside its operator (``hecate.runtime.ops``), and whoever needs to know something about a collective
-asks it. So a new collective of a known kind needs no change elsewhere, and an unknown one is an error, never a
-default.
-"""
+"""Records of collectives: one for each, which passes, predictions and reports ask; an unknown kind is an error."""
 
 from __future__ import annotations
 
@@ -63,11 +58,7 @@ _by_operator: dict[object, Collective] = {}
 
 
 def add_collective(collective: Collective) -> Collective:
-    """Register a record, and return it. A name is registered once.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register a record, and return it; raises ValueError if the name is taken."""
     if collective.name in _by_name:
         raise ValueError(f"hecate: there is a collective {collective.name} already")
     _by_name[collective.name] = collective
@@ -82,11 +73,7 @@ def collectives() -> tuple[Collective, ...]:
 
 
 def collective_named(name: str) -> Collective:
-    """Return the record of the operator with this name, as notes and traces have it.
-
-    Raises:
-        LookupError: no such collective.
-    """
+    """Return the record of the operator with this name, as notes and traces have it, or raise LookupError."""
     try:
         return _by_name[name]
     except KeyError:

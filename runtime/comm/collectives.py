@@ -1,7 +1,6 @@
 """Collectives on tensors whose first dimension is split unevenly over ranks.
 
-Everything is a collective of ``torch.distributed``, or with gloo an exchange of messages
-(:mod:`hecate.runtime.comm.messages`). Sums of messages run in rank order, which makes them deterministic.
+With gloo these are messages, summed in rank order so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
 def on_device(numbers: np.ndarray, device: torch.device, *, constant: bool = False) -> torch.Tensor:
     """Return numbers of the host as a tensor on ``device``, without waiting for what the device does meanwhile.
 
-    Args:
-        constant: they follow from shapes alone, so a CUDA graph that is being captured may copy them in each replay.
-
-    Raises:
-        RuntimeError: a graph is being captured, and they are not constant: replays would copy these again.
+    While a CUDA graph is captured only ``constant`` numbers, which follow from shapes alone, may be copied: replays
+    copy them again. Others raise RuntimeError.
     """
     tensor = torch.from_numpy(numbers)
     if device.type == "cpu":
@@ -91,11 +87,7 @@ def parts_of(together: torch.Tensor, numbers: Sequence[np.ndarray]) -> list[torc
 
 @contextmanager
 def keeping_constants() -> Iterator[list[torch.Tensor]]:
-    """Collect, while CUDA graphs are captured, the tensors that they copy from the host in each replay.
-
-    Yields:
-        These tensors, to be kept as long as the graphs.
-    """
+    """Collect the tensors that CUDA graphs captured in the block copy from the host, to be kept as long as these."""
     global _constants
     kept: list[torch.Tensor] = []
     _constants = kept
@@ -106,10 +98,7 @@ def keeping_constants() -> Iterator[list[torch.Tensor]]:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host's memory; from a GPU it is there when the stream has come so far (``Job.on_host``).
-
-    Waiting here would keep the next work from being started. Jobs of other devices run on a thread, which may wait.
-    """
+    """Copy a tensor to the host's memory; from a GPU it is there when the stream has come so far: ``Job.on_host``."""
     if not tensor.is_cuda:
         return tensor.cpu()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -117,16 +106,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: World) -> torch.Tensor:
-    """Send ``send[w]`` consecutive rows to rank w and return the received ones in rank order.
-
-    Args:
-        rows: ``[sum(send), ...]``.
-        send: rows for each rank, length W.
-        receive: rows from each rank, length W.
-
-    Returns:
-        ``[sum(receive), ...]``.
-    """
+    """Send ``send[w]`` consecutive rows to each rank w: ``[sum(send), ...] -> [sum(receive), ...]`` in rank order."""
     if world.through_host and rows.device.type != "cpu":
         return all_to_all(rows.cpu(), send, receive, world).to(rows.device)
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -145,11 +125,7 @@ def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], world: W
 
 
 def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``.
-
-    Args:
-        out: contiguous, of as many values, to write into; the result is a view of it.
-    """
+    """Stack equally shaped tensors of all ranks: ``[...] -> [W, ...]``, a view of ``out`` (contiguous) if given."""
     # Flat, because gloo takes stacked output only for one-dimensional input.
     out = tensor.new_empty(world.size * tensor.numel()) if out is None else out.view(-1)
     if world.group is None:
@@ -174,12 +150,9 @@ def all_gather_even(tensor: torch.Tensor, world: World, *, out: torch.Tensor | N
 def gather_shards(
     shard: torch.Tensor, owners: Owners, world: World, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Dense all-gather: every rank gets all experts, in expert order. ``[E_r, ...] -> [E, ...]``.
+    """Gather all experts on every rank, in expert order: ``[E_r, ...] -> [E, ...]``, into ``out`` if it is given.
 
     Unequal shards are padded to the largest one, because gloo and NCCL gather equal sizes only.
-
-    Args:
-        out: contiguous ``[E, ...]`` to write into and return.
     """
     if out is None:
         out = shard.new_empty((len(owners.ranks), *shard.shape[1:]))
@@ -206,10 +179,7 @@ def _by_rank(owners: Owners, device: torch.device) -> torch.Tensor:
 
 
 def reduce_scatter_shards(full: torch.Tensor, owners: Owners, world: World) -> torch.Tensor:
-    """Dense reduce-scatter: each owner gets the sum over ranks of its experts. ``[E, ...] -> [E_r, ...]``.
-
-    Gradients of the ranks are added up in rank order, in float32 where that is wider.
-    """
+    """Return the sum over ranks of own experts, in rank order and at least float32: ``[E, ...] -> [E_r, ...]``."""
     if world.group is None:
         return full.clone()
     mine = owners.counts[world.rank]
@@ -297,11 +267,9 @@ def all_reduce(tensor: torch.Tensor, world: World, op: dist.ReduceOp.RedOpType =
 def all_reduce_by_nodes(flat: torch.Tensor, topology: Topology, world: World) -> None:
     """Overwrite ``flat`` ``[n]`` with the sum over ranks, sent over each node's link as seldom as can be.
 
-    A ring sends nearly twice the tensor out of every node. Here each rank of a node adds up a part of it, ranks of
-    the same place add up their parts across nodes, and both are shared again: with N nodes ``2 (N - 1) / N`` times
-    the tensor leaves each. Sums run in rank order inside nodes, then in the order of nodes.
-
-    NCCL knows its links itself, and nodes of unequal size have no places in common: these get :func:`all_reduce`.
+    A ring sends nearly twice the tensor out of every node. Here ranks of a node each add up a part, ranks of the same
+    place add up parts across nodes: ``2 (N - 1) / N`` times the tensor leaves each of N nodes. Sums run in rank order
+    inside nodes, then in node order. With NCCL or nodes of unequal size this is :func:`all_reduce`.
     """
     sizes = set(map(len, topology.members))
     if world.group is None or topology.num_nodes == 1 or len(sizes) > 1 or flat.device.type != "cpu":

@@ -1,8 +1,7 @@
-"""Heartbeats: one entry a rank in the store that torchrun has open, written beside all collectives.
+"""Heartbeats: each second a thread writes this rank's entry into torchrun's store, and reads others' when asked to.
 
-A thread writes this rank's entry every second, so others see that it is alive. It reads the others' entries only
-while somebody here wants to know, and on a connection of its own: a rank that waits for a key holds its connection
-meanwhile. Nothing here blocks the caller, so a store that cannot be reached is a fact to tell, not one more hang.
+It has a connection of its own, since a rank that waits for a key holds its connection. Nothing here blocks the
+caller.
 """
 
 from __future__ import annotations
@@ -39,17 +38,10 @@ class Heard:
 
 
 class Heartbeat:
-    """The thread that writes this rank's entries, and reads those of others while somebody here wants to know.
+    """The thread that writes this rank's entries, and reads those of others while ``wanted()``.
 
-    Args:
-        entry: returns what is told, JSON-able; gets whether another rank has asked for details.
-        wanted: whether to ask, and read what the others tell; called in each round.
-        look: called in each round, after :attr:`heard` is new; errors are passed over.
-
-    Attributes:
-        heard: by rank in the default group; only what was read since it was wanted.
-        reached: when the store last answered.
-        process: in which the thread runs.
+    ``entry`` returns JSON-able facts, with details if another rank has asked; ``look`` is called after :attr:`heard`,
+    by rank in the default group, is new. :attr:`reached` is when the store last answered.
     """
 
     def __init__(
@@ -75,10 +67,7 @@ class Heartbeat:
             self._told.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """Write the entry once more and end, after ``seconds`` at the latest.
-
-        A thread that is in the store when the interpreter ends would take the process down with it.
-        """
+        """Write the entry once more and end within ``seconds``: a thread in the store crashes a process that ends."""
         self._closed = True
         self._wake.set()
         self._thread.join(seconds)

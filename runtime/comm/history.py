@@ -1,8 +1,7 @@
 """Histories: the collectives that a rank has started on a group, so that ranks can find out where they parted.
 
-Numbers, labels and sizes are the same on all ranks as long as these run the same program, and what one rank sends is
-what another expects. Two numbers prove it, and travel with the counts of each exchange (:attr:`History.proof`). If
-the proofs of all ranks do not agree, :func:`first_difference` says in words where ranks parted.
+Two numbers prove that ranks run the same program, and travel with the counts of each exchange
+(:attr:`History.proof`). If they differ, :func:`first_difference` says in words where ranks parted.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ _LISTED = 8
 class Call:
     """A collective as ranks compare it.
 
-    Attributes:
-        number: how many the rank had started on the group, this one included.
-        kind: of ``torch.distributed``: "all_to_all".
-        label: the operator, the layer and the layer's step; "" where none is set.
-        size: values and their type, of a row in an all-to-all and of the whole tensor in others: "4096 bfloat16".
-        send, receive: rows to and from each rank, of an all-to-all.
+    ``number`` counts the group's collectives from 1, ``label`` names operator, layer and step ("" if unset), ``size``
+    is "4096 bfloat16": of a row in an all-to-all, else of the tensor. ``send`` and ``receive`` are an all-to-all's
+    rows.
     """
 
     number: int
@@ -93,12 +89,7 @@ def current_purpose() -> str:
 
 
 class History:
-    """The last collectives of one group.
-
-    Attributes:
-        group_name: the group's name, which the group itself forgets when ``torch.distributed`` ends.
-        number: how many have been started.
-    """
+    """The last collectives of one group, which forgets its own name when ``torch.distributed`` ends."""
 
     def __init__(self, group_name: str, rank: int, size: int) -> None:
         self.group_name, self.number = group_name, 0
@@ -108,12 +99,7 @@ class History:
         self._inward = [_weight(other, rank) for other in range(size)]
 
     def add(self, kind: str, tensor: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
-        """Record a collective that begins now.
-
-        Args:
-            tensor: the one that is communicated. Its first dimension is split in an all-to-all.
-            splits: rows to and from each rank, of an all-to-all.
-        """
+        """Record a collective that begins now; ``splits`` are rows to and from each rank, of an all-to-all."""
         self.number = number = self.number + 1
         label = _label.get()
         values = tensor.numel() if splits is None else tensor.shape[1:].numel()
@@ -155,11 +141,7 @@ def proven(proofs: Sequence[Sequence[int]]) -> bool:
 
 
 def as_plain(calls: Sequence[Call], splits: int = 2**20) -> list[dict[str, Any]]:
-    """Convert collectives to dicts for JSON.
-
-    Args:
-        splits: how many values of splits in all; the older ones are left out.
-    """
+    """Convert collectives to dicts for JSON, with at most ``splits`` values of splits in all, the newest."""
     found, left = [asdict(call) for call in calls], splits
     for call in reversed(found):
         left -= 2 * len(call["send"] or ())
@@ -199,12 +181,9 @@ class DisagreementError(RuntimeError):
 
 
 def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:
-    """Return the text of a :class:`DisagreementError`, or None if nothing contradicts.
+    """Return the text of a :class:`DisagreementError` from the last calls by rank, or None if nothing contradicts.
 
     A rank that has not come yet contradicts nothing: it may be slow.
-
-    Args:
-        calls: the last collectives of ranks, by rank in their group, without ranks that told nothing.
     """
     by_number: dict[int, dict[int, Call]] = {}
     for rank, started in sorted(calls.items()):

@@ -31,9 +31,7 @@ _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...],
 def measure_rates(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
     """Time matmuls, and all-to-alls inside nodes and between them; the slowest rank counts. A collective.
 
-    Rates are measured once in a process for each dtype, topology and group. Each is the median of a few repeats;
-    ranks take the largest of their times, so all get the same rates. How much can be hidden behind other work is not
-    known yet, see :mod:`hecate.runtime.state.overlap_window`.
+    Rates are medians, measured once in a process for each dtype, topology and group, and equal on all ranks.
     """
     assert world.group is not None, "one rank has nobody to measure with"
     of_group, key = _measured.setdefault(world.group, {}), (dtype, topology, world.device)
@@ -107,11 +105,7 @@ def _on_host(work: Callable[[], object]) -> float:
 
 
 def _on_device(work: Callable[[], object], module: Any, launches: int) -> float:
-    """Return the seconds of one ``work`` between two events of the stream.
-
-    Args:
-        module: ``torch.cuda``, or the module of another kind of device.
-    """
+    """Return the seconds of one ``work`` between two events of the stream; ``module`` is ``torch.cuda`` or alike."""
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     module.synchronize()
     # While the device is busy with this one the host launches the next, and late ranks arrive.

@@ -18,13 +18,8 @@ _TOGETHER = "It communicates: call it on all ranks together, not under `if rank 
 def meet(what: str, group: dist.ProcessGroup, *, advice: str = _TOGETHER) -> None:
     """Wait until all ranks of ``group`` are here, with none of their collectives under way.
 
-    Args:
-        what: what they are about to do together, as the user calls it.
-        advice: what to do where they are not here.
-
-    Raises:
-        RuntimeError: a rank waits in something else, which it began after all that this rank has taken part in; or
-            one has failed, or does not come before the group's timeout.
+    Raises RuntimeError, which names ``what`` they were to do and ends with ``advice``, if a rank waits in something
+    else, has failed, or does not come before the group's timeout.
     """
     store, own, name = store_of(group), dist.get_rank(), group.group_name
     ranks = dist.get_process_group_ranks(group)

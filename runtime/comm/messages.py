@@ -1,17 +1,13 @@
 """Collectives over gloo, as messages between pairs of ranks.
 
-The tag of a message is a hash of all collectives that its rank has started on the group, and of its length. So ranks
-that do different things never take each other's messages: they wait, until it is found out who does what
-(:mod:`hecate.runtime.comm.supervise`). In gloo's own collectives a rank takes a shorter message for the whole, and
-its process ends without a word at a longer one. So only one of these is used (:class:`Few`), whose length is always
-the same.
+A message's tag is a hash of its length and of all collectives that its rank has started on the group. So ranks that
+do different things never take each other's messages: they wait until it is found out (``supervise``). Gloo's own
+collectives would take a shorter message for the whole, and end the process at a longer one.
 
-- A rank posts all its receives before it sends anything, and ranks that have nothing for each other send no message.
-  In gloo's own all-to-all a rank asks another for its rows only after the rows that it sends to it, on the same
-  connection: a late rank gets nothing until its own rows have left, and all ranks wait for all.
+- A rank posts all its receives before it sends; ranks that have nothing for each other send no message. In gloo's own
+  all-to-all a late rank gets nothing until its own rows have left, and all ranks wait for all.
 - A message cannot be waited for in rounds: the end of the first would close all connections of the group. A thread of
   its own waits, and is left with messages that do not come, until the group's timeout.
-- When a connection closes, gloo does not fail a message that is half there, see :func:`check_connections`.
 """
 
 from __future__ import annotations
@@ -54,22 +50,11 @@ class Awaited(Protocol):
     """A collective over gloo that is under way."""
 
     def wait(self, seconds: float = -1) -> bool:
-        """Tell whether it is done, after ``seconds`` at the latest.
-
-        Raises:
-            RuntimeError: a connection was closed; or the group's timeout is over.
-        """
+        """Tell whether it is done within ``seconds``; RuntimeError if a connection closed or the group timed out."""
 
 
 class Messages:
-    """Messages that are under way.
-
-    Args:
-        work: sends and receives them, and returns when that is done.
-
-    Attributes:
-        under_way: locked until all have left and come, or none will any more.
-    """
+    """Messages that ``work`` sends and receives; ``under_way`` is locked until all are done, or have failed."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -139,14 +124,10 @@ _messengers = _Messengers()
 def exchange(
     coming: Sequence[torch.Tensor], going: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> Messages:
-    """Start to send ``going[w]`` to each rank w, and to receive ``coming[w]`` from it.
+    """Start to send ``going[w]`` to each rank w, and to receive ``coming[w]``; all contiguous, empty for nothing.
 
-    Args:
-        coming, going: contiguous, of length W; empty where there is nothing to send. The own ones are of equal shape.
-        tag: equal on all ranks that are in the same collective, and in no other.
-
-    Raises:
-        RuntimeError: a rank sends itself another number of rows than it expects.
+    ``tag`` is equal on all ranks in this collective, and in no other. Raises RuntimeError if a rank's rows for itself
+    are not as many as it expects.
     """
     rank, inference = group.rank(), torch.is_inference_mode_enabled()
     if len(coming[rank]) != len(going[rank]):
@@ -187,13 +168,9 @@ def _tag(tag: int, tensor: torch.Tensor) -> int:
 
 
 class Few:
-    """A gather of few bytes by gloo's own all-to-all, with messages of one length and the tag in front of each.
+    """A gather of at most :data:`FEW` bytes by gloo's own all-to-all, tags in front; it takes no Python thread.
 
-    It takes no thread of Python's, so counts of rows, which all ranks wait for, are there sooner.
-
-    Args:
-        flat: of as many bytes on all ranks, :data:`FEW` at most.
-        out: W times as long.
+    ``flat`` has as many bytes on all ranks, ``out`` W times as many.
     """
 
     def __init__(self, flat: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
@@ -220,10 +197,7 @@ class Few:
 
 
 def cut_off(group: dist.ProcessGroup) -> None:
-    """Close the connections of ``group``. Its messages under way fail, here and on peers; nothing works afterwards.
-
-    The process of a rank that left a collective of gloo's own would not end before that one's timeout.
-    """
+    """Close the connections of ``group``: its messages fail, here and on peers, so no process waits for a timeout."""
     threading.Thread(target=_cut_off, args=(group,), name="hecate-cut-off", daemon=True).start()
 
 
@@ -235,15 +209,10 @@ def _cut_off(group: dist.ProcessGroup) -> None:
 
 
 def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Raise if a connection to one of ``ranks`` is closed.
+    """Raise RuntimeError if a connection to one of ``ranks``, which told nothing for a while, is closed.
 
-    When a connection closes, gloo fails a message that begins, but not one that is half there; so this begins one.
-
-    Args:
-        ranks: those that told nothing for a while. One that is only slow gets a message that it never reads.
-
-    Raises:
-        RuntimeError: the connection to one of them is closed.
+    When a connection closes, gloo fails a message that begins, but not one that is half there; so this begins one. A
+    rank that is only slow gets a message that it never reads.
     """
     if not ranks:
         return

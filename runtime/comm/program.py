@@ -59,12 +59,9 @@ def behind(others: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A collective of ``torch.distributed`` that the program itself has called and waits in.
+    """A collective that the program itself has called and waits in: "torch.distributed.barrier (train.py, line 7)".
 
-    Attributes:
-        what: "torch.distributed.barrier (train.py, line 7)".
-        group, ranks: its group's name and ranks.
-        number: its place among the collectives of that group, as ``torch.distributed`` counts them.
+    ``number`` is its place among the collectives of its group, as ``torch.distributed`` counts them.
     """
 
     what: str
@@ -137,12 +134,7 @@ def _number(group: Any) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on this rank, or its end.
-
-    Attributes:
-        started: how many collectives it had started by then, by group.
-        final: its program ends.
-    """
+    """An error on this rank, or its end (``final``); ``started`` counts collectives begun by then, by group."""
 
     text: str
     started: Mapping[str, int]

@@ -1,12 +1,7 @@
 """Collectives beside the compute: one queue per model, in which they run one after the other.
 
-A collective is a :class:`Job`. Where graphs start it and wait for it in two places, it runs in between on its own:
-
-- gloo: on a thread of the queue, which blocks there instead of in the compute.
-- NCCL: on a stream of the queue, started by the thread that computes (``stream_lane``).
-
-One queue is one order, and graphs start their collectives in the same order on every rank, so no two ranks wait for
-different ones. A collective in one piece runs after all that were started, on the thread or on the stream.
+With gloo they run on a thread of the queue, with NCCL on a stream (``stream_lane``). One queue is one order, the same
+on every rank, so no two ranks wait for different ones.
 """
 
 from __future__ import annotations
@@ -31,16 +26,11 @@ from hecate.runtime.comm.stream_lane import Launched, StreamLane
 
 @dataclass(frozen=True)
 class Job:
-    """A collective that is ready to run.
+    """A collective that is ready to run, labelled in words that are the same on all ranks.
 
-    Attributes:
-        queue: where it runs.
-        run: communicates and unpacks; touches nothing but its own tensors. Returns tensors without other
-            references, made before, unless they are the host's (``stream_lane`` says why).
-        meanwhile: work for the host while it runs.
-        finish: the host's part afterwards; gets the result of ``run`` and returns that of the collective.
-        on_host: the result of ``run`` is in the host's memory, and ``finish`` reads it.
-        label: what it is, in words that are the same on all ranks: "exchange of blocks.0, step 3".
+    ``run`` touches nothing but its own tensors, and returns tensors without other references, made before, unless
+    they are the host's (``stream_lane`` says why). The host does ``meanwhile`` while it runs, then ``finish``, whose
+    result is the collective's; it may read the result of ``run`` if that is ``on_host``.
     """
 
     queue: CollectiveQueue
@@ -58,17 +48,10 @@ class Job:
 
 @dataclass
 class Span:
-    """Times of one collective, in seconds of ``time.perf_counter``.
+    """Times of one collective, in seconds of ``time.perf_counter``; with NCCL of the GPU, once they are read.
 
-    Attributes:
-        part, operator, subject: "forward" or "backward", what it is, and the layer or parameters that it is for.
-        predicted, behind: seconds that it was predicted to take, and compute that was scheduled meanwhile.
-        started: it was put into the queue.
-        begun, ended: it ran.
-        waited, ready: the compute asked for the result, and had it.
-        predicted_bytes: that leave this rank.
-
-    With NCCL all are times of the GPU, as far as :attr:`CollectiveQueue.spans` has read them.
+    It was put into the queue (``started``), ran (``begun`` to ``ended``), and the compute stood still for it
+    (``waited`` to ``ready``). ``behind`` is compute scheduled meanwhile; ``predicted_bytes`` leave this rank.
     """
 
     part: str
@@ -194,12 +177,7 @@ _numbers = itertools.count()
 
 
 class CollectiveQueue:
-    """Runs jobs in the order in which they are started.
-
-    Args:
-        device: where the tensors live.
-        lane: a CUDA stream to run them on instead of a thread: the collectives themselves do not block the host.
-    """
+    """Runs jobs in the order in which they are started, on a thread, or on the CUDA stream of ``lane``."""
 
     def __init__(self, device: torch.device, *, lane: StreamLane | None = None) -> None:
         self.device = device
@@ -214,10 +192,7 @@ class CollectiveQueue:
 
     @property
     def spans(self) -> deque[Span]:
-        """Spans of the last step's collectives with a start and a wait; with NCCL, of the last step that has times.
-
-        With NCCL the host waits for the GPU here.
-        """
+        """Spans of the last step's collectives; with NCCL of the last step that has times, which the host awaits."""
         while self._lane is not None and self._unread:
             span, launched = self._unread.popleft()
             for name, seconds in self._lane.times(launched).items():
@@ -321,10 +296,7 @@ def wait(number: int) -> Any:
 
 
 def run(job: Job) -> Any:
-    """Start ``job`` and wait for it, in the caller's thread if its queue is idle.
-
-    On a stream it is launched after the others, for they use one communicator.
-    """
+    """Start ``job`` and wait for it: in the caller's thread if its queue is idle; on a stream after the others."""
     if not job.queue.idle:
         return job.queue.submit(job, "").wait()
     result = job.communicate()

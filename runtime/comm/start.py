@@ -1,7 +1,6 @@
 """Process groups that a restart by torchrun does not confuse.
 
-torchrun keeps one store for all starts of a run. Keys of a start that was killed are still in it: addresses of dead
-ranks, to which new ones would connect (pytorch#135712, #167288), and meetings that seem to have taken place. So the
+torchrun keeps one store for all starts of a run, with addresses of dead ranks in it (pytorch#135712, #167288). So the
 ranks of a start agree on a text that no other start had, and all of Hecate's keys begin with it.
 """
 
@@ -39,13 +38,8 @@ def start_process_group(
 ) -> None:
     """Call ``dist.init_process_group()`` for ranks of torchrun, whatever an earlier start left in the store.
 
-    Args:
-        own: this rank's text for the others, from before there is a group.
-        backend_for: gets the texts of all ranks, by rank; returns the backend, None for torch's own choice.
-        timeout: how long ranks wait for each other here; by default torch's.
-
-    Raises:
-        TimeoutError: names the ranks that did not come.
+    ``backend_for`` gets the text ``own`` of every rank, by rank, and returns the backend. Raises TimeoutError with
+    the ranks that did not come.
     """
     timeout = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
@@ -74,12 +68,7 @@ def new_group_beside(
     what: str,
     device: torch.device | None = None,
 ) -> Any:
-    """Create a group of the same ranks. A collective of these ranks.
-
-    Args:
-        what: for torch's logs.
-        device: where this rank has its tensors, by default the current one: ``group`` may know of no CPU.
-    """
+    """Create a group of the same ranks; a collective. ``device`` is where this rank has its tensors."""
     ranks = dist.get_process_group_ranks(group)
     with _own_keys(group, device):
         own = dist.new_group(
@@ -104,12 +93,9 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def agree_on_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a text that is the same on all ranks, and that no earlier start on this store had.
 
-    Every rank says hello with a text of its own. Rank 0 offers one to those that it hears, and again whenever it
-    hears another hello. A rank that finds its own hello in the offer knows that this offer is new, and says that it
-    has seen it.
-
-    Raises:
-        TimeoutError: names the ranks that did not come.
+    Every rank says hello with a text of its own, and rank 0 offers a text to those that it hears, again at each new
+    hello. A rank that finds its hello in the offer knows that it is new. Raises TimeoutError with the ranks that did
+    not come.
     """
     end = time.monotonic() + timeout.total_seconds()
     own = uuid.uuid4().hex
@@ -189,10 +175,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def end_with_agent() -> None:
-    """Let this process die with torchrun's agent, however that dies. Linux only.
-
-    Nothing else would end it, and it would train, and save, on.
-    """
+    """Let this process die with torchrun's agent, or it would train, and save, on. Linux only."""
     global _ends_with_agent
     if _ends_with_agent or not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -208,10 +191,7 @@ def end_with_agent() -> None:
 
 
 def _is_agent(pid: int) -> bool:
-    """Tell whether the process is torchrun's agent: only its environment has no id of the run.
-
-    A process that was started by a worker, and not by the agent, ends as it likes.
-    """
+    """Tell whether the process is torchrun's agent: only its environment has no id of the run."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as environment:
             return not any(entry.startswith(b"TORCHELASTIC_RUN_ID=") for entry in environment.read().split(b"\0"))

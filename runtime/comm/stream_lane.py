@@ -2,14 +2,13 @@
 
 Memory belongs to streams as follows:
 
-- Tensors that a job sends or returns are made before it is launched, on the stream of the compute, which this stream
-  then waits for. Whoever waits for the job goes on after its end, on the same stream. So both may be freed there like
-  anything else that is computed, and are taken again at once.
+- Tensors that a job sends or returns are made before it is launched, on the compute's stream, which this one waits
+  for. Whoever waits for the job goes on after its end, on the same stream: both may be freed there, and reused.
 - Tensors that a job needs in between are made on this stream, and taken again by later jobs. A result that is made
   here is right as well: jobs begin after all work that the compute was given before.
 
-No tensor is told about another stream (``record_stream``): its memory would be taken again only when all work has run
-that the host had launched when it was freed, and in a backward the host is many layers ahead.
+No tensor is told about another stream (``record_stream``): its memory would be free only when all work has run that
+the host had launched by then, and in a backward the host is many layers ahead.
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ import torch
 
 @dataclass(eq=False)
 class Launched:
-    """A job on the stream.
-
-    Attributes:
-        stream: of the compute that started it.
-        timed: its times will be read.
-        ended: the event recorded after it.
-        times: events with times: the start on the stream of the compute, begin and end of the job, and before and
-            after the wait for it.
-    """
+    """A job on the stream, the compute's stream that started it, and its events, with times if it is ``timed``."""
 
     stream: Any
     timed: bool
@@ -41,16 +32,7 @@ class Launched:
 
 
 class StreamLane:
-    """Launches jobs one after the other.
-
-    Args:
-        device: whose stream it is.
-        wait: lets the host wait until the function that it gets, which does not block, returns true.
-        cuda: ``torch.cuda``.
-
-    Attributes:
-        timed: whether jobs of this step can have times.
-    """
+    """Launches jobs one after the other; ``wait`` lets the host wait until a function that does not block is true."""
 
     def __init__(
         self, device: torch.device, *, wait: Callable[[Callable[[], bool]], None], cuda: Any = torch.cuda
@@ -66,12 +48,7 @@ class StreamLane:
         self.timed = False
 
     def begin_step(self, *, dropped: bool, timed: bool) -> None:
-        """Begin a step, from which times count.
-
-        Args:
-            dropped: jobs were started that nobody will wait for. The compute may reuse their memory only after them.
-            timed: the times of this step's jobs will be read.
-        """
+        """Begin a step, from which times count; the compute may reuse memory of ``dropped`` jobs only after them."""
         current = self._cuda.current_stream(self._device)
         if dropped:
             current.wait_stream(self._stream)
@@ -97,13 +74,9 @@ class StreamLane:
         return launched
 
     def hand_over(self, launched: Launched, *, on_host: bool) -> None:
-        """Let the current stream go on after a job.
+        """Let the current stream go on after a job, and the host wait for it alone if it reads the result.
 
-        Args:
-            on_host: the host reads its result, so the host waits, for this job and nothing else.
-
-        Raises:
-            RuntimeError: the job was started on another stream, whose memory its result is.
+        Raises RuntimeError if the job was started on another stream, whose memory its result is.
         """
         current, ended = self._cuda.current_stream(self._device), launched.ended
         if current != launched.stream:

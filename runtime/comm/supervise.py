@@ -38,12 +38,8 @@ def supervised(
 ) -> None:
     """Run one collective of ``group``; return when it is done, or launched where the host does not wait.
 
-    Args:
-        kind: its name in ``torch.distributed``: "all_to_all".
-        start: begins it; gets a tag that is equal on all ranks which are in the same collective, and in no other.
-            Returns the work to wait for, if it goes over gloo.
-        tensor: the one that is communicated.
-        splits: rows to and from each rank, of an all-to-all.
+    ``start`` gets a tag that is equal on all ranks in the same collective and in no other, and returns the work to
+    wait for over gloo. ``kind`` and ``splits`` are as in :class:`~hecate.runtime.comm.history.Call`.
 
     Raises:
         DisagreementError: ranks are in different collectives, or one sends what the other does not expect.
@@ -66,14 +62,7 @@ def supervised(
 
 
 def wait_for_device(ended: Callable[[], bool], group: dist.ProcessGroup) -> None:
-    """Let the host wait for work launched after collectives of ``group``, as it waits for those of gloo.
-
-    Args:
-        ended: whether the device has come so far; does not block.
-
-    Raises:
-        DisagreementError, RuntimeError: as :func:`supervised`.
-    """
+    """Let the host wait until ``ended()``, which does not block, and raise as :func:`supervised` does."""
     if ended():
         return
     with watched(group, current_label()) as wait:
@@ -105,11 +94,7 @@ def begin(
     group: dist.ProcessGroup,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> None:
-    """Record that this rank begins a collective of all ranks of ``group``; arguments as for :func:`supervised`.
-
-    Raises:
-        RuntimeError: the group was given up.
-    """
+    """Record that this rank begins a collective of all ranks of ``group``; RuntimeError if the group was given up."""
     refuse_if_given_up(group)
     program.going_on()
     history_of(group).add(kind, tensor, splits)
@@ -117,13 +102,9 @@ def begin(
 
 @contextmanager
 def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
-    """Supervise waits of the host inside the block that :func:`begin` has announced and torch knows nothing of.
+    """Supervise waits of the host in the block, after :func:`begin`; yields a function that says to leave them.
 
-    Yields:
-        A function that tells whether to leave the waits, because they will not end.
-
-    Raises:
-        DisagreementError, RuntimeError: as :func:`supervised`, in place of a RuntimeError of the block.
+    Raises as :func:`supervised` does, in place of a RuntimeError of the block.
     """
     with watched(group, current_label()) as wait:
         try:
@@ -133,11 +114,7 @@ def supervised_waits(group: dist.ProcessGroup) -> Iterator[Callable[[], bool]]:
 
 
 def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], None] | None = None) -> RuntimeError:
-    """Give up the group of a wait that ``error`` ends, and return the error to raise in its place.
-
-    Args:
-        end: ends what is under way on the group.
-    """
+    """Give up the group of a wait that ``error`` ends, end its work, and return the error to raise in its place."""
     problem = wait.problem or reason(wait, error)
     give_up(wait, problem)
     if end is not None:

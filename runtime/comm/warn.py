@@ -7,12 +7,7 @@ import warnings
 
 
 def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
-    """Warn on rank 0 of a finding of all ranks. Where warnings are errors, each rank raises it.
-
-    Args:
-        rank: of the caller; every rank calls this.
-        stacklevel: as ``warnings.warn`` has it, in the caller.
-    """
+    """Warn on rank 0 of a finding of all ranks; every rank calls this, and raises it where warnings are errors."""
     if rank == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
         return
@@ -21,11 +16,7 @@ def warn_together(text: str, rank: int, *, stacklevel: int = 1) -> None:
 
 
 def warn_alone(text: str, *, stacklevel: int = 1) -> None:
-    """Warn of a finding of this rank alone. Where warnings are errors it is logged, for the other ranks would wait.
-
-    Args:
-        stacklevel: as ``warnings.warn`` has it, in the caller.
-    """
+    """Warn of a finding of this rank alone; where warnings are errors log it, for the other ranks would wait."""
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:

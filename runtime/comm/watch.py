@@ -1,12 +1,9 @@
 """Notices hangs and deaths, whatever carries the collectives.
 
-Every second each rank tells the others (:mod:`hecate.runtime.comm.heartbeat`) how many collectives it has started on
-each group, in which it waits, and how its program fares. Once a wait has lasted two seconds, its rank asks the others
-for their last collectives, too, and finds out whether the wait can end at all (:func:`_verdict`). It tells them what
-it finds, so all raise the same error. Waits of ten seconds are logged.
-
-A rank that is only slow is waited for until the group's timeout. Silence alone proves nothing, since a rank may be
-stopped, or computing where Python cannot run; it counts as gone once a connection to it is broken as well.
+Every second each rank tells the others (``heartbeat``) how many collectives it has started and in which it waits.
+Once a wait has lasted two seconds, its rank asks for the others' last collectives, finds out whether the wait can end
+(:func:`_verdict`), and tells them, so all raise the same error. A rank that is only slow is waited for until the
+group's timeout; a silent one, which may be stopped, counts as gone once a connection to it is broken as well.
 """
 
 from __future__ import annotations
@@ -58,12 +55,9 @@ class RankEndedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """The reason why a group cannot go on.
+    """The reason why a group cannot go on: a disagreement, or a rank that failed, is gone, or has ``ended`` its part.
 
-    Attributes:
-        disagreement: ranks do different things; else one failed or is gone.
-        certain: what happened is known. If not, the text is no more than what this rank saw.
-        ended: a rank takes no part any more.
+    If it is not ``certain``, the text is no more than what this rank saw.
     """
 
     text: str
@@ -81,14 +75,9 @@ class Problem:
 
 @dataclass(eq=False)
 class Wait:
-    """A thread's wait for other ranks.
+    """A thread's wait for other ranks in collective ``number`` of its group, or after it, in a ``meeting``.
 
-    Attributes:
-        number: of the collective on its group that it waits in; of a meeting, of the last one before it.
-        meeting: it waits for others in front of the next collective.
-        next: seconds after which it is logged.
-        problem: why it will not end, once that is known.
-        broken: it has ended with an error, of which the reason is looked for.
+    It is logged after ``next`` seconds; ``problem`` is why it will not end; a ``broken`` one has ended with an error.
     """
 
     what: str
@@ -136,12 +125,7 @@ def _look() -> None:
 
 @contextmanager
 def watched(group: dist.ProcessGroup, what: str = "", *, meeting: bool = False) -> Iterator[Wait]:
-    """Watch a wait for other ranks inside the block.
-
-    Args:
-        what: in words; without any, what :func:`hecate.runtime.comm.history.doing` says.
-        meeting: it is in front of the next collective of the group, and not in the last that this rank has begun.
-    """
+    """Watch a wait for other ranks inside the block, in the words of ``what`` or ``history.doing``."""
     _running()
     thread = threading.get_ident()
     wait = Wait(what or current_purpose(), group, history_of(group).number, meeting, time.monotonic())
@@ -157,11 +141,7 @@ def _long_waits() -> list[Wait]:
 
 
 def _entry(asked: bool) -> dict[str, Any]:
-    """Return this rank's entry for the store.
-
-    Args:
-        asked: another rank wants to know its last collectives, and where its program is.
-    """
+    """Return this rank's entry for the store, with its last collectives and program's place if another rank asked."""
     groups: dict[str, dict[str, Any]] = {}
     for group, history in known_groups():
         one = groups[history.group_name] = {"number": history.number}
@@ -250,11 +230,7 @@ def reason(wait: Wait, error: BaseException) -> Problem:
 
 
 def silent(group: dist.ProcessGroup, *, unknown: bool = False) -> dict[int, float]:
-    """Return the ranks of ``group`` that have told nothing for a while, and for how many seconds.
-
-    Args:
-        unknown: include ranks of which it cannot be known.
-    """
+    """Return the seconds for which ranks of ``group`` have told nothing, with those not known if ``unknown``."""
     found = {rank: _running().silence(other) for rank, other in _others(group)}
     long = _SILENT * heartbeat.EVERY
     gone = [rank for rank, seconds in found.items() if (unknown if seconds is None else seconds > long)]
@@ -298,11 +274,7 @@ def give_up(wait: Wait, problem: Problem) -> None:
 
 @contextmanager
 def telling(where: str) -> Iterator[None]:
-    """Tell the others of an error that leaves the block, before they find this rank's connections closed.
-
-    Args:
-        where: "in its forward".
-    """
+    """Tell the others of an error that leaves the block, before they find this rank's connections closed."""
     program.going_on()
     try:
         yield

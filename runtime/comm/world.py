@@ -22,15 +22,10 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The group of ranks over which experts are sharded and gradients averaged.
+    """The group of ranks over which experts are sharded and gradients averaged; ``chosen`` by the user's mesh.
 
-    ``group`` is None for a single process, and then nothing ever communicates.
-
-    Attributes:
-        chosen: the user gave its ranks, by a mesh; else they are all that there are.
-        group: Hecate's own, of the same ranks as the user's. Collectives of the queue's thread and those of the
-            model's own code would otherwise meet in one group, in another order on every rank.
-        queue: where the collectives of graphs run.
+    ``group`` is Hecate's own, or None for a single process. In the user's group, collectives of the queue's thread
+    would meet those of the model's code in another order on every rank.
     """
 
     rank: int
@@ -52,11 +47,7 @@ class World:
         return self.group is not None and self.group in groups()
 
     def check(self) -> None:
-        """Check that ``torch.distributed`` was neither started nor ended since ``hecate.compile``.
-
-        Raises:
-            RuntimeError: ranks would train models of their own, or wait for ranks that are gone.
-        """
+        """Raise RuntimeError if ``torch.distributed`` was started or ended since ``hecate.compile``."""
         if self.group is not None:
             if not self.connected:
                 raise RuntimeError(
@@ -73,7 +64,7 @@ class World:
 
     @property
     def through_host(self) -> bool:
-        """Tell whether tensors on the device must be copied to the host to be sent: gloo has no all-to-all for CUDA.
+        """Tell whether device tensors are sent through the host, since gloo has no all-to-all for CUDA.
 
         This is slow; it lets several processes share one GPU, which NCCL refuses.
         """
@@ -99,10 +90,8 @@ SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
 def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     """Return the world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
 
-    Starts ``torch.distributed`` when torchrun's environment is there and it was not started yet.
-
-    Raises:
-        ValueError: the mesh has more than one dimension, or ranks have their model on devices of other kinds.
+    Starts ``torch.distributed`` in torchrun's environment. Raises ValueError if the mesh has more than one dimension,
+    or models are on devices of several kinds.
     """
     end_with_agent()
     if mesh is not None and mesh.ndim != 1:
@@ -140,16 +129,10 @@ def name_of(device: torch.device) -> str:
 
 
 def backend_for(names: Sequence[str]) -> str | None:
-    """Return the backend of ``torch.distributed`` for models on devices of these names; None for torch's choice.
+    """Return the backend for models on devices of these names (:func:`name_of`) by rank; None for torch's choice.
 
-    NCCL carries tensors on GPUs, gloo those of the host. By itself torch would take NCCL alone where it sees a GPU,
-    and then a model on the CPU could send nothing. NCCL refuses two ranks on one GPU: there gloo carries both.
-
-    Args:
-        names: of every rank, see :func:`name_of`.
-
-    Raises:
-        ValueError: devices are of several kinds.
+    NCCL carries tensors on GPUs, gloo those of the host; NCCL refuses two ranks on one GPU: there gloo carries both.
+    Raises ValueError if devices are of several kinds.
     """
     kinds: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -210,11 +193,7 @@ def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 
 def find_topology(given: Topology | None, world: World) -> Topology:
-    """Return which ranks of ``world`` share a node: as given, else by torchrun's LOCAL_WORLD_SIZE, else all of them.
-
-    Raises:
-        ValueError: the given topology has another number of ranks.
-    """
+    """Return which ranks share a node: as given (ValueError if of another size), else by torchrun's environment."""
     if given is not None:
         if given.world_size != world.size:
             raise ValueError(

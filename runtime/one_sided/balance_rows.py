@@ -1,9 +1,8 @@
 """Balance on the device: how many rows of each expert each holder computes, as the planner's ``balance`` finds them.
 
-There are two kernels. The first has a program for each expert: all its rows are its owner's, and where others hold it
-too, they start where the planner starts. The second is one program, since each expert's split depends on those before
-it; its lanes are the ranks. It takes as long as its longest chain, so it uses 32 bits, whose sums and quotients are
-short.
+The first kernel has a program for each expert, and splits its rows where the planner starts. The second is one
+program whose lanes are the ranks, since each expert's split depends on those before it. It takes as long as its
+longest chain, so it uses 32 bits, whose sums and quotients are short.
 """
 
 import torch

@@ -1,20 +1,15 @@
 """The one-sided carrier, with a bound of the rows that come: the host never learns how many rows go where.
 
-With ``Config(transport="symmetric")`` counts, rows, replicas and their gradients travel over
-:class:`~hecate.runtime.one_sided.exchanges.Exchanges`. Counts stay on the device, and tickets are made there
-(``device_dispatch``). A rank that has R rows has room for so many percent of R, so every shape is known before
-anything has run. Rows that come lie in the front of that room; behind them zeros are written, and nowhere else.
+A rank that has R rows has room for so many percent of R, so every shape is known before anything has run. Rows that
+come lie in the front of that room; after them are zeros.
 
 **The host learns late.** Counts, and whether there was room, are copied to the host while it goes on, and read at
 :meth:`OneSided.settle`: when the next forward begins, before an optimizer steps or a scaler looks at gradients, when
-statistics or a checkpoint ask, and at the end of a forward without gradients. There all ranks are at the same place,
-and read the same. If the device has not come so far, the host waits for that copy alone, which lies in the forward.
+statistics or a checkpoint ask, and at the end of a forward without gradients. All ranks are at the same place there.
 
-**More rows than there is room for.** Nothing of such an exchange travels, on no rank. Each rank gets NaN instead,
-so no loss and no gradient of that step can pass for a right one, and ``settle`` raises before an optimizer takes
-them: nothing is lost, and the step can be made again. An optimizer whose step is compiled does not ask, nor does code
-that updates parameters by hand: there the next forward raises. A fallback to collectives for such a step would need a
-second graph, since shapes are fixed in this one; there is none.
+**More rows than there is room for.** Nothing of such an exchange travels, on no rank. Each rank gets NaN instead, and
+``settle`` raises before an optimizer takes it, so the step can be made again. Where an optimizer's step is compiled
+or parameters are updated by hand, the next forward raises.
 """
 
 from __future__ import annotations
@@ -48,11 +43,7 @@ from hecate.runtime.state.settle import ExchangeFailed, settle_before_optimizers
 class OneSided:
     """The :class:`~hecate.runtime.state.layer.Carrier` of ``Config(transport="symmetric")``.
 
-    Args:
-        room_percent: a rank has room for so many percent of the rows that it has itself.
-
-    Attributes:
-        recorded: while launches are recorded, the tables that they read in place of the placements that graphs carry.
+    ``recorded`` are the tables that recorded launches read in place of the placements that graphs carry.
     """
 
     counts_stay = True
@@ -69,9 +60,8 @@ class OneSided:
     def between(cls, world: World, topology: Topology, room_percent: int) -> OneSided:
         """Create a carrier over memory that the ranks of ``world`` share. A collective.
 
-        Raises:
-            ValueError: they are too many, on several nodes, or on a device of another kind.
-            RuntimeError: they cannot share it.
+        Raises ValueError if ranks are too many, on several nodes, or on other devices; RuntimeError if memory is not
+        shared.
         """
         _check_ranks(topology, world)
         return cls(Exchanges.between(world), room_percent)

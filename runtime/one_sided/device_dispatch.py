@@ -1,8 +1,4 @@
-"""Dispatch on the device, from counts to an exchange's ticket: ``assign_tokens``, ``make_tickets`` without the host.
-
-Rows are split as ``assign_tokens(..., how="balanced")`` splits them by default, number for number. The operators use
-this with ``Config(transport="symmetric")``; else exchanges take their split sizes from the host.
-"""
+"""Dispatch on the device, from counts to an exchange's ticket; rows are split as ``assign_tokens`` does it."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from hecate.runtime.placement.topology import Topology
 class DeviceTables:
     """A placement, as one rank's device reads it; made once for each placement.
 
-    Behind the E experts there may be some that do not exist, to which no rows go. They stand where tables have more
+    After the E experts there may be some that do not exist, to which no rows go. They stand where tables have more
     room than the placement takes, the first in ``slots``, and as many as it takes in ``replicated``.
 
     Attributes:
@@ -34,8 +30,7 @@ class DeviceTables:
         slots: the experts that the rank holds, in slot order, int64 ``[S]``.
         replicated: experts with more than one holder, ascending, int64 ``[n]``.
         parts: where each rank's part of each of them begins and ends before levels even out, int64 ``[n, W + 1]``.
-        order: the ranks, node by node, int64 ``[W]``.
-        nodes: the node of each of them, int64 ``[W]``.
+        order, nodes: the ranks, node by node, and the node of each of them, int64 ``[W]``.
     """
 
     rank: int
@@ -57,11 +52,9 @@ class DeviceTables:
         replicas: int = 0,
         replicated: int = 0,
     ) -> DeviceTables:
-        """Return the tables on ``device``, without waiting for what it does meanwhile.
+        """Return the tables on ``device`` without waiting for it, with room for so many replicas and replicated ones.
 
-        Args:
-            replicas: with room for so many replicas beside own experts; 0 for as many as there are.
-            replicated: with room for so many experts that have replicas; 0 for as many as there are.
+        By default (0) there is room for as many as there are.
         """
         order, experts = np.argsort(topology.position), len(placement.holders)
         copied = [expert for expert, ranks in enumerate(placement.holders) if len(ranks) > 1]
@@ -99,12 +92,9 @@ class DeviceTicket:
     Attributes:
         slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``.
         splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
-        send_index: which row goes at each position of the send buffer, int64 ``[send capacity]``.
-        receive_index: which received row goes at each position of the slot order, int64 ``[receive capacity]``.
-            Both have zeros behind their used part: rows may be gathered by the whole index, but no one may read those
-            behind that part, and to scatter by it is wrong.
-        used: how many positions of both would be used, int64 ``[2]``. If that is more than there are, indices are cut
-            off, and the exchange must not be made.
+        send_index, receive_index: which row goes at each position of the send buffer and of the slot order, int64, as
+            long as capacities. Rows after the used part, where both are zero, must not be read or scattered.
+        used: how many positions of both would be used, int64 ``[2]``; if there are fewer, no exchange may be made.
     """
 
     slot_offsets: torch.Tensor
@@ -120,10 +110,10 @@ class BoundedTicket:
 
     Attributes:
         slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``, none beyond the room.
-        splits: rows to (line 0) and from (line 1) each rank, and rows for which each rank has no room (line 2),
-            int64 ``[3, W]``. All ranks have the same line 2. Unless it is zero, lines 0 and 1 are: nothing travels.
+        splits: rows to (line 0) and from (line 1) each rank, and rows for which each rank has no room (line 2, equal
+            on all ranks), int64 ``[3, W]``. Unless line 2 is zero, lines 0 and 1 are: nothing travels.
         send_index: which row goes at each position of the send buffer, int64 ``[rows]``.
-        receive_index: which received row goes at each position of the slot order, int64 ``[room]``. Behind those that
+        receive_index: which received row goes at each position of the slot order, int64 ``[room]``. After those that
             come it names none that travels, so rows may be scattered by it.
     """
 
@@ -134,14 +124,10 @@ class BoundedTicket:
 
 
 def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, percent: int) -> BoundedTicket:
-    """Return the ticket of :func:`device_quotas` and :func:`device_ticket`, empty unless every rank has room.
+    """Return the ticket for ``counts``, int64 ``[W, E]``, empty unless every rank has room for its rows.
 
-    A rank has room for so many percent of the rows that it has itself. All ranks know the counts of all, so all of
-    them see which rank lacks room, and none begins an exchange that another refuses.
-
-    Args:
-        counts: rows that each rank has for each expert that exists, int64 ``[W, E]``.
-        rows: that this rank has, with those that stay.
+    A rank has room for ``percent`` of its own ``rows``. All ranks know all counts, so none begins an exchange that
+    another refuses.
     """
     counts = torch.nn.functional.pad(counts, (0, len(tables.owners) - counts.shape[1]))
     wanted, sends, receives = device_quotas(counts, tables)
@@ -164,14 +150,10 @@ def room_for(rows: int, percent: int) -> int:
 
 
 def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute all ranks' shares, and one rank's sends and receives: the planner's ``Quotas``, on the device.
+    """Return the planner's ``Quotas`` on the device, from ``counts``, int64 ``[W, E]``, fewer than 2**31 together.
 
-    Args:
-        counts: rows that each rank has for each expert, int64 ``[W, E]``; fewer than 2**31 together.
-
-    Returns:
-        Rows of each expert that each rank computes, and that this rank sends to each, both int64 ``[E, W]``; and rows
-        from each rank of each expert, int64 ``[W, E]``.
+    They are rows of each expert that each rank computes, and that this rank sends to each, both int64 ``[E, W]``, and
+    rows from each rank of each expert, int64 ``[W, E]``.
     """
     wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
     return wanted, *split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
@@ -185,13 +167,7 @@ def device_ticket(
     send_capacity: int,
     receive_capacity: int,
 ) -> DeviceTicket:
-    """Make the ticket of one rank's quotas on the device, as ``make_tickets`` does on the host.
-
-    Args:
-        sends, receives: as :func:`device_quotas` returns them.
-        send_capacity: most rows that may leave; the rank's own rows are always enough.
-        receive_capacity: most rows that may arrive.
-    """
+    """Make the ticket of one rank's :func:`device_quotas`, for at most so many rows that leave and arrive."""
     found = ticket_segments(sends, receives, tables.owners, tables.slots)
     return DeviceTicket(
         slot_offsets=found.slot_offsets,

@@ -1,8 +1,7 @@
 """Tables of a placement on a rank's device, which one-sided exchanges of rows and of experts read.
 
-Tables are as long as a placement needs. With more :class:`Room` they are longer, and the rest names no rank: experts
-that do not exist, to which no rows go, and places that no rank reads. Tables with the same room have the same shapes,
-so that another placement can be written over one, under kernels that have been launched with its address.
+Tables with the same :class:`Room` have the same shapes, so that another placement can be written over one, under
+kernels launched with its address. What a placement leaves over names no rank, and experts that do not exist.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ Part = TypeVar("Part", DeviceTables, "ExpertTables")
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Lengths of tables, which decide for which placements of the same owners they have room. The same on all ranks.
+    """Lengths of tables, the same on all ranks, which decide for which placements of the same owners they have room.
 
-    Attributes:
-        replicas: most that a rank holds.
-        leaving: most that others hold of one rank's own experts.
-        replicated: experts that have replicas.
+    They are most replicas of a rank, most that others hold of one rank's experts, and experts that have replicas.
     """
 
     replicas: int
@@ -76,12 +72,11 @@ class ExpertTables:
     Attributes:
         travels: whether any do, at any rank.
         leave: own experts in the order in which they leave, by rank and expert, int64 ``[L]``.
-        sends, receives: how many leave for each rank, and come from each, int64 ``[W]``. They come in slot order.
+        sends, receives: how many leave for each rank, and come from each in slot order, int64 ``[W]``.
         summed: own experts that get parts of gradients, ascending, int64 ``[P]``.
         begins, order: their parts, as ``sum_replicas`` takes them: int64 ``[P + 1]`` and ``[L]``.
         rounds: how many parts they have, as it takes them; None where that changes under the tables.
-        replicas: for how many this rank has room.
-        most: experts that no link has more of.
+        replicas, most: for how many this rank has room, and experts that no link has more of.
     """
 
     travels: bool
@@ -162,12 +157,7 @@ class LayerTables:
 class FixedTables:
     """A layer's tables at addresses that stay, for launches that are repeated with other placements.
 
-    Attributes:
-        room: of all placements that come.
-        tables: what launches read; all are parts of ``numbers``.
-        numbers: int64 ``[n]``.
-        placement: the one in the tables now.
-        first: the one when the launches were recorded, which graphs carry.
+    All ``tables`` are parts of ``numbers``, int64 ``[n]``, and hold ``placement`` now; graphs carry ``first``.
     """
 
     room: Room
@@ -178,11 +168,7 @@ class FixedTables:
 
     @classmethod
     def of(cls, placement: Placement, layer: Layer, before: FixedTables | None = None) -> FixedTables:
-        """Return tables of ``placement``, with room for others.
-
-        Args:
-            before: tables without room for it. With the same owners, the new ones have room for all that these had.
-        """
+        """Return tables of ``placement`` with room for others; with the same owners, for all that ``before`` had."""
         # Where a policy makes no replicas, graphs have no slots for any.
         room = Room.generous(placement) if layer.placer.model.policy.replicates else Room.needed(placement)
         if before is not None and before.first.owners == placement.owners:
@@ -205,12 +191,7 @@ class FixedTables:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Tables that recorded launches read in place of the placements that graphs carry.
-
-    Attributes:
-        layers: by their numbers.
-        signature: the numbers that travel with counts, int64 ``[3]``; see ``OneSided.signature``.
-    """
+    """Tables that recorded launches read, by layer, and ``OneSided.signature``, int64 ``[3]``, sent with counts."""
 
     layers: dict[int, FixedTables]
     signature: torch.Tensor

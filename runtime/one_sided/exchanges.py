@@ -1,11 +1,8 @@
 """Exchanges of rows, replicas and their gradients between ranks as one-sided writes, with all their steps.
 
-**Ranks that do not come.** Where the host waits, it raises at once, with what is known of them. Where kernels wait,
-the results are NaN, and the host learns of it as of all else (``LateNews``).
-
-**Replicas.** Who sends which expert to whom is in ``ExpertTables`` on the device, and kernels read it there: launches
-are the same for all placements for which tables have room. Sums are made in the order of ``sparse_collectives``:
-gradients are equal bit by bit.
+If ranks do not come, the host raises where it waits; where kernels wait, results are NaN, and the host learns of it
+later (``LateNews``). Launches are the same for all placements for which ``ExpertTables`` have room. Sums are made in
+the order of ``sparse_collectives``: gradients are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -51,11 +48,7 @@ class Exchanges:
 
     @classmethod
     def between(cls, world: World) -> Exchanges:
-        """Create exchanges over memory that the ranks of ``world`` share. A collective.
-
-        Raises:
-            RuntimeError: they cannot share it.
-        """
+        """Create exchanges over memory that the ranks of ``world`` share, or raise RuntimeError. A collective."""
         assert world.group is not None, "one rank has nobody to send rows to"
         seconds = timeout_of(world.group) * (1.0 if _host_waits(world.device) else _PATIENCE)
         if world.device.type == "cpu":
@@ -76,13 +69,10 @@ class Exchanges:
         expects: Tensor,
         excess: Tensor | None = None,
     ) -> None:
-        """Run all :meth:`Transport.steps`. Rows that come fill the front of ``arriving``, and behind them are zeros.
+        """Run all :meth:`Transport.steps`; rows that come fill the front of ``arriving``, and after them are zeros.
 
-        If rows did not come it raises. Where the host does not wait, ``arriving`` is all NaN then, and 0 in whole
-        numbers.
-
-        Args:
-            excess: rows for which each rank has no room, int64 ``[W]``. If there are any, all is NaN as well.
+        If rows did not come it raises; where the host does not wait, ``arriving`` is all NaN then, and 0 in whole
+        numbers. So it is if ``excess``, int64 ``[W]``, names rows for which a rank has no room.
         """
         group, rows = self.world.group, arriving.tensor
         steps = partial(self.transport.steps, leaving, sends, arriving, most=most, wire=wire, expects=expects)
@@ -103,12 +93,9 @@ class Exchanges:
         clear_rows_behind(flat_rows(rows), expects.sum(0, keepdim=True), lost)
 
     def carry(self, experts: Tensor, sends: Tensor, receives: Tensor, *, room: int, most: int) -> Tensor:
-        """Bring experts from rank to rank, in pieces: ``[n, width] -> [room, width]``, a view, filled up with zeros.
+        """Bring experts, rank by rank, to other ranks: ``[n, width] -> [room, width]``, a view, filled up with zeros.
 
-        Args:
-            experts: rank by rank, and perhaps others behind those that leave.
-            sends, receives: how many leave for each rank, and come from each, int64 ``[W]`` on the device.
-            most: experts that no link has more of.
+        ``sends`` and ``receives`` are int64 ``[W]`` on the device; no link has more than ``most`` experts.
         """
         width = experts.shape[1]
         piece = piece_of(width, experts.dtype, self.transport.windows.segment)
@@ -148,10 +135,7 @@ def gather_replicas(
 def reduce_replicas(
     exchanges: Exchanges, tables: ExpertTables, own: Sequence[Tensor], replicas: Sequence[Tensor]
 ) -> Callable[[], list[Tensor]]:
-    """Pack gradients, and return a function that brings the mean over ranks of the slots' gradients to the owners.
-
-    ``[E_r, ...], [K, ...] -> [E_r, ...]``.
-    """
+    """Pack gradients, and return a function that gives owners the mean: ``[E_r, ...], [K, ...] -> [E_r, ...]``."""
     world_size = exchanges.world.size
     groups, widths = by_dtype([grad.dtype for grad in own]), widths_of(own)
     packed = [

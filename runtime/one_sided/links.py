@@ -1,8 +1,8 @@
 """Links between ranks: common parts of the kernels that write into other ranks' memory.
 
-A link leads from one rank to one other, or to itself. Its rows travel in chunks, each as large as a segment of the
-window. Chunks are numbered from 1 on, for ever, and both links between two ranks have the same: chunk n lies at place
-``n % places``. A word names a chunk and how many rows the link has in this exchange.
+A link leads from one rank to another, or to itself. Its rows travel in chunks as large as a segment of the window.
+Chunks are numbered from 1 on, for ever, alike for both links between two ranks: chunk n lies at place ``n % places``.
+A word names a chunk and how many rows the link has in this exchange.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,11 +93,7 @@ class Rows:
 
 
 def as_numbers(tensor: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    """Return rows flat, and their dtype in a window: floats that kernels cast, or bytes that only move.
-
-    Raises:
-        TypeError: rows that no kernel casts have another dtype than ``wire``.
-    """
+    """Return rows flat, and their dtype in a window; TypeError if it is not ``wire`` and no kernel casts them."""
     flat = flat_rows(tensor)
     if tensor.dtype in FLOATS and wire in FLOATS:
         return flat, wire
@@ -160,9 +156,9 @@ def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> C
 
 @jit
 def share_out(counts, late, shift, first, capacity, ranks, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return for each link, from ``shift`` on, its number, its rows in all and in the chunk, and where its tiles end.
+    """Return for each link its number, its rows in all and in the chunk, and where its tiles end.
 
-    Ranks begin with different links, so that not all write to the same rank.
+    Ranks begin with different links, from ``shift`` on, so that not all write to the same rank.
     """
     p = tl.arange(0, RANKS)
     link = (p + shift) % ranks

@@ -1,7 +1,6 @@
 """Segments of an exchange's indices, found on the device from the rows that a rank sends and receives.
 
-``expand_segments`` writes the indices of these segments. A program is one expert that leaves, or one slot that fills,
-and its lanes are the other ranks; each adds up the lengths before it by itself.
+A program is one expert that leaves, or one slot that fills; its lanes are the other ranks.
 """
 
 from typing import NamedTuple

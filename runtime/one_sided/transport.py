@@ -1,7 +1,6 @@
 """Exchanges as writes into other ranks' memory, of sizes that the host need not know.
 
-From each rank to each leads a link (``links``): a ring of a few places in the reader's window
-(``windows``). An exchange moves the rows of each link in chunks as large as a place. Of both
+From each rank to each leads a link (``links``): a ring of a few places in the reader's window (``windows``). Of both
 links between two ranks chunk n goes at the same time. For it a rank does, one launch after the other on one stream:
 
 | step | what it does |
@@ -12,25 +11,22 @@ links between two ranks chunk n goes at the same time. For it a rank does, one l
 | take | copies rows out of its own window |
 
 **A chunk is read as it was written.** A word has one writer, and numbers on it only grow. A reader takes chunk n
-after the source's signal n, which is posted after the rows. The next chunk at that place is n + 2; its source puts
-it after its wait for the reader's signal n + 1, which the reader posts after its take of chunk n. So no row is read
-before it is written, a signal of an earlier exchange names a smaller number, and no unread row is written over, in
-whatever order memory becomes visible.
+after the source's signal n, which is posted after the rows. The next chunk at that place is n + 2; its source puts it
+after its wait for the reader's signal n + 1, which the reader posts after its take of chunk n. So no row is read
+before it is written, and no unread row is written over, in whatever order memory becomes visible.
 
-**More rows than fit.** A signal tells all rows of its link. After the first wait both ranks know the rows of both
-links between them, and so how many chunks these have: no less than one, and as many as the longer one begins of
-``capacity`` rows each. Two ranks do not wait for the further chunks of others: a rank may go through more chunks than
-its links have, and ranks need not agree on how many.
+**More rows than fit.** A signal tells all rows of its link. After the first wait both ranks know how many chunks the
+links between them have: at least one, and as many as the longer one begins of ``capacity`` rows each. Ranks need not
+agree on how many chunks they go through.
 
 **Nobody waits for ever.** Order the steps of all ranks by exchange, chunk, and the table above. Only wait waits, for
-signals of the same chunk, which are above it: of all steps that are left the smallest can run. While a rank waits,
-one warp for each other rank is busy, and no launch for which others wait comes after it: all of this holds for ranks
-on streams of one GPU, too. Each launch does all that it can and ends, so launches may run one after the other,
-as in the interpreter. If a rank does not come at all, a wait ends after some time: that rank is late, nothing is
-written to it or read from it from then on, and :meth:`Transport.check` names it.
+signals of the same chunk, which are above it: of all steps that are left the smallest can run. No launch for which
+others wait comes after a wait, so this holds for ranks on streams of one GPU, too. If a rank does not come, a wait
+ends after some time: that rank is late, nothing is written to it or read from it from then on, and
+:meth:`Transport.check` names it.
 
-Ranks reach each other's memory over NVLink, which has not been tried (docs/gpu.md), or are on one GPU. On CPUs they
-are processes of one machine.
+Ranks reach each other's memory over NVLink, which has not been tried (docs/gpu.md), or are on one GPU, or are
+processes of one machine's CPUs.
 """
 
 from __future__ import annotations
@@ -53,13 +49,9 @@ from hecate.runtime.state.settle import ExchangeFailed
 
 
 class Transport:
-    """A rank's end of all links.
+    """A rank's end of all links; a rank whose word does not come within ``seconds`` is late.
 
-    All ranks begin the same exchanges in the same order, as with any collective, on one stream.
-
-    Args:
-        windows: as this rank sees them; for this transport alone.
-        seconds: how long a wait for a word is before its rank is late.
+    All ranks begin the same exchanges in the same order on one stream. ``windows`` are for this transport alone.
     """
 
     def __init__(self, windows: Windows, *, seconds: float) -> None:
@@ -84,26 +76,22 @@ class Transport:
         expects: Tensor | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[str, Chunk]]:
-        """Bring rows to other ranks, and theirs to their places here; yields each step, and then does it.
+        """Bring rows to other ranks, and theirs to their places here; yields each step and its chunk, then does it.
 
         An exchange is all of its steps, one after the other; the caller may do other work between them.
 
         Args:
-            leaving: this rank's, in places rank by rank.
+            leaving, arriving: this rank's rows, and room for those that come, in places rank by rank.
             sends: how many go to each rank, int64 ``[W]`` on the device.
-            arriving: room for the rows that come, in places rank by rank.
             most: rows that no link has more of. More than needed only costs launches.
             wire: the dtype that travels.
-            expects: how many should come from each rank, int64 ``[W]`` on the device, where that is known. A word
-                does not say of which exchange it is, and a rank may have left one out: a difference is a fault.
+            expects: how many should come from each rank, int64 ``[W]`` on the device, where that is known: a
+                difference is a fault, for a rank may have left out an exchange.
             stop: asked where the host waits; as soon as it is true, ranks that have not come are late.
 
         Raises:
-            ValueError: leaving and arriving rows have different lengths, a row is longer than a segment of
-                the window, or ``most`` is more than words can tell.
-
-        Yields:
-            The name of the next step, and its chunk.
+            ValueError: leaving and arriving rows have different lengths, a row is longer than a segment of the
+                window, or ``most`` is more than words can tell.
         """
         windows, rank = self.windows, self.windows.rank
         capacity, size = capacity_of(windows.data[rank], leaving.tensor, wire), row_bytes(leaving.tensor, wire)
@@ -139,13 +127,9 @@ class Transport:
         return torch.nonzero(chunk.links & ~came).flatten().tolist()
 
     def check(self, faults: Tensor | None = None) -> None:
-        """Raise unless all rows of all exchanges so far have come.
+        """Raise ExchangeFailed unless all rows of all exchanges so far have come.
 
-        Args:
-            faults: a copy of :attr:`faults` on the host; without it this waits for the device.
-
-        Raises:
-            ExchangeFailed: see there.
+        Without ``faults``, a copy of :attr:`faults` on the host, this waits for the device.
         """
         late, exceeded = (self.faults if faults is None else faults).tolist()
         if any(late):
@@ -160,11 +144,7 @@ class Transport:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Numbers on their way to the host, after the transport's faults in memory, with the function that takes them.
-
-    Attributes:
-        there: an event after the copy, or None where it has come.
-    """
+    """Numbers on their way to the host, after the transport's faults; ``there`` is an event, or None if they came."""
 
     copy: Tensor
     shape: torch.Size
@@ -190,10 +170,7 @@ class LateNews:
         self.messages.append(Message(copy, numbers.shape, there, tell))
 
     def take(self) -> list[Message]:
-        """Return the messages so far, and forget them.
-
-        Each replay of a recorded forward sends its messages anew, see :meth:`send_again`.
-        """
+        """Return the messages so far, and forget them; each replay sends its own anew (:meth:`send_again`)."""
         messages, self.messages = self.messages, []
         return messages
 
@@ -204,9 +181,8 @@ class LateNews:
     def read(self) -> None:
         """Wait for all messages, and pass them on.
 
-        Raises:
-            ExchangeFailed: rows did not come, or had no room. Later messages are forgotten: they were computed from
-                NaN.
+        Raises ExchangeFailed if rows did not come, or had no room; later messages, computed from NaN, are forgotten
+        then.
         """
         faults = self.transport.faults
         for one in self.take():

@@ -1,8 +1,7 @@
 """Memory to which every rank of a machine may write: one window of each rank, with a part for each writer.
 
-A window has two places, a place has a segment for each source, and a segment holds a chunk of rows. Beside them lies
-a board with a word for each place and source, in which sources say what they have put there. Each byte has one
-writer: segments and words of a rank are that rank's, in every window. ``transport`` says when it may write.
+A window has two places, a place has a segment for each source, and a segment holds a chunk of rows. A board has a
+word for each place and source. Each byte has one writer; ``transport`` says when it may write.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of all ranks, as one rank sees them.
+    """All ranks' windows, uint8 ``[places, W, segment]``, and signals, int64 ``[places, W]``, zero at first.
 
-    Attributes:
-        rank: whose view it is; the tensors with its number are its own memory.
-        data: of each rank, uint8 ``[places, W, segment]``.
-        signals: of each rank, int64 ``[places, W]``; zero at the beginning.
-        owner: the object that keeps the memory of others mapped.
+    The tensors at ``rank`` are this rank's own memory; ``owner`` keeps the memory of others mapped.
     """
 
     rank: int
@@ -65,11 +60,7 @@ class Windows:
 
 
 def local_windows(world_size: int, segment: int, device: torch.device, *, places: int = PLACES) -> list[Windows]:
-    """Return windows of ranks that are all in this process: each rank's view of the same memory.
-
-    Args:
-        segment: bytes of a chunk, rounded up to a multiple of :data:`ALIGNMENT`.
-    """
+    """Return each rank's view of windows in this process; ``segment`` bytes are rounded up to :data:`ALIGNMENT`."""
     segment = _aligned(segment)
     size = _bytes_of(world_size, segment, places)
     memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world_size)]
@@ -79,10 +70,8 @@ def local_windows(world_size: int, segment: int, device: torch.device, *, places
 def symmetric_windows(world: World, segment: int) -> Windows:
     """Create windows of processes with a GPU each that reaches the others' memory. A collective.
 
-    Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run over NVLink yet.
-
-    Raises:
-        RuntimeError: on all ranks; one has no room, or does not reach the others' memory.
+    Several processes may share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Not run over NVLink yet. Raises
+    RuntimeError on all ranks if one has no room, or does not reach the others' memory.
     """
     group = world.group
     assert group is not None, "one rank has nobody to share memory with"
@@ -107,15 +96,9 @@ def symmetric_windows(world: World, segment: int) -> Windows:
 def shared_windows(world: World, segment: int) -> Windows:
     """Create windows of processes of one machine, in memory that they share: on CPUs. A collective.
 
-    Each rank makes a file in memory, and all ranks map all files. A file has no name any more when this returns, so
-    it goes with the last process that maps it.
-
-    Words are posted by plain stores here. They are whole, since a word is 8 bytes at a multiple of 8; and on an x86,
-    stores are seen in the order in which they are made, and loads are made in order. So a rank that sees a word sees
-    all that was written before it. Other processors promise less and are refused.
-
-    Raises:
-        RuntimeError: on all ranks; another kind of processor, no room in /dev/shm, or ranks on several machines.
+    Each rank maps the files of all; they have no name any more when this returns, so they go with the last process.
+    Words are posted by plain 8-byte stores, which an x86 shows in the order in which they are made; other processors
+    are refused. Raises RuntimeError on all ranks: another processor, no room in /dev/shm, or several machines.
     """
     segment = _aligned(segment)
     size = _bytes_of(world.size, segment, PLACES)
@@ -158,11 +141,7 @@ def _map_files(paths: Sequence[Path], size: int) -> list[Tensor]:
 
 
 def _on_all(make: Callable[[], T], world: World) -> T:
-    """Return the result of ``make`` here, if it succeeds on all ranks. A collective.
-
-    Raises:
-        RuntimeError: on all ranks, if ``make`` raises one on any of them.
-    """
+    """Return the result of ``make``, or raise RuntimeError on all ranks if it does on any. A collective."""
     made, problem = None, _NO_PROBLEM
     try:
         made = make()
