@@ -384,7 +384,14 @@ def meta_device() -> dict[str, Any]:
     std = float(reference.model.layers[0].self_attn.q_proj.weight.std())
     tied = model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
     whole = sum(shard_of(p) is None for p in model.parameters())
+    with torch.device("meta"):
+        shared = AutoModelForCausalLM.from_config(config)
+    # A module that comes before the experts has a parameter of theirs, too.
+    shared.model.embed_tokens.alias = shared.model.layers[0].mlp.experts.down_proj
+    _compiled(shared)
+    alias = shard_of(shared.model.embed_tokens._parameters["alias"])
     return {
+        "alias": alias is not None and (alias.part, list(alias.full_shape)),
         "worst": worst,
         "std": std,
         "tied": tied,
@@ -403,6 +410,7 @@ def test_meta_device_model() -> None:
         assert result["std"] == pytest.approx(0.02, rel=0.2)
         assert result["tied"]
         assert result["whole"] == 0
+        assert result["alias"] == ["experts", [8, 32, 16]]
         # After the embedding, which is first, nothing of its shape is left.
         assert result["before"] == 1 and result["most"] == 0
         assert rank == 0 or result["allocations"] < ranks[0]["allocations"]
