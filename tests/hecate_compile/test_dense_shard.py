@@ -378,6 +378,7 @@ def meta_device() -> dict[str, Any]:
     # The meta tensors themselves have these shapes too.
     before = _alive()
     _compiled(model)
+    materialize._unwritten = original
     reference = AutoModelForCausalLM.from_config(config)
     reference.load_state_dict(model.state_dict())
     worst = step_and_compare(model, reference, batch(0)).gradient
