@@ -164,7 +164,7 @@ def stats(model: nn.Module) -> Stats:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)
     with doing("hecate.stats"):
-        return collect_stats(tuple(dict.fromkeys(state.layers)), state.world)
+        return collect_stats(tuple(dict.fromkeys(state.layers)), state.mesh.group)
 
 
 def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -29,7 +29,7 @@ from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.world import World, find_topology, find_world
+from hecate.runtime.comm.world import Mesh, find_mesh, find_topology
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
@@ -101,7 +101,7 @@ class _Found:
     """A model's experts and surroundings, found before its parameters change; options are adjusted to them."""
 
     config: Config
-    world: World
+    mesh: Mesh
     experts: list[ExpertsModule]
     passed_over: list[PassedOver]
     attention: AttentionConfig
@@ -128,7 +128,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     changes = Changes()
     backend = Backend(
         config=found.config,
-        world=found.world,
+        world=found.mesh.everyone,
         placer=sharded.placer,
         layers=sharded.layers,
         step=sharded.step,
@@ -139,12 +139,12 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     )
     # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     traces = Traces(model, backend, changes, fullgraph=found.config.attention is not None)
-    owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.world)
+    owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.mesh)
     forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
     set_compiled_call(model, forward)
     CompiledModel(
         config=found.config,
-        world=found.world,
+        mesh=found.mesh,
         experts=tuple(found.experts),
         passed_over=tuple(found.passed_over),
         layers=tuple(sharded.layers),
@@ -173,24 +173,24 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
-    world = find_world(mesh, device_of(model, mesh))
-    check_one_piece(model, world)
-    shard_dense = config.dense == "shard" and world.size > 1
+    ranks = find_mesh(mesh, device_of(model, mesh))
+    check_one_piece(model, ranks.everyone)
+    shard_dense = config.dense == "shard" and ranks.group.size > 1
     agree(
         [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],
         "the model or its options",
         "Build the same model with the same hecate.Config on every rank.",
-        world,
+        ranks.everyone,
     )
     check_carried(model, experts, dense=shard_dense)
-    warn_float16(model, world)
+    warn_float16(model, ranks.everyone)
     # Loops over experts are changed to take every turn, or refused.
     loops = ChangedLoops()
     if make_loops_traceable.__name__ not in config.disable_passes:
-        loops = make_loops_traceable(model, experts, ranks=world.size)
+        loops = make_loops_traceable(model, experts, ranks=ranks.group.size)
     return _Found(
         config=config,
-        world=world,
+        mesh=ranks,
         experts=adopt_adapters(model, experts),
         passed_over=passed_over,
         attention=attention,
@@ -200,16 +200,16 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
 
 def _shard(model: nn.Module, found: _Found) -> _Sharded:
     """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values."""
-    config, world, experts = found.config, found.world, found.experts
-    topology = find_topology(config.topology, world)
-    agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", world)
-    carrier, step = choose_carrier(config, topology, world), CurrentStep()
-    placer = Placer(config.make_policy(), topology, world, step)
+    config, everyone, group, experts = found.config, found.mesh.everyone, found.mesh.group, found.experts
+    topology = find_topology(config.topology, group)
+    agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", everyone)
+    carrier, step = choose_carrier(config, topology, group), CurrentStep()
+    placer = Placer(config.make_policy(), topology, group, step)
     precision, param_dtype = config.mixed_precision, _param_dtype(config)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
-    sync = GradientSync(world, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
-    shard_dense = config.dense == "shard" and world.size > 1
-    layers = shard_model(model, experts, world, placer, sync, carrier, shard_dense=shard_dense)
+    sync = GradientSync(everyone, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
+    shard_dense = config.dense == "shard" and group.size > 1
+    layers = shard_model(model, experts, found.mesh, placer, sync, carrier, shard_dense=shard_dense)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
@@ -221,18 +221,19 @@ def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
     config, placer, layers = found.config, sharded.placer, sharded.layers
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
-    elif found.world.size > 1:
+    elif found.mesh.group.size > 1:
         dtype = layers[0].dtype if layers else _param_dtype(config) or next(model.parameters()).dtype
-        rates = measure_rates(dtype, placer.topology, found.world)
+        rates = measure_rates(dtype, placer.topology, found.mesh.group)
         placer.set_rates(rates, because="measured in hecate.compile")
 
 
 def _adopt_libraries(model: nn.Module, found: _Found) -> None:
     """Make optimizers, clipping and other libraries work with shards; ``docs/patches.md`` lists what changes."""
     transformers_models.install_recorders(model)
-    if found.world.size > 1 or any(e.vectors for e in found.experts):
+    several = found.mesh.everyone.size > 1
+    if several or any(e.vectors for e in found.experts):
         watch_optimizers()
-    if found.world.size > 1:
+    if several:
         watch_clipping()
         watch_scalers()
         leave_unwrapped()
@@ -252,7 +253,7 @@ def _forward(
     owner_mover: OwnerMover,
 ) -> CompiledForward:
     """Return the callable that a call of the model runs."""
-    config, world, placer, sync = found.config, found.world, sharded.placer, sharded.sync
+    config, everyone, placer, sync = found.config, found.mesh.everyone, sharded.placer, sharded.sync
     in_graphs, sparse = config.policy != "replicate", config.attention is not None
     outside_gradients = OutsideGradients(sync)
     for record in sharded.replicated:
@@ -269,17 +270,17 @@ def _forward(
         changes=changes,
     )
     shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
-    measures = config.rates is None and can_measure(placer, world)
+    measures = config.rates is None and can_measure(placer, found.mesh.group)
     between = BetweenForwards(
         model=weakref.ref(model),
-        world=world,
+        world=everyone,
         has_shards=bool(sharded.layers or shards),
         carrier=sharded.carrier,
         buffers=buffers,
         additions=additions,
         drift=DriftCheck(lambda: additions.records, sync, every=config.compare_every, in_forwards=in_graphs),
         owner_mover=owner_mover,
-        hidden_time=HiddenTime(placer, world) if measures else None,
+        hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
     )
     return CompiledForward(
         traces,
@@ -289,7 +290,7 @@ def _forward(
         step=sharded.step,
         precision=config.mixed_precision,
         outside_gradients=outside_gradients,
-        same_batches=SameBatches(world, enabled=in_graphs),
+        same_batches=SameBatches(everyone, enabled=in_graphs),
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,
     )

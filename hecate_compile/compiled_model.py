@@ -9,7 +9,7 @@ from torch import nn
 
 from hecate.config import Config
 from hecate.graph.backend import Backend
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh, World
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
@@ -29,7 +29,7 @@ class CompiledModel:
     """
 
     config: Config
-    world: World
+    mesh: Mesh
     experts: tuple[ExpertsModule, ...]
     passed_over: tuple[PassedOver, ...]
     layers: tuple[Layer, ...]
@@ -39,6 +39,11 @@ class CompiledModel:
     owner_mover: OwnerMover
     forward: CompiledForward
     loops: tuple[str, ...]
+
+    @property
+    def world(self) -> World:
+        """The ranks that train the model."""
+        return self.mesh.everyone
 
     @property
     def policy_without_placement(self) -> str | None:

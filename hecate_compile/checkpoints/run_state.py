@@ -126,9 +126,9 @@ def restore_owners(model: nn.Module, state: dict[str, Any] | None) -> None:
     if state is None or not is_compiled(model):
         return
     compiled = compiled_model_of(model, "load")
-    if state["conditions"]["ranks"] == compiled.world.size and compiled.world.group is not None:
+    if state["conditions"]["ranks"] == compiled.mesh.group.size > 1:
         wanted = [
-            (layer, Owners(tuple(state["owners"][layer.name]), compiled.world.size))
+            (layer, Owners(tuple(state["owners"][layer.name]), compiled.mesh.group.size))
             for layer in _layers(compiled)
             if layer.name in state["owners"]
         ]
@@ -165,7 +165,7 @@ def _conditions(compiled: CompiledModel) -> dict[str, Any]:
     device = compiled.world.device
     return {
         "memory": _MEMORY,
-        "ranks": compiled.world.size,
+        "ranks": compiled.mesh.group.size,
         "nodes": list(compiled.placer.topology.node_of),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "policy": repr(compiled.placer.policy),

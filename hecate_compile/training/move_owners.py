@@ -16,7 +16,7 @@ from hecate.private import parameters_of, swap_tensors
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_alone, warn_together
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
@@ -33,10 +33,8 @@ class OwnerMover:
     ``moves`` lists how many experts changed hands in each re-sharding so far.
     """
 
-    def __init__(
-        self, experts: Sequence[ExpertsModule], layers: Sequence[Layer], placer: Placer, world: World
-    ) -> None:
-        self.layers, self.placer, self.world = tuple(dict.fromkeys(layers)), placer, world
+    def __init__(self, experts: Sequence[ExpertsModule], layers: Sequence[Layer], placer: Placer, mesh: Mesh) -> None:
+        self.layers, self.placer, self.mesh = tuple(dict.fromkeys(layers)), placer, mesh
         self._experts: dict[int, list[ExpertsModule]] = {layer.id: [] for layer in layers}
         for e, layer in zip(experts, layers, strict=True):
             self._experts[layer.id].append(e)
@@ -54,7 +52,7 @@ class OwnerMover:
     def before_forward(self, mode: StepMode) -> None:
         """Re-shard if it is time. A collective then; all ranks have made the same optimizer steps."""
         every = self.placer.policy.reshard_every
-        if self.world.group is None or not every or not mode.training or not self.placer.optimizer_stepped:
+        if self.mesh.group.size == 1 or not every or not mode.training or not self.placer.optimizer_stepped:
             return
         # All steps of all optimizers between two forwards count as one.
         self.placer.optimizer_stepped = False
@@ -102,25 +100,25 @@ class OwnerMover:
             "what moves when experts change owners",
             "Every rank must run the same steps, and a policy must choose the same owners on all of them. With "
             "reshard_every=0 owners stay as they are.",
-            self.world,
+            self.mesh.everyone,
         )
 
     def _can_move(self, changes: Sequence[tuple[Layer, Owners]]) -> bool:
         for layer, owners in changes:
-            if owners.num_experts != layer.num_experts or owners.world_size != self.world.size:
+            if owners.num_experts != layer.num_experts or owners.world_size != layer.world.size:
                 name = type(self.placer.policy).__name__
                 raise ValueError(
                     f"hecate: {name}.choose_owners returned owners for {layer.name} that do not fit: {owners}"
                 )
         stuck = state_that_cannot_move({layer.id for layer, _ in changes})
-        count = torch.tensor([len(stuck)], device=self.world.control_device)
-        collectives.all_reduce(count, self.world)
+        count = torch.tensor([len(stuck)], device=self.mesh.everyone.control_device)
+        collectives.all_reduce(count, self.mesh.everyone)
         if int(count):
             self._impossible = True
             warn_together(
                 f"hecate: experts stay with their owners, because {', '.join(stuck[:3]) or 'state elsewhere'} "
                 "has no line for each expert and cannot move with them. Adam, AdamW and SGD can.",
-                self.world.rank,
+                self.mesh.everyone.rank,
                 stacklevel=2,
             )
             return False
@@ -128,7 +126,7 @@ class OwnerMover:
 
     def _warn_of_copies(self, layers: Sequence[Layer]) -> None:
         """Warn once of tensors that may be averages of weights, which nobody moves."""
-        if self.world.rank:
+        if self.mesh.everyone.rank:
             return
         shapes = {p.shape: name for layer in layers for name, p in self._parameters(layer).items() if p.numel()}
         copies = tensors_elsewhere(set(shapes))
@@ -153,8 +151,8 @@ class OwnerMover:
             for parameter in self._parameters(layer).values():
                 gradient = parameter.grad
                 if gradient is not None:
-                    gradient = collectives.move_shards(gradient, layer.owners, owners, self.world)
-                values = collectives.move_shards(parameter.detach(), layer.owners, owners, self.world)
+                    gradient = collectives.move_shards(gradient, layer.owners, owners, layer.world)
+                values = collectives.move_shards(parameter.detach(), layer.owners, owners, layer.world)
                 _refill(parameter, values, gradient)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hecate.private import has_flat_weights, parameters_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh, World
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.state.layer import Carrier, Layer
@@ -27,7 +27,7 @@ from hecate.wrap.stack_experts import save_by_old_names, stack_experts
 def shard_model(
     model: nn.Module,
     found: Sequence[ExpertsModule],
-    world: World,
+    mesh: Mesh,
     placer: Placer,
     sync: GradientSync,
     carrier: Carrier,
@@ -45,17 +45,18 @@ def shard_model(
         own = experts.get(id(module))
         if is_meta:
             elsewhere = (*(own.parameters if own else ()), *(dense.keys(module) if dense else ()))
-            uninitialized += make_module_real(model, name, world, sites, elsewhere if world.rank != 0 else ())
+            first = mesh.everyone.rank == 0
+            uninitialized += make_module_real(model, name, mesh.everyone, sites, () if first else elsewhere)
         if own is not None:
-            layers.append(shard_experts(own, sites, world, placer, carrier))
+            layers.append(shard_experts(own, sites, mesh.group, placer, carrier))
         if dense is not None:
             dense.shard(name, module)
     if is_meta:
-        warn_uninitialized(uninitialized, world)
-    keep_state_dicts_full(model, sites, world)
+        warn_uninitialized(uninitialized, mesh.everyone)
+    keep_state_dicts_full(model, sites, mesh.everyone)
     save_by_old_names(found)
     save_adapters_by_old_names(found)
-    _copy_from_rank0(model, world)
+    _copy_from_rank0(model, mesh.everyone)
     return layers
 
 

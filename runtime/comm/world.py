@@ -1,4 +1,4 @@
-"""The ranks that share one model, and the device they compute on."""
+"""The ranks that train one model, which of them share its experts, and the device they compute on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The group of ranks over which experts are sharded and gradients averaged; ``chosen`` by the user's mesh.
+    """Ranks that communicate with each other, as one of them sees it; ``chosen`` by the user's mesh.
 
     ``group`` is Hecate's own, or None for a single process. In the user's group, collectives of the queue's thread
     would meet those of the model's code in another order on every rank.
@@ -85,6 +85,32 @@ class World:
 
 
 SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks of one model by what they share: parameters are sharded in the group, and averaged over everyone.
+
+    A mesh has one dimension today, so both are the same ranks. docs/extending.md has what a second one would change.
+
+    Attributes:
+        everyone: the ranks that train the model. They agree on its graphs, its options and its steps, average the
+            gradients of what each of them has whole, and write one checkpoint.
+        group: those of them between whom experts and dense rows are sharded. Routed tokens, counts and replicas
+            travel between these, and placements and owners are of these.
+    """
+
+    everyone: World
+    group: World
+
+
+def find_mesh(mesh: DeviceMesh | None, device: torch.device) -> Mesh:
+    """Return the ranks of ``mesh``, or all that torchrun started, or this process alone.
+
+    Raises as :func:`find_world`.
+    """
+    everyone = find_world(mesh, device)
+    return Mesh(everyone=everyone, group=everyone)
 
 
 def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
