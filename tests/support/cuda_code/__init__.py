@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -56,29 +56,38 @@ class Made:
 
     forward: Code
     backward: Code
-    rewritten: dict[str, int] = field(default_factory=dict)
-    graph_breaks: int = 0
+    layers: int
+    rewritten: dict[str, int]
+    graph_breaks: int
 
 
 def made_for(
-    family: str, dtype: str, *, folder: Path, ranks: int = 2, options: Sequence[str] = (), seconds: float = 300
+    family: str,
+    dtype: str,
+    *,
+    folder: Path,
+    ranks: int = 2,
+    layers: int = 1,
+    options: Sequence[str] = (),
+    seconds: float = 300,
 ) -> Made:
     """Compile a model of ``tests.support.models``.
 
     Args:
         dtype: of its parameters, "bfloat16".
-        folder: where the library of the pretended device is, and is made if it is not, and where ``forward.py`` and
-            ``backward.py`` are written.
+        folder: where the library of the pretended device is, and is made if it is not, and where the code and what is
+            known of it are written, in files with the name of the case.
         options: "symmetric" for the one-sided transport.
     """
+    case = [family, dtype, str(ranks), str(layers), *options]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.cuda_code", family, dtype, str(ranks), str(folder), *options],
+        [sys.executable, "-m", "tests.support.cuda_code", str(folder), *case],
         capture_output=True,
         text=True,
         timeout=seconds,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((folder / "made.json").read_text())
+    found = json.loads((folder / f"{'-'.join(case)}.json").read_text())
     parts = {name: Code(**found.pop(name)) for name in ("forward", "backward")}
     return Made(**parts, **found)

@@ -1,4 +1,4 @@
-"""Compile a model for a GPU that is not there: ``python -m tests.support.cuda_code qwen3_moe bfloat16 2 FOLDER``.
+"""Compile a model for a pretended GPU: ``python -m tests.support.cuda_code FOLDER FAMILY DTYPE RANKS LAYERS``.
 
 Needs g++, for a device guard that does nothing, and a build of torch without CUDA.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ def load_guard(folder: Path) -> None:
     """Register the pretended device, before torch is imported: it asks for its CUDA hooks once, at that time."""
     torch_folder, library = Path(sysconfig.get_paths()["purelib"], "torch"), folder / "guard.so"
     if not library.exists():
+        # Processes that begin side by side each make it, and none sees a part of it.
+        own = library.with_suffix(f".{os.getpid()}")
         include = torch_folder / "include"
         subprocess.run(
             [
@@ -34,13 +37,14 @@ def load_guard(folder: Path) -> None:
                 f"-I{include}/torch/csrc/api/include",
                 str(Path(__file__).parent / "guard.cpp"),
                 "-o",
-                str(library),
+                str(own),
                 f"-L{torch_folder}/lib",
                 "-lc10",
                 "-ltorch_cpu",
             ],
             check=True,
         )
+        own.replace(library)
     needed = [
         path for name in ("libgomp*", "libc10.so", "libtorch_cpu.so") for path in torch_folder.glob(f"lib/{name}")
     ]
@@ -48,7 +52,8 @@ def load_guard(folder: Path) -> None:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-family, dtype_name, ranks, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+folder, case = Path(sys.argv[1]), sys.argv[2:]
+family, dtype_name, ranks, layers = case[0], case[1], int(case[2]), int(case[3])
 load_guard(folder)
 
 import torch
@@ -223,11 +228,11 @@ without_peers()
 options: dict[str, Any] = dict(
     topology=Topology.even(ranks, ranks), rates=Rates(flops=5e14, rank_bytes=3e11, node_bytes=4e11)
 )
-if "symmetric" in sys.argv[5:]:
+if "symmetric" in case:
     options["transport"] = "symmetric"
 with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
     with torch.utils._python_dispatch._disable_current_modes():
-        model = build(family, dtype=getattr(torch, dtype_name))
+        model = build(family, dtype=getattr(torch, dtype_name), layers=layers)
     on_device(model)
     ids = torch.empty(4, 16, dtype=torch.int64, device="cuda")
     hecate.compile(model, hecate.Config(**options))
@@ -242,12 +247,13 @@ with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
 if len(codes) != 2:
     sys.exit(f"{len(codes)} graphs were lowered; {stopped}")
 for part, code in zip(("forward", "backward"), codes, strict=True):
-    (folder / f"{part}.py").write_text(code)
+    (folder / f"{'-'.join(case)}.{part}.py").write_text(code)
 (graph,) = hecate.explain(model).graphs
 made = dict(
     forward=described(codes[0]),
     backward=described(codes[1]),
+    layers=layers,
     rewritten={record.name: record.rewritten for record in graph.passes},
     graph_breaks=sum(torch._dynamo.utils.counters["graph_break"].values()),
 )
-(folder / "made.json").write_text(json.dumps(made, indent=1))
+(folder / f"{'-'.join(case)}.json").write_text(json.dumps(made, indent=1))
