@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from click.testing import Result
 from typer.testing import CliRunner
 
 from hecate.cli import app
@@ -34,6 +33,7 @@ def wrong():
     return build("qwen3_moe")
 """
 CLUSTER = "nodes = 2\ngpus = 2\nflops = 1e9\nmemory_bytes = 1e9\nrank_bytes = 1e8\nnode_bytes = 1e7\n"
+MODEL_AND_CLUSTER = ("{}/model.py:small", "--cluster", "{}/two.toml")
 
 
 @pytest.fixture
@@ -46,37 +46,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hecate.cli", "simulate", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def simulate(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *(argument.format(folder) for argument in arguments)])
 
 
 def test_it_predicts_every_policy(folder: Path) -> None:
     out = folder / "out.json"
-    done = run(
-        f"{folder}/model.py:small",
-        "--cluster",
-        f"{folder}/two.toml",
-        "--policy",
-        "static",
-        "--policy",
-        "hecate",
-        "--policy",
-        f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE",
-        "--workload",
-        "zipf",
-        "--json",
-        str(out),
-    )
-    assert done.returncode == 0, done.stderr
+    policies = ["static", "hecate", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE"]
+    options = [part for policy in policies for part in ("--policy", policy)]
+    done = simulate(folder, *MODEL_AND_CLUSTER, *options, "--workload", "zipf", "--json", str(out))
+    assert done.exit_code == 0, done.stderr
     found = {result["policy"]: result for result in json.loads(out.read_text())}
-    assert list(found) == ["static", "hecate", f"{ROOT}/benchmarks/policies/faster_moe.py:FasterMoE"]
+    assert list(found) == policies
     assert all(result["seconds"] > 0 and result["states"] > 0 for result in found.values())
     assert found["static"]["replicas"] == 0 and found["static"]["imbalance"] > 1
     assert "hecate" in done.stdout and "times as fast" in done.stdout
@@ -89,20 +70,20 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         (["{}/model.py:none", "--cluster", "{}/two.toml"], "has no none"),
         (["{}/model.py:wrong", "--cluster", "{}/two.toml"], "a model and a batch"),
         (["{}/model.py:small", "--cluster", "{}/none.toml"], "none.toml"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "magic"], "no policy 'magic'"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "os:getcwd"], "no hecate.Policy"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "none.py:Mine"], "expected file.py:Class"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--policy", "no_such:Mine"], "No module named"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--workload", "mild"], "no workload 'mild'"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/two.toml"], "not a trace"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--trace", "{}/owners.npz"], "owners are not"),
+        ([*MODEL_AND_CLUSTER, "--policy", "magic"], "no policy 'magic'"),
+        ([*MODEL_AND_CLUSTER, "--policy", "os:getcwd"], "no hecate.Policy"),
+        ([*MODEL_AND_CLUSTER, "--policy", "none.py:Mine"], "expected file.py:Class"),
+        ([*MODEL_AND_CLUSTER, "--policy", "no_such:Mine"], "No module named"),
+        ([*MODEL_AND_CLUSTER, "--workload", "mild"], "no workload 'mild'"),
+        ([*MODEL_AND_CLUSTER, "--trace", "{}/two.toml"], "not a trace"),
+        ([*MODEL_AND_CLUSTER, "--trace", "{}/owners.npz"], "owners are not"),
         (["{}/two.toml:small", "--cluster", "{}/two.toml"], "is not a Python file"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}/none/out.json"], "there is no folder"),
-        (["{}/model.py:small", "--cluster", "{}/two.toml", "--json", "{}"], "cannot be written"),
+        ([*MODEL_AND_CLUSTER, "--json", "{}/none/out.json"], "there is no folder"),
+        ([*MODEL_AND_CLUSTER, "--json", "{}"], "cannot be written"),
     ],
 )
 def test_bad_input_is_explained(arguments: list[str], said: str, folder: Path) -> None:
-    done = CliRunner().invoke(app, ["simulate", *(argument.format(folder) for argument in arguments)])
+    done = simulate(folder, *arguments)
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit), "explained, not raised"
     # The message comes in a box, which breaks its lines.
@@ -111,7 +92,7 @@ def test_bad_input_is_explained(arguments: list[str], said: str, folder: Path) -
 
 
 def test_a_model_that_cannot_be_compiled_ends_with_1(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["simulate", f"{folder}/model.py:dense", "--cluster", f"{folder}/two.toml"])
+    done = simulate(folder, "{}/model.py:dense", "--cluster", "{}/two.toml")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert "hecate cannot compile this model" in done.stderr and "no experts" in done.stderr
 
@@ -129,5 +110,5 @@ def test_a_bug_is_no_bad_option(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         raise ValueError("a bug in the simulator")
 
     monkeypatch.setattr("hecate.commands.simulate.study", fail)
-    done = CliRunner().invoke(app, ["simulate", f"{folder}/model.py:small", "--cluster", f"{folder}/two.toml"])
+    done = simulate(folder, *MODEL_AND_CLUSTER)
     assert isinstance(done.exception, ValueError), "raised, with its traceback"

@@ -11,14 +11,9 @@ import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import hecate
-from hecate.runtime.placement.owners import Owners
-from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.policy import Static
-from hecate.simulator import Capture, ClusterSpec, LayerStep, LiveBytes, StepMemory, capture, walk
+from hecate.simulator import Capture, ClusterSpec, LiveBytes, StepMemory
 from hecate.simulator.live_bytes import _Walk
-from hecate.simulator.workloads import make
-from tests.support.models import build
+from tests.hecate_compile.simulator.test_step import ByHand, captured, routed
 
 SPEC = ClusterSpec(name="test", nodes=1, gpus=4, flops=1e9, memory_bytes=1e9, rank_bytes=1e9, node_bytes=1e9)
 aten = torch.ops.aten
@@ -74,22 +69,12 @@ def test_what_is_saved_lives_until_its_last_user_in_the_backward_and_gradients_s
 
 @pytest.fixture(scope="module")
 def made() -> Capture:
-    ids = torch.zeros(2, 64, dtype=torch.int64)
-    return capture(build("qwen3_moe"), {"input_ids": ids, "labels": ids}, SPEC, hecate.Config(replicas=2))
+    return captured(64, spec=SPEC, replicas=2)
 
 
 def held(made: Capture, workload: str) -> tuple[StepMemory, np.ndarray]:
-    experts, layers = made.layers[0].num_experts, len(made.layers)
-    counts = make(workload, steps=1, layers=layers, ranks=4, experts=experts, rows=made.rows)
-    ((_, routed),) = walk(
-        Static(),
-        counts,
-        [layer.owners for layer in made.layers],
-        topology=SPEC.topology,
-        rates=SPEC.rates,
-        sizes=made.sizes,
-    )
-    return LiveBytes(made).step(routed, optimizer_bytes=8), sum(layer.rows.sum(0) for layer in routed)
+    step = routed(made, workload, SPEC)
+    return LiveBytes(made).step(step, optimizer_bytes=8), sum(layer.rows.sum(0) for layer in step)
 
 
 def test_ranks_with_more_rows_hold_more(made: Capture) -> None:
@@ -110,19 +95,11 @@ def test_states_are_parameters_and_two_moments(made: Capture) -> None:
 
 
 def test_replicas_are_held_where_they_are(made: Capture) -> None:
-    layer = made.layers[0]
-    owners = Owners.contiguous(layer.num_experts, 4)
-    nobody = [set[int]() for _ in range(layer.num_experts - 1)]
-    rows, computed = np.full((4, 4), made.rows // 4), np.zeros((layer.num_experts, 4), dtype=np.int64)
-    found = {}
-    for name, placement in (
-        ("none", Placement.owned(owners)),
-        ("one", Placement.with_replicas(owners, [{3}, *nobody])),
-    ):
-        step = LayerStep(planned=placement, placement=placement, rows=rows, computed=computed, moved=0)
-        found[name] = LiveBytes(made).step([step] * len(made.layers), optimizer_bytes=8)
-    assert not found["none"].gathered.any()
+    hand, rows = ByHand(made), np.full((4, 4), made.rows // 4)
+    steps = [hand.step(hand.placement(replicas), rows) for replicas in ((), (3,))]
+    none, one = (LiveBytes(made).step([step] * len(made.layers), optimizer_bytes=8) for step in steps)
+    assert not none.gathered.any()
     # Both layers' replicas are there from the forward to the backward.
-    assert found["one"].gathered.tolist() == [0, 0, 0, len(made.layers) * layer.sizes.expert_bytes]
-    more = found["one"].peak - found["none"].peak
-    assert more[3] >= found["one"].gathered[3] and not more[1:3].any()
+    assert one.gathered.tolist() == [0, 0, 0, len(made.layers) * made.layers[0].sizes.expert_bytes]
+    more = one.peak - none.peak
+    assert more[3] >= one.gathered[3] and not more[1:3].any()
