@@ -1,4 +1,4 @@
-"""A run of two steps, to be tampered with; some modules here have runs of their own."""
+"""A run of three steps, and a copy of it to be tampered with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hecate_compile.checkpoints.test_damage import Run, save_run
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return save_run(tmp_path_factory.mktemp("saved"), 2)
+    return save_run(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from tests.support.adversaries import Moving
 from tests.support.models import batch, build
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.checkpoints.test_export"
 _LIMIT = 10_000
+pytestmark = pytest.mark.distributed
 
 
 def read(folder: Path) -> State:
@@ -172,16 +172,13 @@ def train(folder: str) -> dict[str, Any]:
     with torch.no_grad():
         logits = model(input_ids=batch(9, rows=2))["logits"]
     found = {"logits": logits.tolist(), "moved": not compiled_model_of(model, "test").layers[0].owners.in_order}
-    save_plain(build("qwen3_moe", seed=7, layers=1), Path(folder, "other"))
+    other: Any = build("qwen3_moe", seed=7, layers=1)
+    if int(os.environ["RANK"]) == 0:
+        other.save_pretrained(Path(folder, "other"), max_shard_size=_LIMIT)
     torch.distributed.barrier()
     hecate.load_pretrained(model, Path(folder, "other"))
-    found["loaded"] = same(model.state_dict(), build("qwen3_moe", seed=7, layers=1).state_dict())
+    found["loaded"] = same(model.state_dict(), other.state_dict())
     return found
-
-
-def save_plain(model: Any, folder: Path) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        model.save_pretrained(folder, max_shard_size=_LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -212,17 +209,15 @@ def write(folder: Path, state: State) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(saved: Path) -> tuple[list[dict[str, Any]], Path]:
-    return run_ranks(f"{_HERE}:load_and_export", 2, folder=str(saved), timeout=120), saved
+    return run_ranks(load_and_export, 2, folder=str(saved), timeout=120), saved
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_library_saved_is_in_the_shards_bit_for_bit(ranks: Any, kind: str) -> None:
     for found in ranks[0]:
         assert found[kind]["same"] and found[kind]["left"] == [[], []]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_is_what_the_library_saves(ranks: Any, kind: str) -> None:
     folder = ranks[1] / kind
@@ -239,7 +234,6 @@ def test_what_is_exported_is_what_the_library_saves(ranks: Any, kind: str) -> No
     assert not [path.name for path in folder.iterdir() if ".tmp-" in path.name]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if is_pretrained(kind)])
 def test_transformers_reads_it_as_its_own(ranks: Any, kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -256,7 +250,6 @@ def test_transformers_reads_it_as_its_own(ranks: Any, kind: str, tmp_path: Path)
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_holds_more_than_it_must(ranks: Any, kind: str) -> None:
     first, second = (found[kind] for found in ranks[0])
@@ -270,7 +263,6 @@ def test_no_rank_holds_more_than_it_must(ranks: Any, kind: str) -> None:
     assert 0 < first["kept"] <= _LIMIT + first["largest whole"] and second["kept"] == 0
 
 
-@pytest.mark.distributed
 def test_what_one_rank_runs_into_all_hear(ranks: Any) -> None:
     for found in ranks[0]:
         errors = found["errors"]
@@ -282,11 +274,10 @@ def test_what_one_rank_runs_into_all_hear(ranks: Any) -> None:
     assert not [path for path in ranks[1].iterdir() if path.name.startswith("full")]
 
 
-@pytest.mark.distributed
 def test_a_trained_model_computes_the_same_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    results = run_ranks(f"{_HERE}:train", 2, folder=str(tmp_path), timeout=120)
+    results = run_ranks(train, 2, folder=str(tmp_path), timeout=120)
     assert results[0]["moved"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert len(list((tmp_path / "trained").glob("*.safetensors"))) > 2

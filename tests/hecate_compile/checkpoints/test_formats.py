@@ -26,7 +26,6 @@ from tests.support.models import VOCABULARY, PlainLanguageModel
 from tests.support.parity import rank_and_size
 from tests.support.ranks import ROOT, run_ranks
 
-_HERE = "tests.hecate_compile.checkpoints.test_formats"
 KEPT = ROOT / "tests" / "data" / "checkpoints"
 FORMATS = range(1, FORMAT + 1)
 STEP = "step-00000003"
@@ -110,7 +109,7 @@ def test_as_many_ranks_remember_plans(number: int) -> None:
     folder = KEPT / f"format{number}"
     saved = listed(read_plain(folder / STEP / "run.json")["placement"])
     assert saved["layers"]["blocks.0"]["planned"] != [[0], [0], [1], [1]], "there are no replicas to remember"
-    for rank, found in enumerate(run_ranks(f"{_HERE}:load_small", 2, folder=str(folder), timeout=120)):
+    for rank, found in enumerate(run_ranks(load_small, 2, folder=str(folder), timeout=120)):
         assert found["extra"] == [3, rank, [rank, 1 + rank, 2 + rank], []]
         found["placement"]["conditions"].pop("memory")
         saved["conditions"].pop("memory", None)
@@ -121,6 +120,6 @@ if __name__ == "__main__":
     target = KEPT / f"format{FORMAT}"
     if target.exists():
         sys.exit(f"{target} is there")
-    run_ranks(f"{_HERE}:save_small", 2, folder=str(target))
+    run_ranks("tests.hecate_compile.checkpoints.test_formats:save_small", 2, folder=str(target))
     for name in (".lock", ".owner"):
         (target / name).unlink()

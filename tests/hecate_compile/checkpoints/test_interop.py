@@ -20,8 +20,6 @@ from tests.hecate_compile.wrap.test_stack_experts import small
 from tests.support.parity import rank_and_size, state_error
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.checkpoints.test_interop"
-
 
 def _compiled(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = hecate.compile(small(seed=seed, layers=1), hecate.Config(backend="aot_eager", dense="shard"))
@@ -109,38 +107,31 @@ def exchange(folder: str) -> dict[str, Any]:
 
 def _failures(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
     """One rank cannot write; one has another model; one has things in ``extra`` that are not plain."""
-    write = saving.write_plain
+    write, check = saving.write_plain, saving._check_shared
 
     def full(value: Any, path: Path) -> None:
         if rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(value, path)
 
-    saving.write_plain = full
-    try:
-        no_space = message_of(lambda: hecate.save(f"{folder}/saved", model, optimizer, step=2))
+    def save(where: str = "saved") -> str:
+        return message_of(lambda: hecate.save(f"{folder}/{where}", model, optimizer, step=2))
+
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_plain", full)
+        found["no space"] = save()
         background = hecate.async_save(f"{folder}/saved", model, optimizer, step=2)
-        in_background = message_of(lambda: background.result(60))
-        later = message_of(lambda: hecate.save(f"{folder}/saved", model, optimizer, step=2))
-    finally:
-        saving.write_plain = write
-    own = f"{folder}/saved" if rank == 0 else f"{folder}/elsewhere"
-    another = message_of(lambda: hecate.save(own, model, optimizer, step=2))
-    check = saving._check_shared
-    saving._check_shared = lambda draft: check(draft if rank == 0 else Path("/on/another/node"))
-    not_shared = message_of(lambda: hecate.save(f"{folder}/saved", model, optimizer, step=2))
-    saving._check_shared = check
+        found["in background"] = message_of(lambda: background.result(60))
+        found["later"] = save()
+    found["another"] = save("saved" if rank == 0 else "elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_check_shared", lambda draft: check(draft if rank == 0 else Path("/on/another/node")))
+        found["not shared"] = save()
     other = small(seed=0, layers=1 if rank == 0 else 2)
-    mismatch = message_of(lambda: hecate.load(f"{folder}/saved", other))
-    return {
-        "no space": no_space,
-        "in background": in_background,
-        "later": later,
-        "another": another,
-        "not shared": not_shared,
-        "mismatch": mismatch,
-        "folders": sorted(p.name for p in Path(folder, "saved").iterdir()),
-    }
+    found["mismatch"] = message_of(lambda: hecate.load(f"{folder}/saved", other))
+    found["folders"] = sorted(p.name for p in Path(folder, "saved").iterdir())
+    return found
 
 
 def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -149,11 +140,9 @@ def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
     out = dict(model.state_dict())
     state = hecate.get_optimizer_state_dict(model, optimizer)["state"]
-    wholes: dict[int, torch.Tensor] = {}
     for name, tensors in sorted(state.items()):
         for key, value in tensors.items():
-            size = value.size()
-            total = torch.zeros(size)
+            total = torch.zeros(value.size())
             part = value.as_subclass(torch.Tensor)
             pieces = getattr(value, "pieces", None)
             if pieces is None:
@@ -163,7 +152,7 @@ def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
                 total[piece.offset : piece.offset + piece.rows] = part[piece.start : piece.start + piece.rows]
             dist.all_reduce(total)
             out[f"{name} {key}"] = total
-    assert not wholes and shard_of(next(model.parameters())) is not None
+    assert shard_of(next(model.parameters())) is not None
     return out
 
 
@@ -175,7 +164,7 @@ def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 @cache
 def _results() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="hecate-") as folder:
-        return run_ranks(f"{_HERE}:exchange", 2, folder=folder)
+        return run_ranks(exchange, 2, folder=folder)
 
 
 @pytest.fixture(params=[0, 1])

@@ -113,30 +113,14 @@ def test_what_modules_save_beside_tensors(tmp_path: Path) -> None:
         hecate.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_the_newest_is_what_was_saved_last(tmp_path: Path) -> None:
-    assert hecate.load(tmp_path, required=False) is None
-    with pytest.raises(hecate.NoCheckpointError, match="no checkpoint in"):
-        hecate.load(tmp_path)
-    for step in (10, 20, 15):
-        hecate.save(tmp_path, step=step, extra=step)
-    assert hecate.load(tmp_path).step == 15
-    assert hecate.load(tmp_path, step=20).extra == 20
-    with pytest.raises(hecate.NoCheckpointError, match="no step 11 in"):
-        hecate.load(tmp_path, step=11)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"step": -1}, "step=-1"),
-        ({"step": 1.0}, "step=1.0"),
-        ({"step": 1, "keep": 0}, "keep=0"),
-        ({"step": 1, "optimizer": _adamw(Net())}, "give model"),
-    ],
-)
-def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, hecate.CheckpointError), match=said):
-        hecate.save(tmp_path / "new", **arguments)
+def test_wrong_arguments_of_save(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"step": step}, f"step={step!r}") for step in (-1, True, 1.0, "2", None)
+    ]
+    wrong += [({"step": 1, "keep": keep}, f"keep={keep!r}") for keep in (0, -1, True, 1.5, "2")]
+    for arguments, said in (*wrong, ({"step": 1, "optimizer": _adamw(Net())}, "give model")):
+        with pytest.raises((ValueError, hecate.CheckpointError), match=said):
+            hecate.save(tmp_path / "new", **arguments)
     assert not (tmp_path / "new").exists()
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import nn
@@ -60,8 +59,15 @@ def assert_taken_over(folder: Path, step: int) -> None:
 
 
 def test_the_last_run_to_start_owns_the_folder(tmp_path: Path) -> None:
-    first = save(tmp_path, 1)
-    forked(lambda: save(tmp_path, 2))
+    """A forked process is another run, though the token is made when hecate is imported, which may be before."""
+    first, mine = save(tmp_path, 1), publish._run
+
+    def other() -> None:
+        assert publish._run != mine and not publish._owned
+        save(tmp_path, 2)
+
+    forked(other)
+    assert publish._run == mine
     assert_taken_over(tmp_path, 3)
     # Not the next time either, nor in the background.
     assert_taken_over(tmp_path, 4)
@@ -72,18 +78,6 @@ def test_the_last_run_to_start_owns_the_folder(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]
     assert load(tmp_path)[0].step == 2
     assert load(tmp_path, step=1)[1] == first
-
-
-def test_a_forked_process_is_another_run(tmp_path: Path) -> None:
-    """The token is made when hecate is imported, which may be before a launcher forks."""
-    mine = publish._run
-
-    def other() -> None:
-        assert publish._run != mine and not publish._owned
-
-    save(tmp_path, 1)
-    forked(other)
-    assert publish._run == mine
 
 
 def test_taken_over_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,19 +143,11 @@ def test_drafts_of_others_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process is waited for, but not for ever."""
+    """Who has it, such as a stopped process, is waited for, but not for ever."""
     wanted = save(tmp_path, 1)
     monkeypatch.setattr(publish, "_PATIENCE", 0.5)
-    reader, writer = os.pipe()
-    process = os.fork()
-    if process == 0:
-        file = (tmp_path / ".lock").open("w")
+    with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.write(writer, b"x")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    try:
-        assert os.read(reader, 1) == b"x"
         start = time.monotonic()
         with bounded(10), pytest.raises(CheckpointError, match=r"rank 0: TimeoutError: .*\.lock for"):
             save(tmp_path, 2)
@@ -169,11 +155,6 @@ def test_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.Mon
         assert steps(tmp_path) == ["step-00000001"]
         # Who reads needs no lock.
         assert load(tmp_path)[1] == wanted
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        os.close(reader)
-        os.close(writer)
     save(tmp_path, 2)
 
 
@@ -214,13 +195,6 @@ def test_keep(tmp_path: Path) -> None:
     save(tmp_path, 3, keep=1)
     assert steps(tmp_path) == ["step-00000002", "step-00000003"]
     assert wanted != load(tmp_path)[1]
-    for keep in (0, -1, True, 1.5, "2"):
-        with pytest.raises(ValueError, match="keep="):
-            save(tmp_path, 6, keep=keep)
-    for step in (-1, True, 1.0, "2", None):
-        with pytest.raises(ValueError, match="step="):
-            hecate.save(tmp_path, step=cast(Any, step))
-    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 # --- what cannot be written ---
@@ -236,8 +210,10 @@ def assert_not_saved(folder: Path, wanted: str, *words: str, model: nn.Module | 
     assert load(folder)[1] == wanted
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("fsync", errno.EIO), ("fsync", errno.ENOSPC), ("rename", errno.EDQUOT), ("mkdir", errno.EROFS)],
+)
 def test_calls_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
     wanted = save(tmp_path, 1)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +19,14 @@ from tests.hecate_compile.wrap.test_stack_experts import small
 from tests.support.adversaries import Restless
 from tests.support.extent import ALL
 from tests.support.models import VOCABULARY, build
-from tests.support.parity import error_of, rank_and_size
+from tests.support.parity import rank_and_size, state_error
 from tests.support.ranks import run_ranks
 
-_HERE = "tests.hecate_compile.checkpoints.test_resume"
 # Two nodes with a slow link between them, so that experts are replicated.
 _TWO_NODES = dict(
     topology=hecate.Topology((0, 1)),
     rates=hecate.Rates(flops=1e10, rank_bytes=1e9, node_bytes=1e7, hidden_seconds=1e-3),
 )
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="hecate-") as path:
-        yield path
 
 
 class Run:
@@ -152,24 +143,22 @@ def _state(run: Run) -> list[torch.Tensor]:
         *([("list", False, {"optimizer": "fused"})] if ALL else []),
     ],
 )
-def test_goes_on_bit_for_bit(folder: str, kind: str, in_background: bool, options: dict[str, Any]) -> None:
-    for found in run_ranks(
-        f"{_HERE}:resume", 2, folder=folder, kind=kind, in_background=in_background, options=options
-    ):
+def test_goes_on_bit_for_bit(tmp_path: Path, kind: str, in_background: bool, options: dict[str, Any]) -> None:
+    given = {"folder": str(tmp_path), "kind": kind, "in_background": in_background, "options": options}
+    for found in run_ranks(resume, 2, **given):
         assert found["step"] == 5
         assert all(found[key] for key in ("losses", "weights", "moments", "rate", "owners", "random")), found
         # Otherwise there would be little to restore.
         assert found["moved"]
         assert found["replicas"] > 0 or "nodes" not in options
-    assert [path.name for path in Path(folder).iterdir() if path.name.startswith("step")] == ["step-00000005"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-00000005"]
 
 
 # --- another number of ranks ---
 
 
 def train(folder: str, start: int, stop: int, dense: Any) -> dict[str, Any]:
-    """Steps ``start`` to ``stop`` on the same global batches, whatever the number of ranks."""
-    rank, size = rank_and_size()
+    """Steps ``start`` to ``stop``, and a checkpoint."""
     model = hecate.compile(
         build("plain", seed=start, dtype=torch.float64, layers=1),
         hecate.Config(backend="aot_eager", dense=dense, policy=Restless(reshard_every=2)),
@@ -177,53 +166,48 @@ def train(folder: str, start: int, stop: int, dense: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if start:
         assert hecate.load(folder, model, optimizer).step == start
+    losses = go_on(model, optimizer, range(start, stop), lambda: hecate.clip_grad_norm_(model, 0.5))
+    hecate.save(folder, model, optimizer, step=stop)
+    return {"losses": losses}
+
+
+def go_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: Callable[[], object]
+) -> list[float]:
+    """Train on the same global batches, whatever the number of ranks; the mean losses."""
+    rank, size = rank_and_size()
     losses = []
-    for step in range(start, stop):
+    for step in steps:
         ids = torch.randint(0, VOCABULARY // 3, (12, 8), generator=torch.Generator().manual_seed(step))
         mine = ids.chunk(size)[rank]
         loss = model(input_ids=mine, labels=mine)["loss"]
         loss.backward()
-        hecate.clip_grad_norm_(model, 0.5)
+        clip()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()
         if size > 1:
             dist.all_reduce(mean)
         losses.append(float(mean) / size)
-    hecate.save(folder, model, optimizer, step=stop)
-    return {"losses": losses}
-
-
-@cache
-def _uninterrupted() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same nine steps in one process without Hecate."""
-    model = build("plain", seed=0, dtype=torch.float64, layers=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(9):
-        ids = torch.randint(0, VOCABULARY // 3, (12, 8), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=ids, labels=ids)["loss"]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses
 
 
 @pytest.mark.distributed
-def test_other_numbers_of_ranks_go_on_with_the_same_losses(folder: str) -> None:
+def test_other_numbers_of_ranks_go_on_with_the_same_losses(tmp_path: Path) -> None:
     """2, then 3, then 1 rank; and the plain model in a plain process reads what they saved."""
     losses: list[float] = []
     for size, start, stop, dense in ((2, 0, 3, "replicate"), (3, 3, 6, "shard"), (1, 6, 9, "replicate")):
-        found = run_ranks(f"{_HERE}:train", size, folder=folder, start=start, stop=stop, dense=dense)
+        found = run_ranks(train, size, folder=str(tmp_path), start=start, stop=stop, dense=dense)
         assert all(one == found[0] for one in found)
         losses += found[0]["losses"]
-    expected, weights = _uninterrupted()
+    # The same nine steps in one process without Hecate.
+    plain = build("plain", seed=0, dtype=torch.float64, layers=1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    expected = go_on(plain, optimizer, range(9), lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
     model = build("plain", seed=3, dtype=torch.float64, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
-    assert hecate.load(folder, model, optimizer).step == 9
-    assert max(error_of(value, weights[name]) for name, value in model.state_dict().items()) < 1e-6
+    assert hecate.load(tmp_path, model, optimizer).step == 9
+    assert state_error(model.state_dict(), plain.state_dict()) < 1e-6
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(float(state["step"]) == 9 for state in optimizer.state.values())

@@ -30,14 +30,7 @@ from tests.support.layers import add_layer
 from tests.support.models import build
 from tests.support.ranks import run_ranks
 
-_HERE = "tests.hecate_compile.checkpoints.test_round_trips"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hecate-") as path:
-        yield Path(path)
 
 
 def _full(draw: random.Random, dtype: torch.dtype, experts: int) -> dict[str, torch.Tensor]:
@@ -150,14 +143,14 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, tensor.as_subclass(plain))
 
 
-def test_a_missing_or_doubled_expert_is_noticed(folder: Path) -> None:
+def test_a_missing_or_doubled_expert_is_noticed(tmp_path: Path) -> None:
     """DCP alone saves and loads without a word when a single process misses experts."""
     draw = random.Random(0)
     full = _full(draw, torch.float32, 4)
     state, _alive = _as_rank(full, Owners((0, 0, 0, 1), 2), 0, empty=False)
-    _save(folder, [state])
+    _save(tmp_path, [state])
     with pytest.raises(ValueError, match=r"experts.up has 18 of 24 elements"):
-        _load(folder, [state])
+        _load(tmp_path, [state])
 
 
 # --- through processes ---
@@ -165,15 +158,19 @@ def test_a_missing_or_doubled_expert_is_noticed(folder: Path) -> None:
 
 def pass_on(folder: str, step: int) -> dict[str, Any]:
     """Load what the ranks before saved, if any; compare; give experts to others; save."""
-    model = hecate.compile(build("plain", seed=step), hecate.Config(backend="aot_eager", dense=_dense(step)))
+    dense: Any = ("replicate", "shard")[step % 2]
+    model = hecate.compile(build("plain", seed=step), hecate.Config(backend="aot_eager", dense=dense))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     wrong = 0
     if step:
-        found = hecate.load(folder, model, optimizer)
-        assert found.step == step - 1
+        assert hecate.load(folder, model, optimizer).step == step - 1
         wrong = _wrong(model, optimizer)
     else:
-        _fill(model, optimizer)
+        model.load_state_dict({n: _expected(n, v.shape, "") for n, v in build("plain").state_dict().items()})
+        state = hecate.get_optimizer_state_dict(model, optimizer)
+        for mine, expected in _moments(state):
+            mine.copy_(expected)
+        hecate.set_optimizer_state_dict(model, optimizer, state)
     compiled = compiled_model_of(model, "test")
     draw = random.Random(step)
     for layer in compiled.layers:
@@ -183,66 +180,43 @@ def pass_on(folder: str, step: int) -> dict[str, Any]:
     return {"wrong": wrong, "ranks": compiled.world.size}
 
 
-def _dense(step: int) -> Any:
-    return ("replicate", "shard")[step % 2]
-
-
 def _expected(name: str, shape: torch.Size, key: str) -> torch.Tensor:
     # The head is tied.
     draw = random.Random(f"{name.replace('head', 'embedding')} {key}")
     return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(2**30)))
 
 
-def _fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    whole = build("plain")
-    model.load_state_dict({name: _expected(name, value.shape, "") for name, value in whole.state_dict().items()})
-    state = hecate.get_optimizer_state_dict(model, optimizer)
+def _moments(state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank has of the optimizer's state, and what it must be."""
     for name, tensors in state["state"].items():
         for key, tensor in tensors.items():
             if key == "step":
-                tensor.fill_(7)
-                continue
-            full = _expected(name, tensor.size(), key)
-            for piece in getattr(tensor, "pieces", ()):
-                target = _part(tensor)[piece.start : piece.start + piece.rows]
-                target.copy_(full[piece.offset : piece.offset + piece.rows])
-            if not hasattr(tensor, "pieces"):
-                tensor.copy_(full)
-    hecate.set_optimizer_state_dict(model, optimizer, state)
-
-
-def _wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Tensors of this rank with a bit that is not as it was first saved."""
-    wrong = sum(
-        not torch.equal(value, _expected(name, value.shape, "")) for name, value in model.state_dict().items()
-    )
-    for name, tensors in hecate.get_optimizer_state_dict(model, optimizer)["state"].items():
-        for key, tensor in tensors.items():
-            if key == "step":
-                wrong += float(tensor) != 7
+                yield tensor, torch.full_like(tensor, 7)
                 continue
             full, part = _expected(name, tensor.size(), key), _part(tensor)
             pieces = getattr(tensor, "pieces", None)
             if pieces is None:
-                wrong += not torch.equal(part, full)
-            else:
-                wrong += any(
-                    not torch.equal(part[p.start : p.start + p.rows], full[p.offset : p.offset + p.rows])
-                    for p in pieces
-                )
-    return wrong
+                yield part, full
+            for p in pieces or ():
+                yield part[p.start : p.start + p.rows], full[p.offset : p.offset + p.rows]
+
+
+def _wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of this rank with a bit that is not as it was first saved."""
+    pairs = [(value, _expected(name, value.shape, "")) for name, value in model.state_dict().items()]
+    pairs += _moments(hecate.get_optimizer_state_dict(model, optimizer))
+    return sum(not torch.equal(mine, expected) for mine, expected in pairs)
 
 
 @pytest.mark.distributed
-def test_through_processes(folder: Path) -> None:
+def test_through_processes(tmp_path: Path) -> None:
     """2, 3, 1, 4 ranks and so on, started by torchrun; and a plain process at the end."""
     sizes = (2, 3, 1, 4, 2, 1, 3, 4, 1, 2, 3) if ALL else (2, 3, 1, 4)
     for step, size in enumerate(sizes):
-        for found in run_ranks(
-            f"{_HERE}:pass_on", size, launcher="torchrun" if ALL else "fork", folder=str(folder), step=step
-        ):
+        launcher = "torchrun" if ALL else "fork"
+        for found in run_ranks(pass_on, size, launcher=launcher, folder=str(tmp_path), step=step):
             assert found == {"wrong": 0, "ranks": size}
     model = build("plain")
     optimizer = torch.optim.AdamW(model.parameters())
-    assert hecate.load(folder, model, optimizer).step == len(sizes) - 1
+    assert hecate.load(tmp_path, model, optimizer).step == len(sizes) - 1
     assert _wrong(model, optimizer) == 0
