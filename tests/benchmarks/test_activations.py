@@ -57,7 +57,7 @@ def test_the_ledger_looks_into_operators_of_hecate() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("system", ["static EP", "hecate"] if ALL else ["static EP"])
 def test_the_prediction_is_what_ranks_hold(system: str) -> None:
-    found = run_ranks("tests.benchmarks.test_activations:run", 2, system=system, size=asdict(_SMALL))
+    found = run_ranks(run, 2, system=system, size=asdict(_SMALL))
     said = predict(system, _SMALL, ["zipf"])["zipf"]
     assert found[0]["rows"] == said["rows"]
     for key in ("states", "peak", "most_activations"):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ import benchmarks.compare.__main__ as compare
 from benchmarks.emulator import network, quota, self_test, throttle
 from benchmarks.emulator.__main__ import parse_cores, parse_rate
 from benchmarks.emulator.launch import REPOSITORY, Cluster, run
+from tests.support.ranks import lives
 
 SCRIPT = """
 import json, os, sys, time
@@ -49,7 +51,7 @@ def leftovers(prefix: str = "hecate-") -> list[str]:
     return [*groups, *spaces]
 
 
-def results(folder: Path, ranks: int) -> list[dict[str, object]]:
+def results(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -77,29 +79,14 @@ def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
 def test_a_rank_that_never_ends_is_a_timeout(script: str, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] did not end"):
         run(Cluster(ranks=2), [script, str(tmp_path), "sleep"], timeout=3)
-    assert all(gone(one["pid"]) for one in results(tmp_path, 2))
+    assert not any(lives(one["pid"]) for one in results(tmp_path, 2))
 
 
 @needs_root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signals) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.emulator",
-        "--nodes",
-        "2",
-        "--ranks",
-        "1",
-        "--quota",
-        "0.5",
-        "--inter",
-        "10MB/s",
-        "--",
-        script,
-        str(tmp_path),
-        "sleep",
-    ]
+    options = ["--nodes", "2", "--ranks", "1", "--quota", "0.5", "--inter", "10MB/s"]
+    command = [sys.executable, "-m", "benchmarks.emulator", *options, "--", script, str(tmp_path), "sleep"]
     launcher = subprocess.Popen(command, cwd=REPOSITORY)
     prefix = f"hecate-{launcher.pid}"
     wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 2)
@@ -107,7 +94,7 @@ def test_killed_it_leaves_nothing(script: str, tmp_path: Path, how: signal.Signa
     launcher.send_signal(how)
     launcher.wait(20)
     wait_for(lambda: leftovers(prefix) == [])
-    assert all(gone(one["pid"]) for one in results(tmp_path, 2))
+    assert not any(lives(one["pid"]) for one in results(tmp_path, 2))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -115,11 +102,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
-
-
-def gone(pid: object) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return not status.exists() or "zombie" in status.read_text()
 
 
 def test_rates_and_quotas_are_read_or_refused() -> None:

@@ -18,18 +18,6 @@ from tests.support.models import PlainLanguageModel, build
 from tests.support.models_page import blocks_of_page
 
 _TRANSFORMERS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-_BLOCKS = (
-    "Loop",
-    "HitLoop",
-    "ListOfExperts",
-    "Masks",
-    "RepeatedTokens",
-    "ChoiceLoop",
-    "Split",
-    "Grouped",
-    "AllTokens",
-    "Capacity",
-)
 _PASSES = tuple(one.__name__ for one in (*PASSES, *JOINT_PASSES, *FINAL_PASSES) if one is not shard_context)
 
 
@@ -93,7 +81,7 @@ FAULTS = (
 
 def draw_model(seed: int, number: int) -> Drawn:
     random = Random(f"model {seed} {number}")
-    family = random.choice((*_TRANSFORMERS, "plain", "split", *_BLOCKS, "ListMoE", "DictMoE"))
+    family = random.choice((*_TRANSFORMERS, "plain", "split", *blocks_of_page(), "ListMoE", "DictMoE"))
     policy = random.choice(("hecate", "hecate", "hecate", "anything", "anything", "static", "gather", "replicate"))
     options: dict[str, Any] = {"policy": policy}
     if policy == "anything":

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import warnings
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +25,7 @@ TOLERANCE = 1e-5
 def run_models(seed: int, numbers: list[int], cases: list[int]) -> list[str]:
     """Problems, one line each; none if all is right."""
     warnings.simplefilter("ignore")
-    problems = []
-    for number in numbers:
-        problems += _run_model(seed, number, cases)
-    return problems
+    return [problem for number in numbers for problem in _run_model(seed, number, cases)]
 
 
 def _run_model(seed: int, number: int, cases: list[int]) -> list[str]:
@@ -73,25 +69,9 @@ class _Loop:
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in self.optimizers]
 
     def run(self) -> float:
-        actions: dict[str, Callable[[], None]] = {
-            "step": self.step,
-            "evaluate": lambda: self.look(torch.no_grad()),
-            "infer": lambda: self.look(torch.inference_mode()),
-            "save and load": self.save_and_load,
-            "two forwards": self.two_forwards,
-            "penalty": self.penalty,
-            "schedule": self.schedule,
-            "bad token": self.bad_token,
-            "not a number": self.not_a_number,
-            "no backward": self.no_backward,
-            "wrong checkpoint": self.wrong_checkpoint,
-            "wrong optimizer state": self.wrong_optimizer_state,
-            "one expert": self.one_expert,
-            "interrupted backward": self.interrupted_backward,
-        }
         for action in self.case.actions:
-            actions[action]()
-        return self.difference()
+            getattr(self, action.replace(" ", "_"))()
+        return state_error(self.model.state_dict(), self.reference.state_dict(), relative=True)
 
     # --- what both do ---
 
@@ -138,6 +118,12 @@ class _Loop:
             model.zero_grad(set_to_none=none)
 
     # --- actions ---
+
+    def evaluate(self) -> None:
+        self.look(torch.no_grad())
+
+    def infer(self) -> None:
+        self.look(torch.inference_mode())
 
     def look(self, mode: Any) -> None:
         batch = self.batches()[self.rank]
@@ -257,9 +243,6 @@ class _Loop:
         for hook in hooks:
             hook.remove()
         self.zero_grad(none=True)
-
-    def difference(self) -> float:
-        return state_error(self.model.state_dict(), self.reference.state_dict(), relative=True)
 
 
 def hash_of(text: str) -> int:

@@ -12,10 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import ROOT, _context
-
-# By which all processes of a run are found.
-_MARK = "HECATE_SOAK"
+from tests.support.ranks import ROOT, _context, environment_of, lives, torchrun
 
 
 class StillRunning(AssertionError):
@@ -31,34 +28,17 @@ def run(size: int, arguments: dict[str, Any], *, launcher: str, timeout: float =
     Raises:
         StillRunning: a process did not end.
     """
-    mark = os.urandom(8).hex()
     start = _torchrun if launcher == "torchrun" else _fork
     try:
-        return start(size, arguments, mark, timeout)
+        return start(size, arguments, timeout)
     finally:
-        _all_gone(mark)
+        _all_gone(Path(arguments["notes"]))
 
 
-def _torchrun(size: int, arguments: dict[str, Any], mark: str, timeout: float) -> int:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(size),
-        "--max-restarts",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "--monitor-interval",
-        "0.1",
-        "-m",
-        "tests.soak.worker",
-        json.dumps(arguments),
-    ]
-    environment = os.environ | {_MARK: mark, "OMP_NUM_THREADS": "1"}
+def _torchrun(size: int, arguments: dict[str, Any], timeout: float) -> int:
+    options = ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "tests.soak.worker"]
+    command = [*torchrun(size), *options, json.dumps(arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -72,9 +52,9 @@ def _torchrun(size: int, arguments: dict[str, Any], mark: str, timeout: float) -
 # --- the small agent ---
 
 
-def _fork(size: int, arguments: dict[str, Any], mark: str, timeout: float) -> int:
+def _fork(size: int, arguments: dict[str, Any], timeout: float) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    process = _context.Process(target=_agent, args=(size, arguments, mark))
+    process = _context.Process(target=_agent, args=(size, arguments))
     process.start()
     process.join(timeout)
     if process.exitcode is None:
@@ -83,14 +63,14 @@ def _fork(size: int, arguments: dict[str, Any], mark: str, timeout: float) -> in
     return process.exitcode
 
 
-def _agent(size: int, arguments: dict[str, Any], mark: str) -> None:
+def _agent(size: int, arguments: dict[str, Any]) -> None:
     """Starts ranks, starts all of them again once if one fails, and ends when they do; as torchrun."""
     import torch.distributed as dist
 
     os.chdir(ROOT)
     for restart in range(2):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = {_start_rank(rank, size, restart, store.port, arguments, mark): rank for rank in range(size)}
+        ranks = {_start_rank(rank, size, restart, store.port, arguments): rank for rank in range(size)}
         failed = False
         while ranks:
             pid, status = os.wait()
@@ -104,7 +84,7 @@ def _agent(size: int, arguments: dict[str, Any], mark: str) -> None:
     os._exit(1)
 
 
-def _start_rank(rank: int, size: int, restart: int, port: int, arguments: dict[str, Any], mark: str) -> int:
+def _start_rank(rank: int, size: int, restart: int, port: int, arguments: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -113,18 +93,9 @@ def _start_rank(rank: int, size: int, restart: int, port: int, arguments: dict[s
         log = os.open(Path(arguments["notes"], f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": mark,
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
-            _MARK: mark,
-        }
+        # Runs on this machine are told apart by their folders.
+        own = {"TORCHELASTIC_RUN_ID": arguments["notes"], "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        os.environ |= environment_of(rank, size, port) | own
         from tests.soak.worker import train
 
         train(**arguments)
@@ -138,27 +109,13 @@ def _start_rank(rank: int, size: int, restart: int, port: int, arguments: dict[s
         os._exit(1)
 
 
-def _all_gone(mark: str, patience: float = 15.0) -> None:
-    """Wait until no process of the run is left; kill and report those that are."""
+def _all_gone(notes: Path, patience: float = 15.0) -> None:
+    """Wait until no rank of the run is left; kill and report those that are."""
+    pids = [int(path.read_text()) for path in notes.glob("rank*.pid")]
     end = time.monotonic() + patience
-    while (left := _marked(mark)) and time.monotonic() < end:
+    while (left := list(filter(lives, pids))) and time.monotonic() < end:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if left:
         raise StillRunning(f"processes {left} were still there {patience:g} s after their agent")
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{_MARK}={mark}".encode() in (path / "environ").read_bytes() and "Z" not in _state(path):
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
-
-
-def _state(path: Path) -> str:
-    return (path / "stat").read_text().rpartition(")")[2].split()[0]

@@ -39,12 +39,8 @@ _PRELOADED = [
     "hecate.simulator",
     "torch.distributed.fsdp",
     "torch.distributed.device_mesh",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.olmoe.modeling_olmoe",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "transformers.models.gpt_oss.modeling_gpt_oss",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("auto", "qwen3_moe", "mixtral", "olmoe")),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("deepseek_v3", "gpt_oss")),
 ]
 # In torch 2.11 it looks for GPUs when it is imported, and no process that is forked then may use one.
 if not torch.cuda.is_available():
@@ -69,7 +65,7 @@ def message_of(function: Callable[[], object]) -> str:
 
 
 def run_ranks(
-    function: str,
+    function: str | Callable[..., object],
     world_size: int,
     *,
     timeout: float = 300,
@@ -77,13 +73,16 @@ def run_ranks(
     launcher: str = "fork",
     **arguments: Any,
 ) -> list[Any]:
-    """Call ``module:function(**arguments)`` on every rank; returns the JSON-able results in rank order.
+    """Call ``function(**arguments)`` on every rank; returns the JSON-able results in rank order.
 
     Args:
+        function: of a module that ranks can import, or its ``"module:name"``.
         timeout: seconds; then every process of the run is killed.
         grace: seconds that the other forked ranks have to end when one has failed.
         launcher: ``"fork"`` or ``"torchrun"``.
     """
+    if not isinstance(function, str):
+        function = f"{function.__module__}:{function.__qualname__}"
     folder = Path(tempfile.mkdtemp(prefix="hecate-ranks-"))
     try:
         if launcher == "fork":
@@ -116,6 +115,27 @@ def _write(path: Path, text: str) -> None:
 
 def _output(folder: Path) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text()[-8000:]}" for log in sorted(folder.glob("*log")))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there that has not ended, be it that nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank whose store is on this port already."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 # --- forked ranks ---
@@ -168,16 +188,7 @@ def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arg
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(ROOT)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # As under torchrun: the store is there already.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= environment_of(rank, world_size, port)
     with _numbered(Path(folder), rank):
         code = _work(function, rank, Path(folder), arguments)
     sys.stdout.flush()

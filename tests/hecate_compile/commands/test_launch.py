@@ -11,6 +11,7 @@ import pytest
 
 from hecate.commands import launch
 from hecate.commands.launch import run_ranks
+from tests.support.ranks import lives
 
 # A child in a session of its own, as torchrun starts ranks; neither ends when it is asked to.
 STUBBORN = """
@@ -59,14 +60,6 @@ def test_nothing_is_left_behind(
         assert run_ranks("stubborn", [str(pids)], ranks=1, timeout=77, environment=environment) == (None, "")
     started = list(map(int, pids.read_text().split()))
     end = time.monotonic() + 5
-    while any(map(_lives, started)) and time.monotonic() < end:
+    while any(map(lives, started)) and time.monotonic() < end:
         time.sleep(0.02)
-    assert len(started) == 2 and not any(map(_lives, started))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        # One that nobody has waited for yet is dead too.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert len(started) == 2 and not any(map(lives, started))

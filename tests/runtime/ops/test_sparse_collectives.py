@@ -21,8 +21,7 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Travels, stages_of
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.ops.test_ops import OWNERS, REPLICAS, TOPOLOGIES, replicating_layer
-from tests.support.alive import Alive
-from tests.support.copies import Copies
+from tests.support.counted import Alive, Copies
 from tests.support.graphs import number_of
 from tests.support.layers import add_layer
 from tests.support.threads import on_threads

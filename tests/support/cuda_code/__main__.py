@@ -24,32 +24,15 @@ def load_guard(folder: Path) -> None:
     torch_folder, library = Path(sysconfig.get_paths()["purelib"], "torch"), folder / "guard.so"
     if not library.exists():
         # Processes that begin side by side each make it, and none sees a part of it.
-        own = library.with_suffix(f".{os.getpid()}")
-        include = torch_folder / "include"
-        subprocess.run(
-            [
-                "g++",
-                "-std=c++20",
-                "-O0",
-                "-shared",
-                "-fPIC",
-                f"-I{include}",
-                f"-I{include}/torch/csrc/api/include",
-                str(Path(__file__).parent / "guard.cpp"),
-                "-o",
-                str(own),
-                f"-L{torch_folder}/lib",
-                "-lc10",
-                "-ltorch_cpu",
-            ],
-            check=True,
-        )
+        own, source = library.with_suffix(f".{os.getpid()}"), Path(__file__).parent / "guard.cpp"
+        folders = [f"-I{torch_folder}/include", f"-I{torch_folder}/include/torch/csrc/api/include"]
+        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", *folders, source, "-o", own]
+        subprocess.run([*command, f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"], check=True)
         own.replace(library)
-    needed = [
-        path for name in ("libgomp*", "libc10.so", "libtorch_cpu.so") for path in torch_folder.glob(f"lib/{name}")
-    ]
-    for path in (*needed, library):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    for name in ("libgomp*", "libc10.so", "libtorch_cpu.so"):
+        for path in torch_folder.glob(f"lib/{name}"):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 folder, case = Path(sys.argv[1]), sys.argv[2:]

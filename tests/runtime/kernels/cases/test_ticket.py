@@ -21,7 +21,7 @@ from hecate.runtime.placement.planner.dispatch import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
 from tests.runtime.placement.planner.cases import Case, cases, placements
-from tests.support.copies import Copies
+from tests.support.counted import Copies
 from tests.support.extent import ALL
 
 pytestmark = MARKS
