@@ -14,8 +14,6 @@ from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.training.test_additions"
-
 
 class Adapted(nn.Module):
     """A linear layer with a low-rank adapter around it."""
@@ -30,9 +28,9 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-def small(dense: str = "replicate", size: int = 32) -> PlainLanguageModel:
+def small() -> PlainLanguageModel:
     torch.manual_seed(0)
-    return PlainLanguageModel(hidden=size, layers=1, experts=4)
+    return PlainLanguageModel(layers=1, experts=4)
 
 
 def adapt(model: PlainLanguageModel, seed: int) -> None:
@@ -74,7 +72,7 @@ def added() -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_added_parameters_train_as_in_one_process() -> None:
-    for result in run_ranks(f"{_HERE}:added", 2):
+    for result in run_ranks(added, 2):
         for name in ("adapter", "resized"):
             assert result[name]["before"] < 1e-5
             assert result[name]["after"] < 1e-5, name

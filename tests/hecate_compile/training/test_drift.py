@@ -19,7 +19,7 @@ from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import clear_gradients, rank_and_size, run_step
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.training.test_drift"
+pytestmark = pytest.mark.distributed
 
 
 def _scale_by_hand(model: nn.Module, step: int) -> None:
@@ -116,10 +116,9 @@ def results() -> list[dict[str, Any]]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(f"{_HERE}:train_all", 2, folder=folder)
+        return run_ranks(train_all, 2, folder=folder)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("name", "step"), [("by hand", 10), ("foreach", 10), ("noise", 1), ("late", 30)])
 def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(name: str, step: int) -> None:
     first, second = (result[name] for result in results())
@@ -132,21 +131,18 @@ def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(
         assert "1 of the " in first[1] and "norms.0.weight of rank 1 is off rank 0's by 5.0e-01" in first[1]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["torch's norm", "sharded", "never"])
 def test_what_is_right_is_not_told(name: str) -> None:
     for result in results():
         assert result[name] == [31, "no error", ""]
 
 
-@pytest.mark.distributed
 def test_a_difference_of_rounding_is_told_once_and_ends_nothing() -> None:
     first, second = (result["one unit"] for result in results())
     assert first[:2] == second[:2] == [31, "no error"]
     assert first[2].count("So little comes of ranks with other hardware") == 1
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["saved", "replicate"])
 def test_a_save_says_that_ranks_have_come_apart(name: str) -> None:
     first, second = (result[name] for result in results())
@@ -154,6 +150,5 @@ def test_a_save_says_that_ranks_have_come_apart(name: str) -> None:
     assert "hecate.save: ranks have other values of" in first[2] and "One rank's values are saved" in first[2]
 
 
-@pytest.mark.distributed
 def test_comparing_is_cheap() -> None:
     assert max(result["milliseconds"] for result in results()) < 500

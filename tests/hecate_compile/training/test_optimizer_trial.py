@@ -17,12 +17,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.optim import Optimizer
 
 import hecate
-from hecate.wrap.shard import shard_of
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import error_of, rank_and_size, step_and_compare
+from tests.support.parity import state_error, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.training.test_optimizer_trial"
+pytestmark = pytest.mark.distributed
 Closure = Callable[[], Any] | None
 
 
@@ -254,37 +253,29 @@ def try_all() -> dict[str, Any]:
 
     del torch.nn.Linear.__deepcopy__
     found["copied"] = len(copied)
-    start, params = reference.state_dict(), list(reference.parameters())
-    start = {key: value.clone() for key, value in start.items()}
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
     for name, make in RIGHT.items():
         model.load_state_dict(start)
         reference.load_state_dict(start)
-        ours, theirs = make(list(model.parameters())), make(params)
+        ours, theirs = (make(list(one.parameters())) for one in (model, reference))
         for step in range(2):
             step_and_compare(model, reference, batch(step))
             ours.step()
             theirs.step()
-        worst = max(error_of(ours, reference.state_dict()[key]) for key, ours in model.state_dict().items())
-        found["right"][name] = worst
+        found["right"][name] = state_error(model.state_dict(), reference.state_dict())
         if isinstance(ours, Compiled):
-            found["shapes"] = {str(list(shape)) for shape in ours.shapes} <= {
-                str(list(p.shape)) for p in model.parameters()
-            }
+            found["shapes"] = {*ours.shapes} <= {p.shape for p in model.parameters()}
     began = time.perf_counter()
     Lion(model.parameters()).step()
     found["seconds"] = time.perf_counter() - began
-    found["shapes"] = bool(found["shapes"])
-    found["rank"] = rank_and_size()[0]
-    found["sharded"] = sum(shard_of(p) is not None for p in model.parameters())
     return found
 
 
 @cache
 def results() -> list[dict[str, Any]]:
-    return run_ranks(f"{_HERE}:try_all", 2)
+    return run_ranks(try_all, 2)
 
 
-@pytest.mark.distributed
 def test_what_needs_whole_parameters_is_refused_on_all_ranks_before_it_changes_anything() -> None:
     for result in results():
         assert set(result["refused"]) == set(REFUSED)
@@ -292,16 +283,12 @@ def test_what_needs_whole_parameters_is_refused_on_all_ranks_before_it_changes_a
             assert "needs whole parameters" in message, f"{name}: {message}"
         assert all(result["kept"].values()), result["kept"]
 
-
-@pytest.mark.distributed
-def test_what_copies_or_averages_parameters_over_ranks_is_refused() -> None:
-    for result in results():
+        # So is what copies or averages parameters over ranks.
         assert "ZeroRedundancyOptimizer copies each parameter" in result["zero"]
         assert "w_in would be averaged over ranks" in result["local"]
         assert "PostLocalSGDOptimizer" in result["local"]
 
 
-@pytest.mark.distributed
 def test_what_treats_elements_alone_trains_as_in_one_process() -> None:
     for result in results():
         assert set(result["right"]) == set(RIGHT)
@@ -310,7 +297,6 @@ def test_what_treats_elements_alone_trains_as_in_one_process() -> None:
         assert result["seconds"] < 1
 
 
-@pytest.mark.distributed
 def test_what_cannot_be_tried_is_named_once() -> None:
     first, second = results()
     reasons = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.support.models import batch, build
 from tests.support.parity import rank_and_size
 from tests.support.ranks import run_ranks
 
-_HERE = "tests.hecate_compile.training.test_optimizers"
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
@@ -102,14 +101,10 @@ def _gradients(model: nn.Module, number: int, rank: int, size: int) -> dict[str,
     return _gather(model)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters()
-
-
 def _gather(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole gradients."""
     found = {}
-    for name, parameter in _named(model):
+    for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         assert parameter.grad is not None
         found[name] = parameter.grad.clone() if shard is None else shard.gather(parameter.grad)
@@ -117,18 +112,18 @@ def _gather(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _give(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
-    for name, parameter in _named(model):
+    for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         parameter.grad = gradients[name].clone() if shard is None else shard.slice(gradients[name])
 
 
 def _whole_parameters(model: nn.Module, start: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(start[name].clone()) for name, _ in _named(model)}
+    return {name: nn.Parameter(start[name].clone()) for name, _ in model.named_parameters()}
 
 
 @cache
 def _results(dense: str) -> list[dict[str, Any]]:
-    return run_ranks(f"{_HERE}:on_shards", 2, dense=dense)
+    return run_ranks(on_shards, 2, dense=dense)
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.parametrize("dense", ["replicate", "shard"])]

@@ -13,8 +13,6 @@ import hecate
 from tests.support.parity import error_of
 from tests.support.ranks import run_ranks
 
-_HERE = "tests.hecate_compile.training.test_replicate"
-
 
 class Rows(nn.Module):
     """Experts that are rows of embeddings, and a turn for each that has tokens: nothing here can be sharded."""
@@ -76,7 +74,7 @@ def train() -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_ranks_may_run_different_code() -> None:
-    for result in run_ranks(f"{_HERE}:train", 2):
+    for result in run_ranks(train, 2):
         assert result["worst"] < 1e-5 and result["whole"]
         assert "policy replicate" in result["text"]
 

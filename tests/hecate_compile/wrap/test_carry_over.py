@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.support.models import PlainLanguageModel, PlainMoE, batch
 from tests.support.parity import error_of, run_step, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.wrap.test_carry_over"
 _EAGER = hecate.Config(backend="aot_eager")
 
 
@@ -131,7 +131,7 @@ def halve(gradient: torch.Tensor) -> None:
 def train() -> dict[str, Any]:
     """On one rank."""
     found: dict[str, Any] = {}
-    for kind, dense in ((PlainMoE, "replicate"), (ListMoE, "replicate"), (ListMoE, "shard")):
+    for kind, dense in ((PlainMoE, "replicate"), (ListMoE, "shard")):
         models = small(kind), small(kind)
         model, reference = models
         (seen, handles), (expected_seen, others) = (hang(m, dense) for m in models)
@@ -185,17 +185,17 @@ def refused() -> dict[str, str]:
     hecate.compile(model, _EAGER)
     run_step(model, batch(0))
     named = list(model.parameters())
-    by_dimension = [
-        {"params": [p for p in named if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    by_name = [
-        {"params": [p for n, p in model.named_parameters() if "bias" not in n and p.dim() > 1], "weight_decay": 0.5},
-        {"params": [p for n, p in model.named_parameters() if "bias" in n or p.dim() == 1], "weight_decay": 0.0},
-    ]
+
+    def groups_by(decays: Callable[[str, nn.Parameter], bool]) -> list[Any]:
+        return [
+            {"params": [p for n, p in model.named_parameters() if decays(n, p) is yes], "weight_decay": 0.5 * yes}
+            for yes in (True, False)
+        ]
+
+    by_dimension = groups_by(lambda name, p: p.dim() >= 2)
+    by_name = groups_by(lambda name, p: "bias" not in name and p.dim() > 1)
     for name, groups in (("dimension", by_dimension), ("name", by_name), ("all", named)):
-        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1)  # type: ignore[arg-type]
-        found[name] = told_by(optimizer, "decays")
+        found[name] = told_by(torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1), "decays")
     experts = model.blocks[0].experts
     by_expert = [{"params": list(expert.parameters()), "lr": 0.1} for expert in experts]
     rest = {"params": [p for n, p in model.named_parameters() if "experts" not in n]}
@@ -206,16 +206,16 @@ def refused() -> dict[str, str]:
 
 @cache
 def trained() -> list[dict[str, Any]]:
-    return run_ranks(f"{_HERE}:train", 2)
+    return run_ranks(train, 2)
 
 
 @cache
 def told() -> list[dict[str, str]]:
-    return run_ranks(f"{_HERE}:refused", 2)
+    return run_ranks(refused, 2)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["PlainMoE replicate", "ListMoE replicate", "ListMoE shard"])
+@pytest.mark.parametrize("kind", ["PlainMoE replicate", "ListMoE shard"])
 def test_hooks_and_attributes_stay(kind: str) -> None:
     for result in (rank[kind] for rank in trained()):
         assert result["loss"] < 1e-5 and result["weights"] < 1e-5
@@ -223,39 +223,28 @@ def test_hooks_and_attributes_stay(kind: str) -> None:
         assert result["attributes"]
 
 
+TOLD = {
+    "Counting": ("`self.used += 1` in", "leaves out experts that have no rows"),
+    "Averaging": ("`self.seen.mul_(0.9)` in", 'policy="replicate"'),
+    "Scaling": ("rows.abs().amax()", "no rows, too"),
+    "parametrized": ("blocks.0.experts.0.w1.weight is parametrized by _WeightNorm",),
+    "one rank": ("blocks.0.experts.1.w1.weight: 1 gradient hooks",),
+}
+
+
 @pytest.mark.distributed
-def test_experts_that_mind_to_have_no_rows() -> None:
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_refused_on_all_ranks(case: str) -> None:
     for rank in told():
-        assert (
-            "`self.used += 1` in" in rank["Counting"] and "leaves out experts that have no rows" in rank["Counting"]
-        )
-        assert "`self.seen.mul_(0.9)` in" in rank["Averaging"] and 'policy="replicate"' in rank["Averaging"]
-        assert "rows.abs().amax()" in rank["Scaling"] and "no rows, too" in rank["Scaling"]
+        assert all(words in rank[case] for words in TOLD[case]), rank[case]
 
 
 @pytest.mark.distributed
-def test_parametrized_experts_are_refused() -> None:
-    for rank in told():
-        assert "blocks.0.experts.0.w1.weight is parametrized by _WeightNorm" in rank["parametrized"]
-
-
-@pytest.mark.distributed
-def test_hooks_of_one_rank_are_refused_on_all() -> None:
-    for rank in told():
-        assert "blocks.0.experts.1.w1.weight: 1 gradient hooks" in rank["one rank"]
-
-
-@pytest.mark.distributed
-def test_stacked_vectors_that_decay_by_their_dimensions_are_named() -> None:
+def test_groups_that_mean_something_else_for_stacked_experts_are_named() -> None:
     first, other = told()
     assert "AdamW decays blocks.0.experts.w2_bias, and not all" in first["dimension"]
     assert first["dimension"].count("decays") == 1
     assert first["name"] == first["all"] == other["dimension"] == ""
-
-
-@pytest.mark.distributed
-def test_groups_of_experts_that_have_no_parameters_are_told() -> None:
-    first, other = told()
     assert "group 1 of SGD has no parameters, and blocks.0.experts." in first["by expert"]
     assert first["an empty group"] == other["by expert"] == ""
 
