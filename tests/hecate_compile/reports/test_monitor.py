@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import hecate
 from hecate.reports import monitor as monitor_module
@@ -44,21 +45,13 @@ def train(path: str) -> dict[str, Any]:
     """On one rank: three steps, an evaluation between them, what stats says of each."""
     model = hecate.compile(build("mixtral"), hecate.Config(policy=Everywhere(), **EAGER))
     seen = []
+    fields = ("rows", "expert_rows", "bytes_sent", "expert_bytes_sent", "replicas")
     with hecate.monitor(model, path, timeline_every=2) as monitor:
         for step in range(3):
             loss = run_step(model, batch(step))
             monitor.log(loss=loss)
             stats = hecate.stats(model).layers
-            seen.append(
-                {
-                    "rows": [layer.rows for layer in stats],
-                    "experts": [layer.expert_rows for layer in stats],
-                    "sent": [layer.bytes_sent for layer in stats],
-                    "loss": float(loss),
-                    "expert_bytes": [layer.expert_bytes_sent for layer in stats],
-                    "replicas": [layer.replicas for layer in stats],
-                }
-            )
+            seen.append({name: [getattr(layer, name) for layer in stats] for name in fields} | {"loss": float(loss)})
             if step == 1:
                 with torch.no_grad():
                     model(input_ids=batch(9))
@@ -71,14 +64,14 @@ def train(path: str) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_a_run_holds_what_stats_showed(tmp_path: Path) -> None:
-    ranks = run_ranks("tests.hecate_compile.reports.test_monitor:train", 2, path=str(tmp_path / "x"))
+    ranks = run_ranks(train, 2, path=str(tmp_path / "x"))
     run = load_run(tmp_path / "x")
     assert run.notes == () and run.step.tolist() == [0, 1, 2]
     for step, seen in enumerate(ranks[0]["seen"]):
         assert run.rows[step].tolist() == seen["rows"]
-        assert run.load[step].tolist() == seen["experts"]
-        assert run.row_bytes[step].tolist() == np.sum(seen["sent"], 0).tolist()
-        assert run.expert_bytes[step].tolist() == np.sum(seen["expert_bytes"], 0).tolist()
+        assert run.load[step].tolist() == seen["expert_rows"]
+        assert run.row_bytes[step].tolist() == np.sum(seen["bytes_sent"], 0).tolist()
+        assert run.expert_bytes[step].tolist() == np.sum(seen["expert_bytes_sent"], 0).tolist()
         assert run.replicas[step].tolist() == seen["replicas"] == [1, 1]
         assert run.holders[step, :, 0].tolist() == [2, 2]
         assert run.logged["loss"][step] == pytest.approx(np.mean([rank["seen"][step]["loss"] for rank in ranks]))
@@ -94,20 +87,24 @@ def test_a_run_holds_what_stats_showed(tmp_path: Path) -> None:
     assert "Timeline of a step" in page_of(run, name="x")
 
 
-def test_a_run_that_never_ends_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+
+
+def test_a_run_that_never_ends_can_be_read(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_module, "CHUNK_SECONDS", 1e9)
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 10)
     monitor = hecate.monitor(model, tmp_path)
-    for step in range(monitor_module.CHUNK_STEPS + 5):
-        run_step(model, batch(step, rows=2))
+    for step in range(15):
+        run_step(model, batch(step))
     # As a killed process leaves it: nothing was closed.
-    assert load_run(tmp_path).steps == monitor_module.CHUNK_STEPS, "all but what was not written yet"
+    assert load_run(tmp_path).steps == 10, "all but what was not written yet"
     monitor.close()
-    assert load_run(tmp_path).steps == monitor_module.CHUNK_STEPS + 5
+    assert load_run(tmp_path).steps == 15
 
 
-def test_one_rank(tmp_path: Path) -> None:
-    model = hecate.compile(build("mixtral"), hecate.Config(**EAGER))
+def test_one_rank(model: nn.Module, tmp_path: Path) -> None:
     monitor = hecate.monitor(model, tmp_path / "x", first_step=100)
     with pytest.raises(RuntimeError, match="no training forward has run"):
         monitor.log(loss=1.0)
@@ -132,8 +129,9 @@ def test_one_rank(tmp_path: Path) -> None:
     assert load_run(tmp_path / "x").step.tolist() == [100, 101, 102]
 
 
-def test_a_block_that_raises_keeps_its_steps(tmp_path: Path) -> None:
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+def test_a_block_that_raises_keeps_its_steps(model: nn.Module, tmp_path: Path) -> None:
+    # Another file may stand beside the starts.
+    (tmp_path / "start000.tar.gz").write_text("")
     with pytest.raises(ZeroDivisionError), hecate.monitor(model, tmp_path):
         run_step(model, batch(0))
         raise ZeroDivisionError
@@ -142,7 +140,9 @@ def test_a_block_that_raises_keeps_its_steps(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_monitor_and_not_the_training(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: Any, arrays: Any) -> None:
         raise OSError("no space left on device")
 
@@ -157,7 +157,6 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
             raise OSError("no space left either")
 
     monkeypatch.setattr(monitor_module, "CHUNK_STEPS", 1)
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     log = Log()
     with monkeypatch.context() as patch:
         patch.setattr(monitor_module.importlib.util, "find_spec", lambda name: name)
@@ -186,18 +185,11 @@ def test_a_full_disk_ends_the_monitor_and_not_the_training(tmp_path: Path, monke
         run_step(model, batch(5))
 
 
-def test_what_is_no_number_is_refused_on_the_line_that_logs_it(tmp_path: Path) -> None:
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+def test_what_is_no_number_is_refused_on_the_line_that_logs_it(model: nn.Module, tmp_path: Path) -> None:
     with hecate.monitor(model, tmp_path) as monitor:
         run_step(model, batch(0))
-        wrongs: list[Any] = [
-            "1.0",
-            None,
-            [1.0],
-            torch.zeros((), dtype=torch.complex64),
-            torch.zeros((), device="meta"),
-        ]
-        for wrong in wrongs:
+        wrongs: list[Any] = ["1.0", None, [1.0]]
+        for wrong in (*wrongs, torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta")):
             with pytest.raises(TypeError, match=r"hecate\.monitor: loss"):
                 monitor.log(accuracy=0.5, loss=wrong)
         numbers: dict[str, Any] = {"a": 1, "b": np.float32(2), "c": torch.tensor([3]), "d": True}
@@ -206,9 +198,9 @@ def test_what_is_no_number_is_refused_on_the_line_that_logs_it(tmp_path: Path) -
     assert {name: values.tolist() for name, values in logged.items()} == {"a": [1], "b": [2], "c": [3], "d": [1]}
 
 
-def test_two_monitors_do_not_share_a_folder(tmp_path: Path) -> None:
-    one, other = (hecate.compile(build("plain", layers=1), hecate.Config(**EAGER)) for _ in range(2))
-    with hecate.monitor(one, tmp_path):
+def test_two_monitors_do_not_share_a_folder(model: nn.Module, tmp_path: Path) -> None:
+    other = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+    with hecate.monitor(model, tmp_path):
         with pytest.raises(OSError, match="another monitor writes into"):
             hecate.monitor(other, tmp_path)
         assert not (tmp_path / "start001").exists()
@@ -216,8 +208,7 @@ def test_two_monitors_do_not_share_a_folder(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == [".monitor", "start000", "start001"]
 
 
-def test_refusals(tmp_path: Path) -> None:
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
+def test_refusals(model: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was not compiled"):
         hecate.monitor(build("plain", layers=1), tmp_path)
     for wrong in ({"timeline_every": 0}, {"first_step": -1}):
@@ -238,20 +229,12 @@ def test_refusals(tmp_path: Path) -> None:
             monitor.log(loss=torch.zeros(3))
 
 
-def test_other_files_beside_the_starts(tmp_path: Path) -> None:
-    (tmp_path / "start000.tar.gz").write_text("")
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
-    with hecate.monitor(model, tmp_path) as monitor:
-        assert monitor.folder == tmp_path / "start000"
-
-
 def test_whatever_fails_while_it_opens_is_told_to_all_and_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
         raise KeyError("a bug")
 
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     told: list[str] = []
 
     def gather(text: bytes, world: Any) -> list[bytes]:
@@ -281,11 +264,12 @@ def test_whatever_fails_while_it_opens_is_told_to_all_and_leaves_nothing_open(
         pass
 
 
-def test_a_bug_of_the_monitor_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_monitor_is_not_called_a_full_disk(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any) -> Any:
         raise KeyError("a bug")
 
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     monkeypatch.setattr(monitor_module, "append_chunk", fail)
     said = pytest.warns(UserWarning, match="rank 0: the monitor failed.*KeyError: 'a bug'")
     with said, hecate.monitor(model, tmp_path):
@@ -311,10 +295,9 @@ def refuse(path: str, blocked: str) -> str:
 @pytest.mark.distributed
 def test_a_rank_that_cannot_write_stops_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    where = "tests.hecate_compile.reports.test_monitor:refuse"
-    first, second = run_ranks(where, 2, path=str(tmp_path / "x"), blocked="rank1.steps")
-    assert all("rank 1 cannot write" in text and "no room for rank1.steps" in text for text in (first, second))
-    for text in run_ranks(where, 2, path=str(tmp_path / "file"), blocked=""):
+    for text in run_ranks(refuse, 2, path=str(tmp_path / "x"), blocked="rank1.steps"):
+        assert "rank 1 cannot write" in text and "no room for rank1.steps" in text
+    for text in run_ranks(refuse, 2, path=str(tmp_path / "file"), blocked=""):
         assert text.startswith(("FileExistsError", "NotADirectoryError", "OSError")) and "rank 0" in text
 
 
@@ -348,10 +331,9 @@ def test_scalars_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.Monke
 
 # Optional, and with a dozen packages behind it; what is written is tested above with a stand-in.
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard(model: nn.Module, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**EAGER))
     with hecate.monitor(model, tmp_path, tensorboard=True) as monitor:
         for step in range(2):
             monitor.log(loss=run_step(model, batch(step)))

@@ -7,6 +7,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,29 +26,28 @@ from tests.hecate_compile.test_errors import MixingMoE
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))
-
-
-def test_explain_before_and_after_the_first_forward(model: torch.nn.Module) -> None:
-    text = str(hecate.explain(model))
+    """After a step; before it there is less to tell."""
+    made = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager"))
+    text = str(hecate.explain(made))
     assert "nothing compiled yet" in text
     assert "Hecate(objective='time', replicas='auto'" in text
     assert "model.layers.0.mlp.experts" in text and "num_experts = 8" in text
-    model(input_ids=batch(0), labels=batch(0))
+    assert hecate.stats(made).layers == ()
+    made(input_ids=batch(0), labels=batch(0))["loss"].backward()
+    return made
+
+
+def test_passes_are_printed_in_order(model: torch.nn.Module) -> None:
     explanation = hecate.explain(model)
     assert len(explanation.graphs) == 1
-    text = str(explanation)
-    positions = [text.index(function.__name__) for function in PASSES]
-    assert positions == sorted(positions), "passes are printed in order"
+    positions = [str(explanation).index(function.__name__) for function in PASSES]
+    assert positions == sorted(positions)
 
 
 def test_stats(model: torch.nn.Module) -> None:
-    assert hecate.stats(model).layers == ()
-    ids = batch(0)
-    model(input_ids=ids, labels=ids)["loss"].backward()
-    stats = hecate.stats(model)
+    ids, stats = batch(0), hecate.stats(model)
     assert [layer.name for layer in stats.layers] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     for layer in stats.layers:
         assert sum(layer.expert_rows) == ids.numel() * 2 == layer.rows[0]
@@ -61,21 +61,9 @@ def test_timeline_of_a_single_rank_is_refused(model: torch.nn.Module, tmp_path: 
         hecate.save_timeline(model, tmp_path / "x.json")
 
 
-def layer_stats(name: str, rows: tuple[int, int]) -> LayerStats:
-    nothing = (0, 0)
-    return LayerStats(
-        name=name,
-        rows=rows,
-        expert_rows=rows,
-        bytes_sent=nothing,
-        node_bytes_sent=nothing,
-        replicas=0,
-        expert_bytes_sent=nothing,
-    )
-
-
 def test_imbalance() -> None:
-    layer, empty = layer_stats("x", (6, 2)), layer_stats("y", (0, 0))
+    sent: Any = dict.fromkeys(("bytes_sent", "node_bytes_sent", "expert_bytes_sent"), (0, 0))
+    layer, empty = (LayerStats(name="x", rows=r, expert_rows=r, replicas=0, **sent) for r in ((6, 2), (0, 0)))
     assert layer.imbalance == 1.5
     assert empty.imbalance == 1.0
     assert Stats(layers=(layer, empty)).imbalance == 1.25
@@ -86,7 +74,7 @@ def test_dump(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     if how == "environment":
         monkeypatch.setenv("HECATE_DUMP", str(tmp_path))
     config = hecate.Config(backend="aot_eager", dump=tmp_path if how == "option" else None)
-    model = hecate.compile(build("mixtral"), config)
+    model = hecate.compile(build("mixtral", layers=1), config)
     model(input_ids=batch(0), labels=batch(0))
     files = sorted(path.relative_to(tmp_path / "rank0").as_posix() for path in (tmp_path / "rank0").rglob("*.*"))
     assert files[0] == "graph0/00_model.py" and "index.html" in files
@@ -115,7 +103,6 @@ def test_a_wrong_variable_is_refused_before_anything_changes(
 
 
 def test_explain_has_units_and_plain_data(model: torch.nn.Module) -> None:
-    model(input_ids=batch(0), labels=batch(0))
     explanation = hecate.explain(model)
     data = json.loads(json.dumps(explanation.to_dict()))
     assert [layer["experts"] for layer in data["layers"]] == [8, 8]
@@ -169,35 +156,11 @@ def test_a_layer_is_told_of_in_the_graph_that_has_it() -> None:
     assert len({region.graph for region in explanation.regions}) == 2
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (999.6, "1.00 kB"),
-        (1000, "1 kB"),
-        (1.5e6, "1.50 MB"),
-        (129.73e9, "130 GB"),
-        (12.34e12, "12.3 TB"),
-    ],
-)
-def test_bytes_have_a_unit(number: float, text: str) -> None:
-    assert as_bytes(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 ms"),
-        (2.5e-7, "0.25 us"),
-        (1.234e-5, "12.3 us"),
-        (9.999e-4, "1.00 ms"),
-        (0.0123, "12.3 ms"),
-        (61, "61 s"),
-    ],
-)
-def test_times_have_a_unit(seconds: float, text: str) -> None:
-    assert as_time(seconds) == text
+def test_bytes_and_times_have_a_unit() -> None:
+    sizes = [as_bytes(number) for number in (0, 999, 999.6, 1000, 1.5e6, 129.73e9, 12.34e12)]
+    assert sizes == ["0 B", "999 B", "1.00 kB", "1 kB", "1.50 MB", "130 GB", "12.3 TB"]
+    times = [as_time(seconds) for seconds in (0, 2.5e-7, 1.234e-5, 9.999e-4, 0.0123, 61)]
+    assert times == ["0 ms", "0.25 us", "12.3 us", "1.00 ms", "12.3 ms", "61 s"]
 
 
 def test_tables_are_as_wide_as_the_terminal(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +189,7 @@ def test_rates_have_units() -> None:
 def test_the_schedule_is_told_before_the_first_step() -> None:
     rates = hecate.Rates(flops=1e12, rank_bytes=1e12, node_bytes=1e12)
     with fake_ranks(2):
-        model = hecate.compile(build("mixtral"), hecate.Config(backend="aot_eager", rates=rates))
+        model = hecate.compile(build("mixtral", layers=1), hecate.Config(backend="aot_eager", rates=rates))
         with capturing(), suppress(NotRun):
             model(input_ids=batch(0), labels=batch(0))
     explanation = hecate.explain(model)

@@ -43,10 +43,9 @@ class Structure(HTMLParser):
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
+        if tag in _VOID:
+            return
         assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open}"
         self.open.pop()
 
@@ -74,10 +73,11 @@ def skewed(experts: int, hottest: float) -> Callable[[Array], Array]:
     return load
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> str:
-    make_run(tmp_path / "a <run>", ranks=2)
-    return page_of(load_run(tmp_path / "a <run>"), name="a <run>")
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page") / "a <run>"
+    make_run(folder, ranks=2)
+    return page_of(load_run(folder), name="a <run>")
 
 
 def test_the_page_has_every_part(page: str) -> None:
@@ -205,20 +205,15 @@ def dead(number: Array) -> Array:
 def test_an_alert_for_what_goes_wrong(kind: str, given: dict[str, Any], tmp_path: Path) -> None:
     make_run(tmp_path, steps=80, **given)
     assert kind in kinds(tmp_path)
-    assert f'data-kind="{kind}"' in page_of(load_run(tmp_path), name="x")
 
 
 @pytest.mark.parametrize(
     ("loss_of", "when"),
     [
         (lambda number: np.where(number >= 500, np.nan, 1.0), "from step 500 on"),
-        (lambda number: np.where(number >= 300, np.nan, 1.0), "from step 300 on"),
         (lambda number: number * np.nan, "from step 0 on"),
         (lambda number: np.where(number == 70, np.inf, 1.0), "at step 70"),
-        (
-            lambda number: np.where(number == 70, np.inf, np.where(number >= 300, np.nan, 1.0)),
-            "at step 70 and from step 300 on",
-        ),
+        (lambda n: np.where(n == 70, np.inf, np.where(n >= 300, np.nan, 1.0)), "at step 70 and from step 300 on"),
     ],
 )
 def test_the_steps_without_a_finite_loss(loss_of: Callable[[Array], Array], when: str, tmp_path: Path) -> None:
@@ -232,6 +227,7 @@ def test_the_steps_without_a_finite_loss(loss_of: Callable[[Array], Array], when
 def test_the_loss_is_the_last_that_was_logged(tmp_path: Path) -> None:
     make_run(tmp_path, steps=45, loss_of=lambda number: np.where(number % 10, np.nan, number))
     assert "<b>40</b>loss" in page_of(load_run(tmp_path), name="x")
+    assert "nan" not in kinds(tmp_path), "values that were not logged are no alert"
 
 
 def test_the_timeline_begins_with_the_step(tmp_path: Path) -> None:
@@ -244,11 +240,6 @@ def test_the_timeline_begins_with_the_step(tmp_path: Path) -> None:
     assert "Longest waits in this step" in page and page.count("made_up") == 2
 
 
-def test_values_that_were_not_logged_are_no_alert(tmp_path: Path) -> None:
-    make_run(tmp_path, steps=80, loss_of=lambda number: np.where(number % 10, np.nan, 1.0))
-    assert "nan" not in kinds(tmp_path)
-
-
 def test_effective_experts() -> None:
     loads = np.array([[1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
     assert effective_experts(loads) == pytest.approx([4, 1, 2, 1])
@@ -257,7 +248,7 @@ def test_effective_experts() -> None:
 # --- sizes of runs ---
 
 
-@pytest.mark.parametrize(("steps", "ranks"), [(1, 1), (2, 2), (5, 16), (41, 3)])
+@pytest.mark.parametrize(("steps", "ranks"), [(1, 1), (41, 16)])
 def test_runs_of_all_sizes_have_a_page(steps: int, ranks: int, tmp_path: Path) -> None:
     make_run(tmp_path, steps=steps, ranks=ranks, experts=16)
     structure_of(page_of(load_run(tmp_path), name="x"))
@@ -278,7 +269,8 @@ def test_the_command(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["report", str(tmp_path / "x")])
     assert ran.exit_code == 0, ran.output
     assert "80 steps of 2 rank(s)" in ran.output and "no rows for expert 6" in ran.output
-    structure_of((tmp_path / "x" / "report.html").read_text())
+    page = (tmp_path / "x" / "report.html").read_text()
+    assert 'data-kind="dead"' in page and structure_of(page)
     assert CliRunner().invoke(app, ["report", str(tmp_path / "x"), "--strict"]).exit_code == 3
 
 
