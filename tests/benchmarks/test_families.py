@@ -39,20 +39,8 @@ def test_no_family_is_forgotten() -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    return (
-        dict(
-            layers=2,
-            experts=8,
-            rewritten=2,
-            reasons=[],
-            loss_error=0.0,
-            gradient_error=3e-7,
-            worst="",
-            graphs=1,
-            seconds=4.2,
-        )
-        | changes
-    )
+    right = {"layers": 2, "experts": 8, "rewritten": 2, "reasons": [], "graphs": 1, "seconds": 4.2}
+    return right | {"loss_error": 0.0, "gradient_error": 3e-7, "worst": ""} | changes
 
 
 def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
@@ -65,9 +53,8 @@ def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("sys.argv", ["families", *cases])
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        return (
-            dict(error="NoExpertsError: none") if options["policy"] != "replicate" and name == "dbrx" else cases[name]
-        )
+        refused = options["policy"] != "replicate" and name == "dbrx"
+        return {"error": "NoExpertsError: none"} if refused else cases[name]
 
     monkeypatch.setattr(command, "_run", run)
     monkeypatch.setattr(command, "not_covered", list)

@@ -221,13 +221,8 @@ def test_what_is_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [one["kernel"] for one in found["compared"]] == [one["kernel"] for one in found["kernels"]] == [*KERNELS]
     assert all(one["error"].endswith("slow") for one in found["kernels"])
-    assert [one["system"] for one in found["training"]] == [
-        "transformers",
-        "training",
-        "hecate",
-        "torch.compile",
-        "hecate.capture",
-    ]
+    systems = ["transformers", "training", "hecate", "torch.compile", "hecate.capture"]
+    assert [one["system"] for one in found["training"]] == systems
     assert [one["code"] for one in found["tests"]] == [None] * 3
     text = (tmp_path / "gpu_check.txt").read_text()
     assert "transformers     FAILED too few steps" in text and "training         FAILED slow" in text
@@ -296,25 +291,16 @@ for name, given in json.loads(sys.argv[1]).items():
     found[name] = [line for line in said.getvalue().splitlines() if "::" in line] if code == 0 else said.getvalue()
 print(json.dumps(found))
 """
-    calls = {
-        one.name: [*one.files, *(["-k", one.chosen] if one.chosen else [])]
-        for one in STAGES
-        if isinstance(one, Pytest)
-    }
+    stages_of_tests = [one for one in STAGES if isinstance(one, Pytest)]
+    calls = {one.name: [*one.files, *(["-k", one.chosen] if one.chosen else [])] for one in stages_of_tests}
     for line in (processes.ROOT / "docs" / "gpu.md").read_text().splitlines():
         if " -m pytest " in line:
             given = shlex.split(line.partition(" -m pytest ")[2])
             files = [one for one in given if one.startswith("tests/")]
             calls[line] = [*files, *(["-k", given[given.index("-k") + 1]] if "-k" in given else [])]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(calls)],
-        cwd=processes.ROOT,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-c", program, json.dumps(calls)]
+    done = subprocess.run(command, cwd=processes.ROOT, env=kept, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -349,22 +335,10 @@ def test_tests_for_gpus_need_no_more_than_a_gpu_has(chosen: dict[str, list[str]]
 
 
 def test_calls_that_the_page_names_take_tests(chosen: dict[str, list[str]]) -> None:
-    stages_too = {one.name for one in STAGES}
-    calls = {call: functions(tests) for call, tests in chosen.items() if call not in stages_too}
-    expected = {
-        "streams_of_one": "test_ranks_on_streams_of_one_process",
-        '"on_cuda and aot_eager"': "test_equals_one_process_on_cuda",
-        '"one_rank and aot"': "test_graphs_of_one_rank_equal_the_model",
-        '"jobs_on_a_stream and aot"': "test_jobs_on_a_stream_equal_one_process",
-        '"on_cuda and inductor"': "test_equals_one_process_on_cuda",
-        '"jobs_on_a_stream and inductor"': "test_jobs_on_a_stream_equal_one_process",
-        "processes_that_share_a_gpu": "test_processes_that_share_a_gpu",
-        "over_nccl": "test_ranks_over_nccl_equal_one_process",
-    }
-    for words, function in expected.items():
-        (tests,) = (tests for call, tests in calls.items() if f"-k {words} " in call)
-        assert tests == [function]
-    assert len(calls) == len(expected) + 1, "and all kernels"
+    """Each those of one function, but for the one that takes all kernels."""
+    calls = set(chosen) - {one.name for one in STAGES}
+    numbers = sorted(len(functions(chosen[call])) for call in calls)
+    assert numbers[:-1] == [1] * 8 and numbers[-1] > 1
 
 
 @pytest.mark.parametrize("what", [["training"], ["grouped_mm"], ["kernels"], ["weight_grads", "gather_rows"]])

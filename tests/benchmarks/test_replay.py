@@ -1,9 +1,7 @@
-"""Replaying traces: the committed ones, made-up ones, and files that are none."""
+"""Routing that is replayed: committed traces, made-up ones, workloads by name, and files that are none."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import LayerView, Policy, Static
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.replay import replay
-from hecate.simulator.workloads import load_trace
+from hecate.simulator.workloads import BURST_STEPS, STEPS_BETWEEN_MOVES, WORKLOADS, load_trace, make
 from tests.support.extent import ALL
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +27,10 @@ def test_natural_routing_is_balanced_with_two_replicas_per_rank() -> None:
     counts, owners = load_trace(TRACES / "natural.npz")
     ranks = counts.shape[2]
     assert ranks == 8
-    topology, steps = Topology.even(ranks, ranks), slice(0, None)
-    found = {}
-    for name, policy in (("static", Static()), ("hecate", Hecate(replicas=2))):
-        found[name] = replay(
-            counts[steps] * 16, owners, policy, topology, rates=CLUSTERS["a"], sizes=[SIZES] * counts.shape[1]
-        ).imbalance.mean()
-    print(found)
-    assert found["hecate"] <= 1.05
-    assert found["static"] > 1.2, "the trace is not balanced by itself"
+    topology, options = Topology.even(ranks, ranks), {"rates": CLUSTERS["a"], "sizes": [SIZES] * counts.shape[1]}
+    played = [replay(counts * 16, owners, policy, topology, **options) for policy in (Static(), Hecate(replicas=2))]
+    static, balanced = (one.imbalance.mean() for one in played)
+    assert balanced <= 1.05 and static > 1.2, "the trace is not balanced by itself"
 
 
 def test_the_committed_traces_are_small() -> None:
@@ -46,23 +39,6 @@ def test_the_committed_traces_are_small() -> None:
     assert sum(path.stat().st_size for path in files) <= 2**20
     for path in files:
         assert len(load_trace(path)[0]) >= 200
-
-
-@pytest.mark.parametrize("hidden", [0.0, 1.0])
-def test_a_load_that_jumps_is_never_worse_than_static_by_more_than_the_transfer(hidden: float) -> None:
-    """All rows go to one of two experts, another one in each step, so the prediction is always wrong."""
-    counts = np.zeros((40, 1, 8, 16), dtype=np.int64)
-    counts[::2, 0, :, 3] = counts[1::2, 0, :, 12] = 1000
-    owners = np.arange(16)[None] // 2
-    rates = Rates(flops=5e13, rank_bytes=1e10, node_bytes=1e10, hidden_seconds=hidden)
-    topology = Topology.even(8, 4)
-    static = replay(counts, owners, Static(), topology, rates=rates, sizes=[SIZES])
-    for window in (1, 5):
-        policy = Hecate(window=window, reshard_every=0)
-        ours = replay(counts, owners, policy, topology, rates=rates, sizes=[SIZES])
-        assert (ours.rows.max(-1) <= static.rows.max(-1)).all()
-        assert (ours.seconds <= static.seconds * (1 + 1e-9) + ours.transfers).all()
-    assert window == 5 and ours.replicas[-1] > 0, "a mean over both experts replicates both"
 
 
 def test_owners_follow_a_load_that_stays() -> None:
@@ -114,19 +90,17 @@ def test_hecate_is_first_in_a_cell_when_everybody_pays_for_moves() -> None:
     assert seconds["SmartMoE"] < seconds["static"], "with a cost check a move pays"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.replay", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_the_tool_prints_and_draws(tmp_path: Path) -> None:
+def test_the_tool_prints_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = np.random.default_rng(0)
     trace, png = tmp_path / "trace.npz", tmp_path / "heat.png"
     counts = rng.multinomial(500, np.full(8, 1 / 8), size=(12, 2, 4)).astype(np.uint16)
     np.savez_compressed(trace, counts=counts, layers=np.array(["a", "b"]), owners=np.tile(np.arange(8) // 2, (2, 1)))
-    done = run(str(trace), "--nodes", "2", "--png", str(png))
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("static", "hecate, paper", "hecate, time"))
+    monkeypatch.setattr("sys.argv", ["replay", str(trace), "--nodes", "2", "--png", str(png)])
+    main()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("static", "hecate, paper", "hecate, time"))
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,3 +118,50 @@ def test_wrong_files_and_options_are_named(
         with pytest.raises(SystemExit) as ended:
             main()
         assert said in f"{ended.value} {capsys.readouterr().err}"
+
+
+# --- workloads are what their names say ---
+
+SHAPE = dict(steps=100, layers=3, ranks=8, experts=64, rows=4096)
+
+
+def owned_imbalance(counts: np.ndarray) -> np.ndarray:
+    """Rows of the busiest rank over the mean under expert parallelism, ``[step, layer]``."""
+    ranks = counts.sum(2).reshape(*counts.shape[:2], 8, -1).sum(-1)
+    return ranks.max(-1) / ranks.mean(-1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_rank_has_its_rows_and_the_seed_decides(name: str) -> None:
+    counts = make(name, **SHAPE)
+    assert counts.shape == (100, 3, 8, 64) and counts.dtype == np.int64
+    assert (counts.sum(-1) == 4096).all() and (counts >= 0).all()
+    assert (counts == make(name, **SHAPE)).all()
+    assert name == "balanced" or (counts != make(name, **SHAPE, seed=1)).any()
+
+
+def test_skews() -> None:
+    assert owned_imbalance(make("balanced", **SHAPE)).max() == 1.0
+    assert 3.5 < owned_imbalance(make("zipf", **SHAPE)).mean() < 5.5
+    assert (owned_imbalance(make("one_hot", **SHAPE)) == 8.0).all()
+    burst = owned_imbalance(make("burst", **SHAPE))
+    assert np.median(burst) < 1.1 and burst.max() > 3
+
+
+def test_drift_moves_one_hot_expert_at_a_time() -> None:
+    load = make("drift", **SHAPE).sum(2)[:, 0].astype(float)
+    change = np.abs(np.diff(load, axis=0)).sum(1) / load.sum(1)[1:]
+    moves = change[STEPS_BETWEEN_MOVES - 1 :: STEPS_BETWEEN_MOVES]
+    still = np.delete(change, np.arange(STEPS_BETWEEN_MOVES - 1, len(change), STEPS_BETWEEN_MOVES))
+    assert moves.max() > 2 * still.max()
+    assert still.max() < 0.1
+
+
+def test_bursts_are_short() -> None:
+    hot = make("burst", **SHAPE).sum(2)[:, 0].max(-1) > 8 * 4096 / 4
+    assert 0 < hot.sum() <= BURST_STEPS * 3
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="no workload 'flat'; there are balanced, zipf"):
+        make("flat", **SHAPE)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hecate
-from hecate.passes.final.node_cost import flops
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -22,7 +21,6 @@ from hecate.simulator.memory import count_memory
 from hecate.simulator.program import Compute, Start, Wait, program_of
 from hecate.simulator.step import Prediction, _serve
 from hecate.simulator.workloads import make
-from tests.support.extent import ALL
 from tests.support.models import build
 
 SPEC = ClusterSpec(
@@ -33,8 +31,8 @@ ROWS = np.asarray([[5, 1, 2, 0], [0, 6, 1, 1], [0, 0, 4, 4], [8, 0, 0, 0]])
 
 def captured(length: int = 16, *, layers: int = 2, spec: ClusterSpec = SPEC, **options: Any) -> Capture:
     ids = torch.zeros(2, length, dtype=torch.int64)
-    model = build("qwen3_moe", layers=layers, max_position_embeddings=max(64, length))
-    return capture(model, {"input_ids": ids, "labels": ids}, spec, hecate.Config(**{"replicas": 1} | options))
+    config = hecate.Config(**{"replicas": 1} | options)
+    return capture(build("qwen3_moe", layers=layers), {"input_ids": ids, "labels": ids}, spec, config)
 
 
 def routed(made: Capture, workload: str, spec: ClusterSpec) -> list[LayerStep]:
@@ -105,29 +103,6 @@ def test_a_tokens_rows_cross_to_a_node_together(made: Capture) -> None:
     for operator in ("exchange_nodes", "exchange_nodes_back"):
         assert hand.alone(operator, 100.0) == pytest.approx(4 * 100 / 1e5 + 8 * 100 / 1e6)
         assert hand.alone(operator, 100.0, slow_inside) == pytest.approx(8 * 100 / 1e2)
-
-
-@pytest.mark.skipif(not ALL, reason="compiles twice, and the formula has tests of its own: with HECATE_TESTS=all")
-def test_sparse_attention_is_charged_for_its_blocks() -> None:
-    """Not for what dense attention would do: transfers have less to hide behind."""
-    length, heads = 128, 4
-    options = hecate.S2Attention(block=16, local=1, dense_layers=(0,))
-
-    def operations(attention: hecate.S2Attention | None) -> list[float]:
-        return [
-            float(flops(node))
-            for graph in captured(length, attention=attention).graphs
-            for node in graph.graph.graph.nodes
-            if "attention" in str(node.target) and flops(node)
-        ]
-
-    # Forward of two layers, then backward, the last layer first.
-    (first, second, third, fourth), dense = operations(options), operations(None)
-    assert dense == [first, first, fourth, fourth]
-    # Dense attention counts the half above the diagonal, too.
-    n = length // 16
-    share = options.pattern(heads, 2).share(length) * (n + 1) / (2 * n)
-    assert second == pytest.approx(first * share) and third == pytest.approx(fourth * share)
 
 
 def test_an_exchange_takes_the_busiest_link(hand: ByHand) -> None:
