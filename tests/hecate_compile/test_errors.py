@@ -255,9 +255,9 @@ def test_reads_of_shards_at_one_rank_are_plain() -> None:
 
 def skipped_frame() -> str:
     """Experts whose forward is kept from the compiler."""
-    model = build("mixtral")
-    for layer in model.model.layers:
-        layer.mlp.experts.forward = torch.compiler.disable(layer.mlp.experts.forward)
+    model = build("mixtral", layers=1)
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = torch.compiler.disable(experts.forward)
     hecate.compile(model, EAGER)
     return message_of(lambda: model(input_ids=batch(0), labels=batch(0)))
 
@@ -369,7 +369,7 @@ class RankDependent(PlainLanguageModel):
 
 def different_graphs(evaluate_first: bool) -> str:
     torch.manual_seed(0)
-    model = hecate.compile(RankDependent(), EAGER)
+    model = hecate.compile(RankDependent(layers=1), EAGER)
     model.odd = False
     if evaluate_first:
         with torch.no_grad():
@@ -432,8 +432,9 @@ def two_dimensional_mesh() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    refused = message_of(lambda: hecate.compile(build("plain"), EAGER, mesh=mesh))
-    model = hecate.compile(build("plain"), EAGER, mesh=mesh["dp"])
+    model = build("plain", layers=1)
+    refused = message_of(lambda: hecate.compile(model, EAGER, mesh=mesh))
+    hecate.compile(model, EAGER, mesh=mesh["dp"])
     model(batch(0), batch(0))["loss"].backward()
     return [refused, str(list(model.blocks[0]._parameters["w_in"].shape))]
 
@@ -461,8 +462,12 @@ def test_a_model_that_was_moved_after_compile() -> None:
 
 def other_groups_than_in_compile() -> list[str]:
     """A group that begins after compile, and one that ends and begins anew."""
+
+    def compiled(config: hecate.Config = EAGER, **options: Any) -> nn.Module:
+        return hecate.compile(build("plain", layers=1), config, **options)
+
     given = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
-    early, single = hecate.compile(build("plain"), EAGER), hecate.compile(build("plain"), EAGER)
+    early, single = compiled(), compiled()
     early(batch(0), batch(0))["loss"].backward()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -471,8 +476,8 @@ def other_groups_than_in_compile() -> list[str]:
     os.environ.update(given)
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.DeviceMesh("cpu", [int(given["RANK"])])
-    alone, together = hecate.compile(build("plain"), EAGER, mesh=mesh), hecate.compile(build("plain"), EAGER)
-    whole = hecate.compile(build("plain"), hecate.Config(backend="aot_eager", policy="replicate"))
+    alone, together = compiled(mesh=mesh), compiled()
+    whole = compiled(hecate.Config(backend="aot_eager", policy="replicate"))
     for model in (alone, together, whole):
         model(batch(0), batch(0))["loss"].backward()
     found = [message_of(lambda model=model: model(batch(0), batch(0))) for model in (early, single, alone)]
