@@ -111,18 +111,13 @@ def adapted(folder: str) -> dict[str, Any]:
     resumed = trainer_of(hecate.compile(make(), config()), f"{folder}/ours", **best)
     resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
     found["resumed"] = difference(resumed.model.state_dict(), plain.model.state_dict())
-    # Weights alone.
-    alone = []
-    for name, model in (("plain", make()), ("ours", hecate.compile(make(), config()))):
-        options = best | {"save_only_model": True, "load_best_model_at_end": False}
-        trainer_of(model, f"{folder}/only-{name}", **options).train()
-        fresh = make(seed=3)
-        again = trainer_of(
-            fresh if name == "plain" else hecate.compile(fresh, config()), f"{folder}/only-{name}", **options
-        )
-        again.train(resume_from_checkpoint=f"{folder}/only-{name}/checkpoint-2")
-        alone.append(again.model.state_dict())
-    found["weights alone"] = difference(*alone)
+    # Weights alone: from those of the second step, which are not those that the models have at the end.
+    options = best | {"save_only_model": True, "load_best_model_at_end": False, "eval_strategy": "no"}
+    for trained in (plain, ours):
+        only = f"{trained.args.output_dir}-only"
+        for checkpoint in (None, f"{only}/checkpoint-2"):
+            trainer_of(trained.model, only, **options).train(resume_from_checkpoint=checkpoint)
+    found["weights alone"] = difference(ours.model.state_dict(), plain.model.state_dict())
     return found
 
 
@@ -139,20 +134,16 @@ def generate() -> dict[str, Any]:
     dist.init_process_group("gloo")
     rank, reference = dist.get_rank(), small()
     model = compiled()
-    prompt = torch.randint(1, 96, (1, 6), generator=torch.Generator().manual_seed(rank))
+    prompt = torch.randint(1, 96, (2, 6), generator=torch.Generator().manual_seed(rank))
     whole = reference.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    # Rank 1 ends with its third token, rank 0 with one that never comes.
-    end = int(whole[0, 8]) if rank == 1 else min(set(range(1, 96)) - set(whole[0].tolist()))
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "eos_token_id": end,
-        "pad_token_id": 0,
-    }
+    # Rank 1 ends with its third tokens, rank 0 with one that never comes.
+    ends = whole[:, 8].tolist() if rank == 1 else min(set(range(1, 96)) - set(whole.flatten().tolist()))
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
     found: dict[str, Any] = {"equal": [], "lengths": []}
-    for more in ({}, {"num_beams": 2}):
-        text, expected = (one.generate(prompt, **options, **more) for one in (model, reference))
+    # Two texts, and two beams of one.
+    for rows, more in ((prompt, {}), (prompt[:1], {"num_beams": 2})):
+        mask = torch.ones_like(rows)
+        text, expected = (one.generate(rows, attention_mask=mask, **options, **more) for one in (model, reference))
         found["equal"].append(torch.equal(text, expected))
         found["lengths"].append(text.shape[1])
         # The program's own collective, behind it.
