@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -17,43 +19,34 @@ import torch
 
 import hecate
 from tests.support.extent import ALL
+from tests.support.ranks import run_ranks, torchrun
 
+_HERE = "tests.examples.test_train"
 ROOT = Path(__file__).parents[2]
 
 
-def _run(*arguments: str, ranks: int = 1, example: str = "train.py") -> subprocess.CompletedProcess[str]:
-    launcher = (
-        [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "127.0.0.1:0",
-        ]
-        if ranks > 1
-        else []
-    )
-    command = [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 _OPTIONS = (
-    "--steps 40 --layers 2 --hidden 32 --experts 4 --length 64 --generate 4 --backend aot_eager "
+    "--steps 40 --layers 1 --hidden 32 --experts 4 --length 64 --generate 4 --backend aot_eager "
     "--auxiliary-loss 0.01 --save-every 8"
 )
 _SMALL = _OPTIONS.split()
+
+
+def run_example(example: str, arguments: list[str]) -> str:
+    """On one rank: what an example prints, run as a command."""
+    sys.argv = [example, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run that nobody disturbs: what it said, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    run = _run(*_SMALL, "--dump", str(folder / "dump"), "--checkpoints", str(folder / "steps"), ranks=2)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return run.stdout, folder
+    arguments = [*_SMALL, "--dump", str(folder / "dump"), "--checkpoints", str(folder / "steps")]
+    said, _ = run_ranks(f"{_HERE}:run_example", 2, example="train.py", arguments=arguments)
+    return said, folder
 
 
 @pytest.mark.distributed
@@ -77,28 +70,9 @@ def test_killed_training_goes_on_with_the_same_losses(whole: tuple[str, Path], t
     undisturbed, killed = whole[1] / "steps", tmp_path / "steps"
     # What is measured at the start of a run, and plans depend on, is the same from here on.
     shutil.copytree(undisturbed / "step-00000024", killed / "step-00000024")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "--monitor-interval",
-        "0.1",
-        str(ROOT / "examples" / "train.py"),
-        *_SMALL,
-        "--dump",
-        str(tmp_path / "dump"),
-        "--checkpoints",
-        str(killed),
-        "--resume",
-    ]
+    restarts = ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    options = ["--dump", str(tmp_path / "dump"), "--checkpoints", str(killed), "--resume"]
+    command = [*torchrun(2), *restarts, str(ROOT / "examples" / "train.py"), *_SMALL, *options]
     with (tmp_path / "output").open("w") as output:
         agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -115,7 +89,7 @@ def test_killed_training_goes_on_with_the_same_losses(whole: tuple[str, Path], t
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -148,9 +122,8 @@ def _children(pid: int) -> list[int]:
 def test_adapters_learn_and_are_saved(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    run = _run(str(tmp_path), ranks=2, example="finetune_lora.py")
-    assert run.returncode == 0, run.stderr[-4000:]
-    losses = list(map(float, re.findall(r"ast.py: .* mean loss ([\d.]+)", run.stdout)))
+    said, _ = run_ranks(f"{_HERE}:run_example", 2, example="finetune_lora.py", arguments=[str(tmp_path)])
+    losses = list(map(float, re.findall(r"ast.py: .* mean loss ([\d.]+)", said)))
     assert len(losses) == 3 and losses[-1] < losses[0]
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         names = list(file.keys())

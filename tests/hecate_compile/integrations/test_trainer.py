@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from tests.support.adversaries import Moving
 from tests.support.extent import OLD_TORCH
 from tests.support.models import batch, build
 from tests.support.parity import state_error
-from tests.support.ranks import run_ranks, torchrun
+from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[3]
 _HERE = "tests.hecate_compile.integrations.test_trainer"
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -122,9 +120,7 @@ def difference(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("trainer")
-    return run_ranks(
-        "tests.hecate_compile.integrations.test_trainer:train", 2, folder=str(folder), timeout=400
-    ), folder
+    return run_ranks(f"{_HERE}:train", 2, folder=str(folder), timeout=400), folder
 
 
 pytestmark = pytest.mark.distributed
@@ -168,12 +164,6 @@ def test_bf16_and_checkpointing_train(ranks: Any) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    command = [
-        *torchrun(2),
-        str(ROOT / "examples" / "trainer.py"),
-        str(tmp_path),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "eval_loss" in run.stdout
+    said, _ = run_ranks("tests.examples.test_train:run_example", 2, example="trainer.py", arguments=[str(tmp_path)])
+    assert "eval_loss" in said
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "checkpoint-40").is_dir()
