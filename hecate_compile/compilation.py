@@ -278,7 +278,13 @@ def _forward(
         carrier=sharded.carrier,
         buffers=buffers,
         additions=additions,
-        drift=DriftCheck(lambda: additions.records, sync, every=config.compare_every, in_forwards=in_graphs),
+        drift=DriftCheck(
+            lambda: additions.records,
+            sync,
+            lambda: outside_gradients.stepped_apart,
+            every=config.compare_every,
+            in_forwards=in_graphs,
+        ),
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
     )

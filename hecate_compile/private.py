@@ -170,7 +170,7 @@ def flags_of_hooks(module: nn.Module | None, kind: str) -> list[dict[int, bool]]
 
 def gradient_hooks(tensor: Any) -> dict[int, Callable[..., Any]] | None:
     """Return the hooks of ``tensor.register_hook`` by their handles' numbers."""
-    return cast(dict[int, Callable[..., Any]] | None, tensor._backward_hooks)
+    return cast(dict[int, Callable[..., Any]] | None, getattr(tensor, "_backward_hooks", None))
 
 
 def accumulation_hooks(tensor: Any) -> dict[int, Callable[..., Any]] | None:

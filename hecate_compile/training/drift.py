@@ -48,21 +48,28 @@ class Drift:
 class DriftCheck:
     """Compares the parameters that all ranks of one model have whole, every so many training forwards; 0 for never.
 
-    If ranks do not make the same forwards (``in_forwards``), they compare when they save.
+    If ranks do not make the same forwards (``in_forwards``), they compare when they save. Once the program has
+    ``stepped_apart``, on gradients that it left local, nothing is compared.
     """
 
     def __init__(
         self,
         records: Callable[[], Sequence[ReplicatedParameter]],
         sync: GradientSync,
+        stepped_apart: Callable[[], bool],
         *,
         every: int,
         in_forwards: bool,
     ) -> None:
-        self._records, self._sync, self._every, self._in_forwards = records, sync, every, in_forwards
+        self._records, self._stepped_apart, self._every, self._in_forwards = (
+            records,
+            stepped_apart,
+            every,
+            in_forwards,
+        )
         self._world = sync.world
         self._forwards = 0
-        self._warned = False
+        self._apart = self._warned = False
 
     def before_forward(self, mode: StepMode) -> None:
         """Compare if it is time, a collective then; raise on all ranks if parameters differ by more than rounding."""
@@ -71,8 +78,9 @@ class DriftCheck:
         done, self._forwards = self._forwards, self._forwards + 1
         if not done or (done not in _EARLY and done % self._every):
             return
-        if not self._sync.enabled or self._sync.owed:
-            # Steps on a rank's own gradients, and averages after them, are the program's business.
+        # Steps on a rank's own gradients, and averages after them, are the program's business.
+        self._apart = self._apart or self._stepped_apart()
+        if self._apart:
             return
         drift = self._compare()
         if drift is None:

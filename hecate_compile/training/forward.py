@@ -83,6 +83,7 @@ class CompiledForward:
         mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
             self.between(mode)
+            self.outside_gradients.before_forward(mode)
             self._same_batches.before_forward(mode, args, kwargs)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
-from hecate.private import in_backward, tree_leaves, version_of, when_backward_ends
+from hecate.private import gradient_hooks, in_backward, tree_leaves, version_of, when_backward_ends
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.state.step_mode import StepMode
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ class OutsideGradients:
         self._frozen: dict[int, ReplicatedParameter] = {}
         self._unsure: dict[int, _Watched] = {}
         self._local: dict[int, _Watched] = {}
+        # Versions of the parameters when their gradient was first left local.
+        self._versions: dict[int, int] = {}
+        self._own_hooks: set[int] = set()
         self._sent = _Sent(self._watched)
         # A comparison is due at the end of this backward; one was due before, so that all of them compare.
         self._queued = self._outside = False
@@ -127,6 +131,14 @@ class OutsideGradients:
     def averages(self) -> bool:
         """True once a backward has ended with averages, or will: all ranks compare in each from then on."""
         return self._outside or bool(self._local) or not self._sync.in_graph
+
+    @property
+    def stepped_apart(self) -> bool:
+        """Tell whether parameters were changed while their gradients were local, as in local SGD."""
+        return any(
+            (p := watched.parameter()) is not None and version_of(p) != self._versions[id]
+            for id, watched in self._local.items()
+        )
 
     @property
     def synchronizes(self) -> bool:
@@ -141,7 +153,22 @@ class OutsideGradients:
             return
         self._frozen.pop(record.id, None)
         watched = self._watched[id(parameter)] = _Watched(weakref.ref(parameter), record)
-        parameter.register_hook(lambda grad: self._arrived(watched, grad))
+        self._own_hooks.add(parameter.register_hook(lambda grad: self._arrived(watched, grad)).id)
+
+    def before_forward(self, mode: StepMode) -> None:
+        """Find out, where gradients were left local, whether hooks are given gradients on any rank. A collective."""
+        sync = self._sync
+        if sync.world.group is None or not (sync.in_graph and sync.owed and sync.enabled and mode.training):
+            return
+        mine = any(
+            number not in self._own_hooks
+            for watched in self._watched.values()
+            for number in gradient_hooks(watched.parameter()) or ()
+        )
+        found = torch.tensor(mine, dtype=torch.uint8, device=sync.world.control_device)
+        sync.world.queue.drain()
+        collectives.all_reduce(found, sync.world, op=ReduceOp.MAX)
+        sync.hooked = bool(found)
 
     def after_forward(self, out: Any) -> None:
         """Follow the gradients of this forward, and of parameters that were unfrozen."""
@@ -165,7 +192,8 @@ class OutsideGradients:
         if grad is None:
             return
         if not self._sync.enabled:
-            self._local[record.id] = watched
+            if record.id not in self._local:
+                self._local[record.id], self._versions[record.id] = watched, version_of(parameter)
             return
         # The gradient is the one that the graph sent, untouched: nothing was added on the way.
         certain = averaged and sent == [(grad.data_ptr(), version_of(grad))]

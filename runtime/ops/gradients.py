@@ -37,6 +37,7 @@ class GradientSync:
     dtype: torch.dtype | None = None  # in which gradients travel; None for that of :meth:`travels_as`
     enabled: bool = True  # off between the micro-batches of an accumulation
     owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
+    hooked: bool = False  # users' hooks are given gradients on some rank, so what is owed is averaged beside them
     in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
     topology: Topology | None = None  # which ranks share a node; None for all
 
@@ -108,21 +109,28 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
     dtype = sync.travels_as(own_dtype)
-    buffer, parts = _room_for(grads, dtype)
+    # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
+    owed = [record.parameter.grad if sync.owed else None for record in records]
+    # Hooks were given these micro-batch by micro-batch, and must not be given them again.
+    beside = [gradient for gradient in owed if gradient is not None] if sync.hooked else []
+    buffer, parts = _room_for([*grads, *beside], dtype)
+    parts, parts_beside = parts[: len(grads)], parts[len(grads) :]
     means = parts
     if dtype != own_dtype:
         means = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
     foreach_copy_(parts, list(grads))
-    if sync.owed:
-        # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
-        for part, record in zip(parts, records, strict=True):
-            gradient = record.parameter.grad
+    if beside:
+        foreach_copy_(parts_beside, beside)
+    else:
+        for part, gradient in zip(parts, owed, strict=True):
             if gradient is not None:
                 part += gradient
                 gradient.zero_()
 
     def run() -> list[Tensor]:
         sync.average(buffer)
+        if beside:
+            foreach_copy_(beside, parts_beside)
         if means is not parts:
             foreach_copy_(means, parts)
         return means

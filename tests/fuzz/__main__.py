@@ -3,6 +3,8 @@
     python -m tests.fuzz                                  200 cases, about 3 minutes on two cores
     python -m tests.fuzz --cases 2000 --seed 7            more, and others
     python -m tests.fuzz --seed 7 --model 31 --case 2     one of them again
+    python -m tests.fuzz --lives 100                      lives of thirty turns, with a model of its own each
+    python -m tests.fuzz --life 31                        one of them again
 
 Every twenty cases share a model, which is compiled once. A problem is printed with what it takes to see it again.
 """
@@ -35,13 +37,35 @@ def fuzz(seed: int, models: range, cases: list[int], *, log: bool = False) -> li
     return problems
 
 
+def live(seed: int, numbers: range, turns: int = 30, *, log: bool = False) -> list[str]:
+    """Problems of drawn lives, one text each."""
+    problems: list[str] = []
+    for start in range(numbers.start, numbers.stop, _TOGETHER):
+        some = list(range(start, min(start + _TOGETHER, numbers.stop)))
+        try:
+            found = run_ranks("tests.fuzz.life:run_lives", 2, timeout=400, seed=seed, numbers=some, turns=turns)
+            problems += [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
+        except RanksFailed as error:
+            problems.append(f"seed {seed}, lives {some}: {error}")
+        if log:
+            print(f"lives {some[0]} to {some[-1]}: {len(problems)} problems so far", flush=True)
+    return problems
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=int, help="only this one")
     parser.add_argument("--case", type=int, help="only this one of the model's")
+    parser.add_argument("--lives", type=int, help="so many lives instead")
+    parser.add_argument("--life", type=int, help="only this life")
     options = parser.parse_args()
+    if options.lives is not None or options.life is not None:
+        numbers = range(options.lives or 0) if options.life is None else range(options.life, options.life + 1)
+        problems = live(options.seed, numbers, log=True)
+        print("\n\n".join(problems) or f"{len(numbers)} lives, no problem")
+        sys.exit(bool(problems))
     models, cases = range(-(-options.cases // _CASES_PER_MODEL)), list(range(_CASES_PER_MODEL))
     if options.case is not None:
         cases = [options.case]

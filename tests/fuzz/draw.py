@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hecate
-from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES
+from hecate.passes import FINAL_PASSES, JOINT_PASSES, PASSES, REQUIRED
 from hecate.passes.attention.shard_context import shard_context
 from tests.hecate_compile.wrap.test_stack_experts import DictMoE, ListMoE
 from tests.support.adversaries import Anything
@@ -18,7 +18,11 @@ from tests.support.models import PlainLanguageModel, build
 from tests.support.models_page import blocks_of_page
 
 _TRANSFORMERS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-_PASSES = tuple(one.__name__ for one in (*PASSES, *JOINT_PASSES, *FINAL_PASSES) if one is not shard_context)
+_PASSES = tuple(
+    one.__name__
+    for one in (*PASSES, *JOINT_PASSES, *FINAL_PASSES)
+    if one.__name__ not in (shard_context.__name__, *REQUIRED)
+)
 
 
 @dataclass(frozen=True)

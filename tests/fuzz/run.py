@@ -32,18 +32,13 @@ def _run_model(seed: int, number: int, cases: list[int]) -> list[str]:
     drawn = draw_model(seed, number)
     problems = []
     reference = build_model(drawn, seed)
-    for part in reference.modules():
-        if hasattr(part, "set_experts_implementation"):
-            # The only one of transformers' that knows float64 without being compiled.
-            part.set_experts_implementation("eager")
-    if drawn.attention is not None:
-        give_masks(reference, drawn.attention)
+    prepare_reference(reference, drawn)
     model = hecate.compile(build_model(drawn, seed), drawn.config())
     for index in cases:
         case = draw_case(seed, number, index)
         where = f"seed {seed}, model {number} {drawn}, case {index} {case}"
         try:
-            error = _Loop(drawn, case, model, reference, seed=f"{seed} {number} {index}").run()
+            error = Loop(drawn, case, model, reference, seed=f"{seed} {number} {index}").run()
         except Exception as failure:
             # The other rank may not be where this one is: nothing after this would mean anything.
             raise RuntimeError(where) from failure
@@ -52,7 +47,17 @@ def _run_model(seed: int, number: int, cases: list[int]) -> list[str]:
     return problems
 
 
-class _Loop:
+def prepare_reference(reference: nn.Module, drawn: Drawn) -> None:
+    """Make a plain model compute what the compiled one of the same draw does."""
+    for part in reference.modules():
+        if hasattr(part, "set_experts_implementation"):
+            # The only one of transformers' that knows float64 without being compiled.
+            part.set_experts_implementation("eager")
+    if drawn.attention is not None:
+        give_masks(reference, drawn.attention)
+
+
+class Loop:
     """One case, from weights that both start with."""
 
     def __init__(self, drawn: Drawn, case: Case, model: nn.Module, reference: nn.Module, *, seed: str) -> None:
@@ -71,7 +76,7 @@ class _Loop:
     def run(self) -> float:
         for action in self.case.actions:
             getattr(self, action.replace(" ", "_"))()
-        return state_error(self.model.state_dict(), self.reference.state_dict(), relative=True)
+        return self.difference()
 
     # --- what both do ---
 
@@ -101,7 +106,12 @@ class _Loop:
     def update(self) -> None:
         # An expert without tokens has no gradient where it is a module of its own, and zeros as a part of one.
         for name, parameter in self.reference.named_parameters():
-            if parameter.grad is None and ".experts." in name and self.drawn.options["policy"] != "replicate":
+            if (
+                parameter.grad is None
+                and parameter.requires_grad
+                and ".experts." in name
+                and self.drawn.options["policy"] != "replicate"
+            ):
                 parameter.grad = torch.zeros_like(parameter)
         if self.case.clip is not None:
             clip: Any = hecate.clip_grad_norm_ if self.case.clip == "hecate" else torch.nn.utils.clip_grad_norm_
@@ -243,6 +253,9 @@ class _Loop:
         for hook in hooks:
             hook.remove()
         self.zero_grad(none=True)
+
+    def difference(self) -> float:
+        return state_error(self.model.state_dict(), self.reference.state_dict(), relative=True)
 
 
 def hash_of(text: str) -> int:

@@ -1,10 +1,10 @@
-"""Thirty-six drawn cases, two hundred with HECATE_TESTS=all; ``python -m tests.fuzz`` draws more."""
+"""Thirty-six drawn cases and two lives, many more with HECATE_TESTS=all; ``python -m tests.fuzz`` draws others."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.__main__ import fuzz
+from tests.fuzz.__main__ import fuzz, live
 from tests.fuzz.draw import ACTIONS, FAULTS, draw_case, draw_model
 from tests.support.extent import ALL
 
@@ -15,6 +15,12 @@ _SEED, _MODELS, _CASES = 3, 5 if ALL else 3, 40 if ALL else 12
 @pytest.mark.parametrize("model", range(_MODELS))
 def test_no_problem(model: int) -> None:
     problems = fuzz(_SEED, range(model, model + 1), list(range(_CASES)))
+    assert not problems, "\n\n".join(problems)
+
+
+@pytest.mark.distributed
+def test_lives() -> None:
+    problems = live(_SEED, range(20 if ALL else 2))
     assert not problems, "\n\n".join(problems)
 
 

@@ -61,7 +61,7 @@ def _late(model: nn.Module, step: int) -> None:
 CLIPPED = {"by hand": _scale_by_hand, "foreach": _scale_by_foreach, "noise": _noise, "late": _late}
 
 
-def _train(change: Any, folder: str = "", **options: Any) -> list[Any]:
+def _train(change: Any, folder: str = "", *, local: str = "", **options: Any) -> list[Any]:
     """Steps until something is raised, at most 31; messages of it and of a save."""
     torch.manual_seed(0)
     model = PlainLanguageModel(hidden=8, layers=1, experts=4)
@@ -74,7 +74,11 @@ def _train(change: Any, folder: str = "", **options: Any) -> list[Any]:
         warnings.simplefilter("always")
         while step < 31 and raised == "no error":
             clear_gradients(model)
-            raised = message_of(partial(run_step, model, batch(step % 4)))
+            if local:
+                with model.no_sync():
+                    raised = message_of(partial(run_step, model, batch(step % 4)))
+            if local != "always" and raised == "no error":
+                raised = message_of(partial(run_step, model, batch(step % 4)))
             if raised == "no error":
                 change(model, step)
                 optimizer.step()
@@ -87,6 +91,8 @@ def _train(change: Any, folder: str = "", **options: Any) -> list[Any]:
 
 def train_all(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: _train(change) for name, change in CLIPPED.items()}
+    found["accumulated"] = _train(_late, local="first micro-batch", compare_every=6)
+    found["local steps"] = _train(_late, local="always", compare_every=6)
     found["torch's norm"] = _train(_scale_by_torch, folder + "/torch")
     found["sharded"] = _train(_scale_by_torch, dense="shard")
     found["one unit"] = _train(_by_one_unit)
@@ -131,7 +137,13 @@ def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(
         assert "1 of the " in first[1] and "norms.0.weight of rank 1 is off rank 0's by 5.0e-01" in first[1]
 
 
-@pytest.mark.parametrize("name", ["torch's norm", "sharded", "never"])
+def test_loops_that_accumulate_are_compared_too() -> None:
+    first, second = (result["accumulated"] for result in results())
+    assert first[:2] == second[:2] and first[0] == 30
+    assert "after 60 training forwards" in first[1] and "norms.0.weight of rank 1" in first[1]
+
+
+@pytest.mark.parametrize("name", ["torch's norm", "sharded", "never", "local steps"])
 def test_what_is_right_is_not_told(name: str) -> None:
     for result in results():
         assert result[name] == [31, "no error", ""]

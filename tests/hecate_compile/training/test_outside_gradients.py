@@ -94,6 +94,17 @@ def measure() -> dict[str, Any]:
     # The head in the unsynchronized micro-batch alone.
     found["absent"] = max(accumulate(model, reference, (head, tied), step) for step in range(2))
 
+    hooks = [m.norms[0].weight.register_hook(lambda gradient: 0.5 * gradient) for m in (model, reference)]
+    found["hooked"] = max(accumulate(model, reference, (head, head, head), step) for step in range(2))
+    for hook in hooks:
+        hook.remove()
+    seen: list[torch.Tensor] = []
+    if rank == 0:
+        hooks = [model.norms[0].weight.register_hook(seen.append)]
+    found["on one rank"] = accumulate(model, reference, (head, head), 0)
+    if rank == 0:
+        hooks[0].remove()
+
     def fail(_: torch.Tensor) -> None:
         raise ZeroDivisionError
 
@@ -119,6 +130,12 @@ def results() -> list[dict[str, Any]]:
 def test_equal_one_process(name: str) -> None:
     for result in results():
         assert result[name] < 1e-5
+
+
+@pytest.mark.parametrize("which", ["hooked", "on one rank"])
+def test_hooks_are_given_each_micro_batch_once(which: str) -> None:
+    for result in results():
+        assert result[which] < 1e-5
 
 
 def test_a_backward_that_failed_leaves_nothing_behind() -> None:
