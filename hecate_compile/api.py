@@ -12,8 +12,8 @@ from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.reports.explanation import Explanation
 from hecate.reports.kept_parameters import kept_parameters
 from hecate.reports.stats import Stats, collect_stats
-from hecate.reports.timeline import write_timeline
-from hecate.reports.units import rates_text
+from hecate.reports.tables import rates_text
+from hecate.reports.travel import write_timeline
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.meeting import meet
 from hecate.runtime.kernels.launch import runs_on

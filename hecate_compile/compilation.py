@@ -35,28 +35,24 @@ from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
-from hecate.training.additions import Additions
-from hecate.training.between_forwards import BetweenForwards
+from hecate.training.between_forwards import Additions, BetweenForwards
 from hecate.training.buffers import Buffers
-from hecate.training.clip_grad_norm import watch_clipping
-from hecate.training.drift import DriftCheck
+from hecate.training.clip_grad_norm import watch_clipping, watch_scalers
+from hecate.training.drift import DriftCheck, SameBatches
 from hecate.training.forward import CompiledForward
-from hecate.training.grad_scaler import watch_scalers
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
-from hecate.training.same_batches import SameBatches
 from hecate.wrap.attention_config import AttentionConfig
 from hecate.wrap.carry_over import check_carried, describe_hooks
 from hecate.wrap.changes import Changes
-from hecate.wrap.choose_carrier import choose_carrier
 from hecate.wrap.expert_shards import count_dense, size_up
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
 from hecate.wrap.loops import ChangedLoops, make_loops_traceable
 from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
-from hecate.wrap.shard_model import shard_model
+from hecate.wrap.shard_model import choose_carrier, shard_model
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -35,7 +35,7 @@ from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, capture, walk
 from hecate.simulator.program import Start
-from hecate.simulator.routing import LayerStep
+from hecate.simulator.replay import LayerStep
 from hecate.simulator.step import UPDATE_PASSES, PredictedSpan, Prediction
 from hecate.simulator.workloads import make
 

@@ -6,9 +6,7 @@
 | ``publish`` | a folder with a step in it appears whole or not at all; the newest that verifies wins |
 | ``manifest`` | number of a step, its format, and SHA-256 of every file |
 | ``restore`` | fills a model from a step that was verified |
-| ``logical_tensor`` | one tensor of which every rank has pieces, as ``torch.distributed.checkpoint`` asks for it |
 | ``state_dicts``, ``optimizer_tensors`` | model and optimizer as such tensors, under the names of the plain model |
-| ``whole_optimizer`` | optimizer state that was saved whole, into an optimizer of shards |
 | ``run_state`` | all else: owners, what the planner remembers, random numbers, options |
 | ``coordination`` | messages between ranks meanwhile |
 | ``safety`` | files that are read without running what is in them |

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, describe
-from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.manifest import read_manifest
 from hecate.checkpoints.optimizer_tensors import (
     OptimizerTensors,
@@ -40,10 +39,9 @@ from hecate.checkpoints.run_state import (
     set_random_state,
 )
 from hecate.checkpoints.safety.files import CorruptError
-from hecate.checkpoints.safety.old_metadata import read_old_metadata
 from hecate.checkpoints.safety.plain_data import read_plain
-from hecate.checkpoints.safety.tensor_index import TensorReader, read_index
-from hecate.checkpoints.state_dicts import get_model_state_dict
+from hecate.checkpoints.safety.tensor_index import TensorReader, read_index, read_old_metadata
+from hecate.checkpoints.state_dicts import LogicalTensor, get_model_state_dict
 
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}

@@ -22,13 +22,18 @@ from torch.optim import Optimizer
 
 from hecate.checkpoints import publish
 from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
-from hecate.checkpoints.logical_tensor import LogicalTensor
 from hecate.checkpoints.optimizer_tensors import as_optimizers, optimizer_name, optimizer_tensors
 from hecate.checkpoints.run_state import function_options, modules_with_extra_state, placement_state, random_state
 from hecate.checkpoints.safety.files import FileRecord, record_files
 from hecate.checkpoints.safety.plain_data import check_plain, write_plain
 from hecate.checkpoints.safety.tensor_index import INDEX, write_index
-from hecate.checkpoints.state_dicts import frozen_base, get_model_state_dict, has_adapters, persistent_buffers
+from hecate.checkpoints.state_dicts import (
+    LogicalTensor,
+    frozen_base,
+    get_model_state_dict,
+    has_adapters,
+    persistent_buffers,
+)
 from hecate.compiled_model import compiled_model_of, is_compiled
 
 # It has one thread, so that steps are published in the order in which they were saved.

@@ -8,24 +8,35 @@ from typing import Annotated
 
 import typer
 
-from hecate.commands import compile_given as given
 from hecate.commands.console import console
-from hecate.reports.units import as_bytes
+from hecate.commands.explain import (
+    Cluster,
+    Disabled,
+    Layers,
+    Length,
+    Model,
+    Nodes,
+    PolicyOption,
+    Ranks,
+    Rows,
+    compile_given,
+)
+from hecate.reports.tables import as_bytes
 
 _BROKE_OFF = "a warning above says what could not be written"
 
 
 def dump(
-    model: given.Model,
+    model: Model,
     out: Annotated[Path, typer.Option(help="folder for the graphs")] = Path("hecate-dump"),
-    ranks: given.Ranks = 8,
-    nodes: given.Nodes = 1,
-    cluster: given.Cluster = None,
-    layers: given.Layers = None,
-    rows: given.Rows = None,
-    length: given.Length = None,
-    policy: given.PolicyOption = None,
-    disable_pass: given.Disabled = [],  # noqa: B006  typer copies it
+    ranks: Ranks = 8,
+    nodes: Nodes = 1,
+    cluster: Cluster = None,
+    layers: Layers = None,
+    rows: Rows = None,
+    length: Length = None,
+    policy: PolicyOption = None,
+    disable_pass: Disabled = [],  # noqa: B006  typer copies it
 ) -> None:
     """Write the graphs of MODEL, and what each pass changes in them, into a folder. Needs no weights, no other ranks.
 
@@ -41,7 +52,7 @@ def dump(
     except OSError as error:
         raise typer.BadParameter(f"--out {out}: {error}") from None
     began = time.time()
-    made = given.compile_given(
+    made = compile_given(
         model,
         ranks=ranks,
         nodes=nodes,

@@ -13,7 +13,7 @@ import typer
 from torch import nn
 
 from hecate.commands.built import Batch, build
-from hecate.commands.free_memory import free_memory
+from hecate.commands.doctor import free_memory
 from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, parameters_of
 from hecate.wrap.attention_config import config_value

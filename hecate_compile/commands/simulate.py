@@ -16,9 +16,8 @@ from rich.table import Table
 from torch import nn
 
 from hecate.commands.built import Batch, Built, build
-from hecate.commands.compiling import compiling
-from hecate.commands.console import console
-from hecate.commands.policies import MOST_REPLICAS, PolicyNames, policy_named, replicas_of
+from hecate.commands.console import compiling, console
+from hecate.commands.replay import MOST_REPLICAS, PolicyNames, policy_named, replicas_of
 from hecate.config import Config
 from hecate.simulator import Capture, ClusterError, ClusterSpec
 from hecate.simulator.study import STEPS, Options, Result, study

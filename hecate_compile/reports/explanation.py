@@ -9,9 +9,8 @@ from hecate.graph.backend import GraphRecord
 from hecate.passes import STAGES, Remark, Skip, name_of, summary_of
 from hecate.passes.base import PassRecord
 from hecate.reports.kept_parameters import KeptParameters
-from hecate.reports.tables import Section, sections_as_html, sections_as_text
+from hecate.reports.tables import Section, as_bytes, as_time, sections_as_html, sections_as_text
 from hecate.reports.travel import LayerBytes, Travel, layer_bytes, travels
-from hecate.reports.units import as_bytes, as_time
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer

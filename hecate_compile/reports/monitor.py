@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hecate.checkpoints.file_lock import FileLock
+from hecate.checkpoints.publish import FileLock
 from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.reports.run_files import (
     CHUNK_SECONDS,
@@ -29,8 +29,7 @@ from hecate.reports.run_files import (
     start_folder,
     start_numbers,
 )
-from hecate.reports.step_log import Number, StepLog
-from hecate.reports.tensorboard_log import TensorBoardLog
+from hecate.reports.step_log import Number, StepLog, TensorBoardLog
 from hecate.runtime.comm.agreement import gather_texts
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_alone

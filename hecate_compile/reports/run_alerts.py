@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hecate.reports.ratios import Floats
-from hecate.reports.run_data import RunData
+from hecate.reports.run_data import Floats, RunData
 
 # Alerts are about the newest 1 / _PART of a run, and about no fewer than _FEWEST steps.
 _PART, _FEWEST = 4, 10

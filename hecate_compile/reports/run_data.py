@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hecate.reports.ratios import Floats, hidden_part, max_over_mean
 from hecate.reports.run_files import (
     CHUNK_SECONDS,
     CHUNK_STEPS,
@@ -21,6 +20,20 @@ from hecate.reports.run_files import (
     read_rank,
     starts_in,
 )
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def max_over_mean(rows: Floats) -> Floats:
+    """Return maximum over mean of the last dimension; 1 where there are no rows, NaN where a rank is missing."""
+    mean = rows.mean(-1)
+    return np.where(mean == 0, 1.0, rows.max(-1) / np.where(mean == 0, 1, mean))
+
+
+def hidden_part(travel: Floats, exposed: Floats) -> Floats:
+    """Return the part of the collectives' time in which compute went on, from 0 to 1; NaN where nothing travelled."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(travel > 0, np.clip(1 - exposed / travel, 0, 1), np.nan)
 
 
 @dataclass(frozen=True, kw_only=True)

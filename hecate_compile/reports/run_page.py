@@ -10,12 +10,10 @@ import numpy as np
 
 from hecate.passes.dumps.html_page import KINDS, html_page
 from hecate.reports.plots import COLOURS, Bar, heat_map, line_plot, timeline
-from hecate.reports.ratios import Floats, max_over_mean
 from hecate.reports.run_alerts import Alert, find_alerts, gone_since
-from hecate.reports.run_data import RunData
+from hecate.reports.run_data import Floats, RunData, max_over_mean
 from hecate.reports.run_files import Array
-from hecate.reports.tables import Section
-from hecate.reports.units import as_bytes, as_time
+from hecate.reports.tables import Section, as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
 
 # Most lines of a plot with one for each rank, ranks of a timeline, and collectives of its table.

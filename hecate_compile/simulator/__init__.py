@@ -6,13 +6,10 @@ walks through the real graphs after all passes. A policy makes rows and replicas
 | file | concern |
 |---|---|
 | ``cluster`` | a cluster, as a TOML file describes it |
-| ``fake_ranks`` | be one of W ranks in one process |
-| ``capture`` | compile for W ranks without running |
+| ``capture`` | be one of W ranks in one process, and compile for all without running |
 | ``program`` | a graph as a list of compute, starts and waits, with sizes as functions of routing |
-| ``routing`` | a trace through a policy: rows and experts between ranks, step by step |
-| ``replay`` | a recorded trace through policies, without a graph |
-| ``memory`` | bytes of states and slots |
-| ``live_bytes`` | bytes of all that every rank holds during a step, activations included |
+| ``replay`` | a trace through a policy, step by step: rows and experts between ranks; recorded ones, too |
+| ``live_bytes`` | bytes of states and slots, and of all that every rank holds during a step, activations included |
 | ``study`` | policies compared with each other |
 | ``workloads`` | routing that is made up, or fitted to another number of ranks |
 | ``step`` | one step on all ranks: seconds, bytes, and who waited |
@@ -21,7 +18,7 @@ walks through the real graphs after all passes. A policy makes rows and replicas
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterError, ClusterSpec
 from hecate.simulator.live_bytes import LiveBytes, StepMemory
-from hecate.simulator.routing import LayerStep, walk
+from hecate.simulator.replay import LayerStep, walk
 from hecate.simulator.step import Prediction, Simulator
 
 __all__ = [

@@ -22,7 +22,7 @@ from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, 
 from hecate.passes.fx import calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
-from hecate.simulator.routing import LayerStep
+from hecate.simulator.replay import LayerStep
 
 Floats = NDArray[np.float64]
 # "leaving" counts own experts of which other ranks have replicas.

@@ -27,7 +27,7 @@ from hecate.simulator.program import (
     program_of,
     rank_sizes,
 )
-from hecate.simulator.routing import LayerStep
+from hecate.simulator.replay import LayerStep
 
 Floats = NDArray[np.float64]
 # AdamW reads a parameter, its gradient and two states, and writes all but the gradient.

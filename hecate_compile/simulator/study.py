@@ -14,9 +14,8 @@ from hecate.runtime.placement.policy import Policy
 from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
-from hecate.simulator.live_bytes import LiveBytes
-from hecate.simulator.memory import count_memory
-from hecate.simulator.routing import walk
+from hecate.simulator.live_bytes import LiveBytes, count_memory
+from hecate.simulator.replay import walk
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
 

@@ -3,19 +3,98 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
+from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime
-from hecate.runtime.state.step_mode import StepMode
-from hecate.training.additions import Additions
+from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.buffers import Buffers
 from hecate.training.drift import DriftCheck
 from hecate.training.move_owners import OwnerMover
+from hecate.wrap.changes import Changes
+from hecate.wrap.parameter_reads import install_replicated_reads
+from hecate.wrap.shard import shard_of
+
+
+class Additions:
+    """Makes parameters added after ``hecate.compile`` part of the training: whole on all ranks, averaged."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicated: Sequence[ReplicatedParameter],
+        *,
+        sync: GradientSync,
+        step: CurrentStep,
+        param_dtype: torch.dtype | None,
+        added: Callable[[ReplicatedParameter], None],
+        changes: Changes,
+        changed: Callable[[], None],
+    ) -> None:
+        # Weak: the model holds this.
+        self._model = weakref.ref(model)
+        self._sync, self._step, self._param_dtype = sync, step, param_dtype
+        self._added, self._changed = added, changed
+        self._records = list(replicated)
+        self._changes, self._seen = changes, -1
+        # By identity: tensors compare element by element.
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._remember(model)
+
+    @property
+    def records(self) -> tuple[ReplicatedParameter, ...]:
+        """The records of all parameters that every rank has whole."""
+        return tuple(self._records)
+
+    def before_forward(self) -> None:
+        """Take in new parameters; a collective then, which ranks that added nothing do not come to."""
+        model = self._model()
+        if self._changes.number == self._seen or model is None:
+            return
+        new = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if shard_of(parameter) is None and parameter not in self._known
+        }
+        if not new:
+            self._changed()
+            self._remember(model)
+            return
+        # Remembered only after ranks agree: otherwise this forward raises, and so does the next.
+        world = self._sync.world
+        agree(
+            [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],
+            "the parameters that were added after hecate.compile",
+            "Add the same ones on every rank, or add them before.",
+            world,
+        )
+        with torch.no_grad():
+            for parameter in new.values():
+                collectives.broadcast(parameter.detach(), world)
+        added = install_replicated_reads(model, self._sync, self._step, self._param_dtype)
+        self._records = [record for record in self._records if record.exists]
+        replaced = [record for record in self._records if any(record.parameter is p for p in new.values())]
+        self._records += added
+        for record in (*replaced, *added):
+            self._added(record)
+        self._changed()
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._seen = self._changes.number
+        self._changes.follow(model)
+        for parameter in model.parameters():
+            if shard_of(parameter) is None:
+                self._known[parameter] = True
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,19 +1,23 @@
-"""Gradient clipping for a model whose experts are sharded: by a norm of one rank's gradients, ranks would part."""
+"""Clipping and unscaling of gradients of shards: by what one rank's gradients say, ranks would part."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
-from hecate.private import TOTAL_NORM
+from hecate.private import TOTAL_NORM, UNSCALE
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
+from hecate.runtime.state.settle import settle_all
+from hecate.training.optimizer_state import world_of
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 
 _local_norm = getattr(clip_grad, TOTAL_NORM)
@@ -115,3 +119,29 @@ def _with_owned(
     power = own**order
     collectives.all_reduce(power, world)
     return (power + whole**order) ** (1.0 / order)
+
+
+_unscale_grads = getattr(GradScaler, UNSCALE)
+
+
+def watch_scalers() -> None:
+    """Make every scaler know of the infinities of all ranks. Further calls change nothing."""
+    # unscale_ and step both call this method.
+    setattr(GradScaler, UNSCALE, _unscale_on_all)
+
+
+@functools.wraps(_unscale_grads)
+def _unscale_on_all(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+    """Unscale by torch's method; for an optimizer of shards join what all ranks found, in a collective."""
+    # A scaler would take the NaN of a refused step for an overflow, and skip the step in which the optimizer raises.
+    settle_all()
+    found: dict[torch.device, torch.Tensor] = _unscale_grads(self, optimizer, *args)
+    world = world_of(optimizer)
+    if world is None:
+        return found
+    mine = [value.to(world.device) for value in found.values()]
+    # A rank without gradients has found nothing, and must still hear.
+    total = torch.stack(mine).amax(0) if mine else torch.zeros((), device=world.device)
+    with doing("torch.amp.GradScaler"):
+        collectives.all_reduce(total, world, dist.ReduceOp.MAX)
+    return {world.device: total}

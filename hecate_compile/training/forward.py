@@ -31,8 +31,8 @@ from hecate.runtime.comm.program import count_forward
 from hecate.runtime.comm.watch import telling
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.between_forwards import BetweenForwards
+from hecate.training.drift import SameBatches
 from hecate.training.outside_gradients import OutsideGradients
-from hecate.training.same_batches import SameBatches
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
 

@@ -1,17 +1,26 @@
-"""Shard a model: every rank keeps its part, with rank 0's values."""
+"""Shard a model: every rank keeps its part, with rank 0's values, also from the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from hecate.private import has_flat_weights, parameters_of
+from hecate.config import Config
+from hecate.private import INIT_WEIGHTS, buffers_of, has_flat_weights, parameters_of, version_of
 from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import Mesh, World
+from hecate.runtime.one_sided.carrier import OneSided
+from hecate.runtime.ops.by_collectives import ByCollectives
+from hecate.runtime.ops.by_nodes import ByNodes
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.carry_over import ParameterSites
@@ -19,7 +28,6 @@ from hecate.wrap.expert_shards import shard_experts
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
-from hecate.wrap.materialize import has_meta, make_module_real, warn_uninitialized
 from hecate.wrap.shard import as_parameter, shard_of
 from hecate.wrap.stack_experts import save_by_old_names, stack_experts
 
@@ -109,3 +117,93 @@ class DenseSharding:
             mine = local[: shard.counts[world.rank]]
             collectives.scatter_rows(full.detach() if world.rank == 0 else None, mine, shard.counts, world)
         self._sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
+
+
+def _by_collectives(config: Config, topology: Topology, world: World) -> Carrier:
+    return ByCollectives() if config.dispatch == "rows" else ByNodes()
+
+
+def _one_sided(config: Config, topology: Topology, world: World) -> Carrier:
+    return OneSided.between(world, topology, config.room_percent)
+
+
+CARRIERS: dict[str, Callable[[Config, Topology, World], Carrier]] = {
+    "collectives": _by_collectives,
+    "symmetric": _one_sided,
+}
+
+
+def choose_carrier(config: Config, topology: Topology, world: World) -> Carrier:
+    """Return the carrier of a model's layers, a collective; ValueError or RuntimeError if ranks cannot use it."""
+    return (CARRIERS[config.transport] if world.size > 1 else _by_collectives)(config, topology, world)
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Return whether any parameter or buffer has no storage yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def make_module_real(
+    model: nn.Module, name: str, world: World, sites: ParameterSites, skip: Sequence[str]
+) -> list[str]:
+    """Replace a module's own meta tensors, initialized on rank 0 alone; return the names of those left unwritten.
+
+    Parameters in ``skip``, of which this rank keeps only a part, stay on the meta device.
+    """
+    module = model.get_submodule(name)
+    fresh = _allocate(module, world.device, sites, skip)
+    if not fresh or world.rank != 0:
+        return []
+    versions = {key: version_of(tensor) for key, tensor in fresh.items()}
+    _initialize(model, name, module)
+    return [f"{name}.{key}".lstrip(".") for key, tensor in fresh.items() if version_of(tensor) == versions[key]]
+
+
+def _allocate(
+    module: nn.Module, device: torch.device, sites: ParameterSites, skip: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Replace the module's own meta tensors by NaN-filled ones, and return these; tied parameters stay tied."""
+    fresh: dict[str, torch.Tensor] = {}
+    for key, parameter in list(parameters_of(module).items()):
+        if parameter is None or not parameter.is_meta or key in skip or parameters_of(module)[key] is not parameter:
+            continue
+        fresh[key] = real = nn.Parameter(_unwritten(parameter, device), requires_grad=parameter.requires_grad)
+        sites.replace(parameter, real)
+    for key, buffer in buffers_of(module).items():
+        if buffer is not None and buffer.is_meta:
+            buffers_of(module)[key] = fresh[key] = _unwritten(buffer, device)
+    return fresh
+
+
+def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    real = torch.empty_like(like, device=device, requires_grad=False)
+    return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()
+
+
+def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Run the nearest enclosing ``_init_weights(module)``, or ``module.reset_parameters()``."""
+    with torch.no_grad():
+        path = name.split(".") if name else []
+        for depth in range(len(path), -1, -1):
+            outer: Any = model.get_submodule(".".join(path[:depth]))
+            if hasattr(outer, INIT_WEIGHTS):
+                getattr(outer, INIT_WEIGHTS)(module)
+                break
+        else:
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+
+def warn_uninitialized(names: Sequence[str], world: World) -> None:
+    """Warn of tensors that came from the meta device and have no values yet, as rank 0 knows them. A collective."""
+    if world.group is not None:
+        names = json.loads(gather_texts(json.dumps(names).encode(), world)[0])
+    if names:
+        warn_together(
+            f"hecate.compile: nothing initialized {', '.join(names[:8])}, which came from the meta device: "
+            "no _init_weights or reset_parameters writes them. They are NaN, or 0 for integers, until you fill them: "
+            "with load_state_dict, or, for buffers that are not in it, by computing them again.",
+            world.rank,
+            stacklevel=5,
+        )

@@ -1,7 +1,7 @@
 """Runtime records of MoE layers, each found by a number that is baked into graphs.
 
 A layer holds a :class:`Carrier`, the seam between operators (``hecate.runtime.ops``) and transports. No caller asks
-which carrier it is: facts that others must know are attributes. ``hecate.wrap.choose_carrier`` has the list.
+which carrier it is: facts that others must know are attributes. ``hecate.wrap.shard_model`` has the list.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.by_collectives import ByCollectives
 from hecate.runtime.state.layer import Layer, Ticket
-from hecate.wrap import choose_carrier
+from hecate.wrap import shard_model
 from tests.hecate_compile.test_parity import measure
 from tests.support.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def _read(path: Path, seconds: float = 60.0) -> Tensor:
 def train_through_files(folder: str) -> dict[str, Any]:
     """On one rank."""
     dist.init_process_group("gloo")
-    choose_carrier.CARRIERS["collectives"] = lambda config, topology, world: ByFiles(Path(folder), world)
+    shard_model.CARRIERS["collectives"] = lambda config, topology, world: ByFiles(Path(folder), world)
     return measure("qwen3_moe", layers=1, policy="anything", backend="aot_eager")
 
 

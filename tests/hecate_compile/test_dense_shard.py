@@ -361,16 +361,16 @@ def meta_device() -> dict[str, Any]:
     """Ranks other than 0 never allocate a whole dense parameter, and rank 0 one module's at a time."""
     from transformers import AutoModelForCausalLM
 
-    from hecate.wrap import materialize
+    from hecate.wrap import shard_model
 
     allocated: list[int] = []
-    original = materialize._unwritten
+    original = shard_model._unwritten
 
     def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
         allocated.append(_alive() if isinstance(like, nn.Parameter) else 0)
         return original(like, device)
 
-    materialize._unwritten = unwritten
+    shard_model._unwritten = unwritten
     config = transformers_config("qwen3_moe", tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -378,7 +378,7 @@ def meta_device() -> dict[str, Any]:
     # The meta tensors themselves have these shapes too.
     before = _alive()
     _compiled(model)
-    materialize._unwritten = original
+    shard_model._unwritten = original
     reference = AutoModelForCausalLM.from_config(config)
     reference.load_state_dict(model.state_dict())
     worst = step_and_compare(model, reference, batch(0)).gradient

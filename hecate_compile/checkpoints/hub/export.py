@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hecate.checkpoints.coordination import Ranks, ranks_of
-from hecate.checkpoints.hub.layouts import PlainLayout, PretrainedLayout, Tensors
-from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
+from hecate.checkpoints.hub.layouts import PlainLayout, PlainTensor, PlainView, PretrainedLayout, Tensors
 from hecate.checkpoints.publish import discard, sync
 from hecate.checkpoints.run_state import modules_with_extra_state
 from hecate.checkpoints.state_dicts import check_no_adapters

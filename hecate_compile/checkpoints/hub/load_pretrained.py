@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, ranks_of
-from hecate.checkpoints.hub.plain_view import PlainTensor, PlainView
-from hecate.checkpoints.hub.read_plan import Group, ReadPlan
-from hecate.checkpoints.hub.safe_files import SafeFiles
+from hecate.checkpoints.hub.layouts import PlainTensor, PlainView
+from hecate.checkpoints.hub.read_plan import Group, ReadPlan, SafeFiles
 from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import set_weight_conversions
 from hecate.runtime.ops.dense import DenseShard

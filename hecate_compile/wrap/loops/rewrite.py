@@ -16,7 +16,7 @@ from torch import nn
 
 from hecate.private import children_of
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.loops.callees import minds_no_rows
+from hecate.wrap.loops.empty_turns import minds_no_rows
 from hecate.wrap.loops.turns import Counts, Loops
 from hecate.wrap.swapped_class import swap_class
 

@@ -19,7 +19,7 @@ from torch import nn
 import hecate
 from hecate.checkpoints.hub import export as exporting
 from hecate.checkpoints.hub.layouts import PlainLayout
-from hecate.checkpoints.hub.safe_files import SafeFiles
+from hecate.checkpoints.hub.read_plan import SafeFiles
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.placement.owners import Owners
 from tests.hecate_compile.checkpoints.model_kinds import KINDS, State, is_pretrained, model_of, on_meta, same

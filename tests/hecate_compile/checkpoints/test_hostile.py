@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 import hecate
 from hecate.checkpoints import manifest
 from hecate.checkpoints.safety.files import CorruptError
-from hecate.checkpoints.safety.old_metadata import read_old_metadata
+from hecate.checkpoints.safety.tensor_index import read_old_metadata
 from tests.hecate_compile.checkpoints.tampering import (
     HERE,
     TOUCHED,

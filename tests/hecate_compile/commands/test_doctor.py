@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from hecate.cli import app
-from hecate.commands import doctor, machine_checks
-from hecate.commands.machine_checks import Check, all_checks, self_test
+from hecate.commands import doctor
+from hecate.commands.doctor import Check, all_checks, self_test
 
 
 def test_every_line_that_is_not_good_says_what_to_do() -> None:
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named_and_ends_with_1(monkeypatch: pytest.MonkeyPatc
 def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["no-such-package>=1", "numpy>=999"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
-    found = {check.name: check for check in machine_checks._versions()}
+    found = {check.name: check for check in doctor._versions()}
     assert found["no-such-package"].state == "bad" and "pip install" in found["no-such-package"].advice
     assert found["numpy"].state == "look" and "numpy>=999" in found["numpy"].advice
 
@@ -54,7 +54,7 @@ def test_a_module_whose_package_has_another_name(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", unknown)
-    found = {check.name: check for check in machine_checks._optional()}
+    found = {check.name: check for check in doctor._optional()}
     assert (found["tensorboard"].state, found["tensorboard"].found) == ("good", "there, version not known")
 
 
@@ -64,8 +64,8 @@ def test_a_module_whose_package_has_another_name(monkeypatch: pytest.MonkeyPatch
 def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, state: str) -> None:
     lines = ["torch>=2.11,<2.14", "peft>=0.17; extra == 'examples'", "uvloop>=1; python_version < '3'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
-    monkeypatch.setattr(machine_checks, "_version_of", lambda name: installed)
-    python, *found = machine_checks._versions()
+    monkeypatch.setattr(doctor, "_version_of", lambda name: installed)
+    python, *found = doctor._versions()
     assert [(check.name, check.state) for check in found] == [("torch", state)]
     assert python.state == "good" and (">=2.11" in found[0].advice) is (state == "look")
 
@@ -81,7 +81,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, state: str) -
 def test_a_self_test_without_a_good_end_says_why(
     ended: tuple[int | None, str], said: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_checks, "run_ranks", lambda *given, **options: ended)
+    monkeypatch.setattr(doctor, "run_ranks", lambda *given, **options: ended)
     check = self_test(0.2)
     assert check.state == "bad" and said in check.found and advice in check.advice
 

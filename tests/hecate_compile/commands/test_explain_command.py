@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import hecate
 from hecate.cli import app
-from hecate.commands import built, compile_given
+from hecate.commands import built, dump, explain
 from hecate.commands import given_model as given_model_module
-from hecate.commands.compiling import compiling
+from hecate.commands.console import compiling
 from hecate.commands.given_model import given_model
 from hecate.passes.invariants import InvalidGraphError
 from hecate.wrap.find_experts import NoExpertsError
@@ -171,14 +171,14 @@ def test_faults_keep_their_traceback(
 
 
 def test_a_dump_that_broke_off_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(name: str, *, dump: Path, whole: bool, **options: Any) -> compile_given.CompiledGiven:
+    def compiled(name: str, *, dump: Path, whole: bool, **options: Any) -> explain.CompiledGiven:
         (dump / "rank0").mkdir(parents=True)
         (dump / "rank0" / "index.html").write_text("")
         explanation: Any = None
-        return compile_given.CompiledGiven(explanation=explanation, notes=["a note"], dumped_all=whole)
+        return explain.CompiledGiven(explanation=explanation, notes=["a note"], dumped_all=whole)
 
     for whole in (True, False):
-        monkeypatch.setattr(compile_given, "compile_given", partial(compiled, whole=whole))
+        monkeypatch.setattr(dump, "compile_given", partial(compiled, whole=whole))
         done = CliRunner().invoke(app, ["dump", "x", "--out", f"{folder}/{whole}"])
         assert done.exit_code == int(not whole) and "1 files" in done.output and "note: a note" in done.output
         assert ("the dump is not whole" in done.output) != whole

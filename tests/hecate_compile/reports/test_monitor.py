@@ -19,7 +19,7 @@ from hecate.reports import monitor as monitor_module
 from hecate.reports.run_data import load_run
 from hecate.reports.run_files import RunHead, rank_path, read_rank
 from hecate.reports.run_page import page_of
-from hecate.reports.tensorboard_log import TensorBoardLog
+from hecate.reports.step_log import TensorBoardLog
 from tests.hecate_compile.reports.made_run import make_run
 from tests.support.models import batch, build
 from tests.support.parity import run_step

@@ -16,12 +16,11 @@ import hecate
 from hecate.graph.lowering import NotRun, capturing
 from hecate.passes import PASSES
 from hecate.reports.stats import LayerStats, Stats
-from hecate.reports.tables import Section, sections_as_text
+from hecate.reports.tables import Section, as_bytes, as_time, rates_text, sections_as_text
 from hecate.reports.travel import travels
-from hecate.reports.units import as_bytes, as_time, rates_text
 from hecate.runtime.comm.measure_rates import NO_LINK
 from hecate.runtime.comm.queue import Span
-from hecate.simulator.fake_ranks import fake_ranks
+from hecate.simulator.capture import fake_ranks
 from tests.hecate_compile.test_errors import MixingMoE
 from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 

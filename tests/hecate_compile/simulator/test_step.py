@@ -17,7 +17,7 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.policy import Static
 from hecate.simulator import Capture, ClusterSpec, LayerStep, Simulator, capture, walk
 from hecate.simulator.capture import CaptureError
-from hecate.simulator.memory import count_memory
+from hecate.simulator.live_bytes import count_memory
 from hecate.simulator.program import Compute, Start, Wait, program_of
 from hecate.simulator.step import Prediction, _serve
 from hecate.simulator.workloads import make

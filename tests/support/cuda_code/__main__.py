@@ -181,7 +181,7 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.one_sided.exchanges import Exchanges
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
-from hecate.simulator.fake_ranks import fake_ranks
+from hecate.simulator.capture import fake_ranks
 from tests.support.models import build
 
 
