@@ -14,8 +14,8 @@ from hecate.reports.kept_parameters import kept_parameters
 from hecate.reports.stats import Stats, collect_stats
 from hecate.reports.tables import rates_text
 from hecate.reports.travel import write_timeline
+from hecate.runtime.comm.agreement import meet
 from hecate.runtime.comm.history import doing
-from hecate.runtime.comm.meeting import meet
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.kernels.operands import FLOATS
 from hecate.training.captured_step import CapturedStep, CudaGraphs, Recorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,9 +11,8 @@ from torch import nn
 
 from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.private import groups
-from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import gather_json, meet
 from hecate.runtime.comm.history import doing
-from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.start import new_group_beside
 from hecate.runtime.comm.world import World
 
@@ -46,14 +44,8 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON data of every rank, in rank order; a collective."""
-        payload = json.dumps(value).encode()
         with doing(self._function):
-            length = torch.tensor([len(payload)], device="cpu")
-            sizes = collectives.all_gather_even(length, self._world).flatten().tolist()
-            mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            lines = collectives.all_gather_even(mine, self._world)
-        return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
+            return gather_json(value, self._world)
 
     def from_first(self, value: Any) -> Any:
         """Return the JSON data of rank 0."""

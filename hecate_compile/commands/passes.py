@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from hecate.commands.console import console
-from hecate.passes import REQUIRED, STAGES, Pass, Rewrite, name_of, summary_of
+from hecate.passes import REQUIRED, STAGES, Rewrite, name_of, summary_of
 
 
 def passes() -> None:
@@ -20,11 +20,6 @@ def passes() -> None:
         for entry in stage.entries:
             name = name_of(entry)
             always = f" (always on: {REQUIRED[name]})" if name in REQUIRED else ""
-            table.add_row(name, summary_of(entry) + always, _file(entry))
+            file = entry.file if isinstance(entry, Rewrite) else "/".join(entry.__module__.split(".")[1:]) + ".py"
+            table.add_row(name, summary_of(entry) + always, file)
         console().print(table)
-
-
-def _file(entry: Pass | Rewrite) -> str:
-    if isinstance(entry, Rewrite):
-        return entry.file
-    return "/".join(entry.__module__.split(".")[1:]) + ".py"

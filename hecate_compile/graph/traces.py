@@ -28,8 +28,7 @@ from hecate.private import (
     optimize,
 )
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.agreement import agree
-from hecate.runtime.comm.meeting import meet
+from hecate.runtime.comm.agreement import agree, meet
 from hecate.wrap.changes import Changes, Hooks, ModuleHooks
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,

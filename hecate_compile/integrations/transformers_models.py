@@ -59,7 +59,8 @@ def generate_together(model: nn.Module) -> None:
             return generate(self, *args, **kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
         # The user's own argument wins. transformers asks all ranks of the program if they are done.
-        if given.get("synced_gpus") is None and _all_have_a_part(shard):
+        everyone = shard.world.group is not None and shard.world.size == dist.get_world_size()
+        if everyone and given.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
         with _calls_compiled(self):
             return generate(self, *args, **kwargs)
@@ -84,7 +85,3 @@ def _calls_compiled(part: nn.Module) -> Iterator[None]:
 def _shard_in(model: nn.Module) -> Shard | None:
     shards = (shard_of(parameter) for parameter in model.parameters())
     return next((shard for shard in shards if shard is not None), None)
-
-
-def _all_have_a_part(shard: Shard) -> bool:
-    return shard.world.group is not None and shard.world.size == dist.get_world_size()

@@ -115,7 +115,16 @@ class Explanation:
                 {
                     "nodes": graph.nodes,
                     "passes": {
-                        part: [_plain(record) for record in records]
+                        part: [
+                            {
+                                "name": record.name,
+                                "enabled": record.enabled,
+                                "rewritten": record.rewritten,
+                                "left_alone": len(record.skipped),
+                                "seconds": record.seconds,
+                            }
+                            for record in records
+                        ]
                         for part, records in {"captured": graph.passes, **graph.later}.items()
                     },
                 }
@@ -314,16 +323,6 @@ def _passes(title: str, records: tuple[PassRecord, ...]) -> Section:
     )
     columns = ("", "pass", "what it does", "rewritten", "left alone", "ms")
     return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5))
-
-
-def _plain(record: PassRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "enabled": record.enabled,
-        "rewritten": record.rewritten,
-        "left_alone": len(record.skipped),
-        "seconds": record.seconds,
-    }
 
 
 def _time_if_run(seconds: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from hecate.reports.run_files import (
     start_numbers,
 )
 from hecate.reports.step_log import Number, StepLog, TensorBoardLog
-from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_alone
 from hecate.runtime.comm.world import World
@@ -259,7 +258,7 @@ def _agreed(numbers: list[int], problem: Exception | None, folder: Path, world: 
     text = "" if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"numbers": numbers, "problem": text, "package": isinstance(problem, ImportError)}
     with doing("hecate.monitor"):
-        everyone = [json.loads(told) for told in gather_texts(json.dumps(mine).encode(), world)]
+        everyone = gather_json(mine, world)
     for rank, told in enumerate(everyone):
         if told["problem"]:
             kind = ImportError if told["package"] else OSError

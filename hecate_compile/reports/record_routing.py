@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import collectives
+from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 
@@ -96,8 +96,7 @@ def _try_to_write(target: Path, world: World) -> None:
             target.open("ab").close()
         except OSError as error:
             problem = str(error)
-    failed = torch.tensor([bool(problem)], dtype=torch.uint8, device=world.control_device)
     with doing("hecate.record"):
-        collectives.broadcast(failed, world)
-    if bool(failed):
-        raise OSError(f"hecate.record: rank 0 cannot write {target}. {problem}".rstrip())
+        problem = gather_json(problem, world)[0]
+    if problem:
+        raise OSError(f"hecate.record: rank 0 cannot write {target}. {problem}")

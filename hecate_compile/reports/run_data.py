@@ -224,47 +224,48 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         return np.concatenate([start.first[name][keep] for start, keep in zip(starts, kept, strict=True)])
 
     layers = (len(head.layers),)
-    load, owners = of_first("load"), np.concatenate([_owners(s, k) for s, k in zip(starts, kept, strict=True)])
+    load = of_first("load")
+    changes = [(start.first["step"][keep], start.first) for start, keep in zip(starts, kept, strict=True)]
+    owners = np.concatenate([owners_at(steps, of["owners_step"], of["owners"]) for steps, of in changes])
     travel, exposed = of_ranks("travel", (layers[0] + 1,)), of_ranks("exposed", (layers[0] + 1,))
     names = sorted({name for start in starts for read in start.ranks.values() for name in read.arrays})
     return RunData(
         head=head,
         notes=tuple(notes),
         step=of_first("step"),
-        seconds=_nan(np.nanmax, of_ranks("seconds", ()), 1),
+        seconds=without_nan(np.nanmax, of_ranks("seconds", ()), 1),
         load=load,
         holders=of_first("holders"),
         owners=owners,
         rows=of_ranks("rows", layers),
-        owner_rows=_owner_rows(load, owners, size),
+        owner_rows=owner_rows(load, owners, size),
         row_bytes=of_ranks("row_bytes", layers).sum(1),
         expert_bytes=of_ranks("expert_bytes", layers).sum(1),
         travel=travel.sum(1),
         exposed=exposed.sum(1),
-        layer_travel=_nan(np.nanmean, travel[:, :-1], 2),
-        layer_exposed=_nan(np.nanmean, exposed[:, :-1], 2),
+        layer_travel=without_nan(np.nanmean, travel[:, :-1], 2),
+        layer_exposed=without_nan(np.nanmean, exposed[:, :-1], 2),
         memory=of_ranks("memory", ()),
         logged={name[4:]: _logged(name, starts, kept) for name in names if name.startswith("log.")},
         timelines=_timelines(starts, kept),
     )
 
 
-def _nan(function: Any, values: Floats, axis: int) -> Floats:
+def without_nan(function: Any, values: Array, axis: int) -> Floats:
     """Call a function that leaves NaN out, without numpy's warning where there is nothing else."""
     empty = np.isnan(values).all(axis)
     found: Floats = np.where(empty, np.nan, function(np.where(np.expand_dims(empty, axis), 0, values), axis=axis))
     return found
 
 
-def _owners(start: _Start, keep: Array) -> Array:
-    """Return the owners in each step, from the changes: ``[n, L, E]``."""
-    steps, since = start.first["step"][keep], start.first["owners_step"]
-    where = np.clip(np.searchsorted(since, steps, side="right") - 1, 0, None)
-    found: Array = start.first["owners"][where]
+def owners_at(steps: Array, since: Array, owners: Array) -> Array:
+    """Return the owners in each step, ``[n, L, E]``, from changes ``[k, L, E]`` and the steps that these are of."""
+    found: Array = owners[np.clip(np.searchsorted(since, steps, side="right") - 1, 0, None)]
     return found
 
 
-def _owner_rows(load: Array, owners: Array, size: int) -> Floats:
+def owner_rows(load: Array, owners: Array, size: int) -> Floats:
+    """Return the rows that each of ``size`` ranks would have if owners computed all: ``[n, L, E] -> [n, L, W]``."""
     steps, layers, _ = load.shape
     rows = np.zeros((steps, layers, size))
     for rank in range(size):
@@ -279,7 +280,7 @@ def _logged(name: str, starts: list[_Start], kept: list[Array]) -> Floats:
         for column, read in enumerate(start.ranks.values()):
             if name in read.arrays:
                 values[:, column] = start.lines(read, name)[keep]
-        parts.append(_nan(np.nanmean, values, 1))
+        parts.append(without_nan(np.nanmean, values, 1))
     return np.concatenate(parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hecate.passes.dumps.html_page import KINDS, html_page
 from hecate.reports.plots import COLOURS, Bar, heat_map, line_plot, timeline
 from hecate.reports.run_alerts import Alert, find_alerts, gone_since
-from hecate.reports.run_data import Floats, RunData, max_over_mean
+from hecate.reports.run_data import Floats, RunData, max_over_mean, without_nan
 from hecate.reports.run_files import Array
 from hecate.reports.tables import Section, as_bytes, as_time
 from hecate.runtime.comm.collective import collective_named
@@ -208,10 +208,8 @@ def _per_rank(values: Floats) -> dict[str, Array]:
     """Return a line for each rank, or the least, the mean and the most if there are too many."""
     if values.shape[1] <= _MOST_LINES:
         return {f"rank {rank}": values[:, rank] for rank in range(values.shape[1])}
-    empty: Array = np.asarray(np.isnan(values).all(1))
-    filled = np.where(empty[:, None], 0, values)
-    found = {"least": np.nanmin(filled, 1), "mean": np.nanmean(filled, 1), "most": np.nanmax(filled, 1)}
-    return {name: np.where(empty, np.nan, line) for name, line in found.items()}
+    functions = {"least": np.nanmin, "mean": np.nanmean, "most": np.nanmax}
+    return {name: without_nan(function, values, 1) for name, function in functions.items()}
 
 
 def _layers(run: RunData) -> str:
@@ -258,10 +256,7 @@ def _relative(rows: Floats) -> Floats:
 
 
 def _mean(values: Array) -> Floats:
-    """Return the mean over the last dimension without NaN; NaN where there is nothing else."""
-    empty: Array = np.asarray(np.isnan(values).all(1))
-    found: Floats = np.where(empty, np.nan, np.nanmean(np.where(empty[:, None], 0, values), 1))
-    return found
+    return without_nan(np.nanmean, values, 1)
 
 
 def _median(values: Floats) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from hecate.compiled_model import CompiledModel
-from hecate.reports.run_data import hidden_part, max_over_mean
+from hecate.reports.run_data import hidden_part, max_over_mean, owner_rows, owners_at
 from hecate.reports.run_files import COLUMNS, LOGGED, Array
 
 Number = float | int | torch.Tensor
@@ -175,41 +174,32 @@ class TensorBoardLog:
         self._writer: Any = SummaryWriter(str(folder))
         self._world_size = world_size
         # Owners of the chunks so far, and the step from which on each holds.
-        self._since: list[int] = []
-        self._owners: list[Array] = []
+        self._since: Array = np.zeros(0, np.int64)
+        self._owners: Array = np.zeros((0, 0, 0), np.int32)
 
     def write(self, arrays: Mapping[str, Array]) -> None:
         """Write a chunk, as ``run_files`` describes it."""
-        if "owners" in arrays:
-            self._since = [*self._since[-1:], *arrays["owners_step"].tolist()]
-            self._owners = [*self._owners[-1:], *arrays["owners"]]
-        for index, step in enumerate(arrays["step"].tolist()):
-            moment = float(arrays["began"][index])
-            for tag, value in self._scalars(arrays, index).items():
-                if np.isfinite(value):
-                    self._writer.add_scalar(tag, value, step, walltime=moment)
-        self._writer.flush()
-
-    def _scalars(self, arrays: Mapping[str, Array], index: int) -> dict[str, float]:
-        found = {name[4:]: float(array[index]) for name, array in arrays.items() if name.startswith("log.")}
-        travel, exposed = arrays["travel"][index].sum(), arrays["exposed"][index].sum()
-        found |= {
-            "hecate/step_seconds": float(arrays["seconds"][index]),
-            "hecate/memory_bytes": float(arrays["memory"][index]),
-            "hecate/hidden": float(hidden_part(travel, exposed)),
+        series = {name[4:]: array for name, array in arrays.items() if name.startswith("log.")}
+        series |= {
+            "hecate/step_seconds": arrays["seconds"],
+            "hecate/memory_bytes": arrays["memory"],
+            "hecate/hidden": hidden_part(arrays["travel"].sum(1), arrays["exposed"].sum(1)),
         }
+        if "owners" in arrays:
+            self._since = np.append(self._since[-1:], arrays["owners_step"])
+            self._owners = np.concatenate([*([self._owners[-1:]] if self._owners.size else []), arrays["owners"]])
         if "load" in arrays:
-            loads, holders = arrays["load"][index], arrays["holders"][index]
-            found["hecate/replicas"] = float(holders.astype(np.int64).sum() - holders.size)
-            before = []
-            now = max(0, bisect_right(self._since, int(arrays["step"][index])) - 1)
-            for load, owner in zip(loads, self._owners[now], strict=True):
-                # A layer with fewer experts than another is filled up with -1.
-                here = owner >= 0
-                before.append(np.bincount(owner[here], load[here], minlength=self._world_size))
-            if before:
-                found["hecate/imbalance_of_owners"] = float(max_over_mean(np.stack(before)).mean())
-        return found
+            holders = arrays["holders"]
+            series["hecate/replicas"] = holders.astype(np.int64).sum((1, 2)) - holders[0].size
+            if holders.shape[1]:
+                owners = owners_at(arrays["step"], self._since, self._owners)
+                rows = owner_rows(arrays["load"], owners, self._world_size)
+                series["hecate/imbalance_of_owners"] = max_over_mean(rows).mean(1)
+        for tag, values in series.items():
+            for step, moment, value in zip(arrays["step"].tolist(), arrays["began"].tolist(), values, strict=True):
+                if np.isfinite(value):
+                    self._writer.add_scalar(tag, float(value), step, walltime=moment)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

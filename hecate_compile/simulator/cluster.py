@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
-
-_OPTIONAL = ("latency", "ring", "operator", "start", "routed", "crowded", "cpus")
 
 
 class ClusterError(ValueError):
@@ -104,9 +102,9 @@ class ClusterSpec:
             given: dict[str, Any] = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ClusterError(f"hecate: {path} is not a cluster file: {error}") from None
-        known = {field.name: field for field in fields(cls)}
+        known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
-        needed = {name for name in known if name not in ("name", *_OPTIONAL)}
+        needed = {field.name for field in fields(cls) if field.default is MISSING and field.name != "name"}
         missing = sorted(needed - set(given))
         if unknown or missing:
             said = [f"unknown {', '.join(unknown)}"] if unknown else []

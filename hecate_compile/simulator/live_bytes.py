@@ -179,7 +179,8 @@ class _Walk:
                 whole, index = node.args
                 assert isinstance(whole, Node) and isinstance(index, int)
                 held[node] = [held[whole][index if len(held[whole]) > 1 else 0]]
-            elif _is_alias(node):
+            elif is_view(node) or calls(node, torch.ops.aten._unsafe_view):
+                # Their memory is that of the first argument.
                 first = tree_leaves(node.args)[0]
                 held[node] = held[first] if isinstance(first, Node) else [()]
             else:
@@ -248,11 +249,6 @@ class _Walk:
         for storages in results:
             for number in storages:
                 self.storages[number].last = self.position
-
-
-def _is_alias(node: Node) -> bool:
-    """Return whether an operator returns memory of its first argument."""
-    return is_view(node) or calls(node, torch.ops.aten._unsafe_view)
 
 
 def _is_tensor(node: Any) -> bool:

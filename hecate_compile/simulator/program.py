@@ -44,11 +44,11 @@ Symbols = dict[sympy.Symbol, Meaning]
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Operators between two collectives, as (operations, bytes); ``routed`` are functions that return ``[W]``."""
+    """Operators between two collectives, as (operations, bytes); ``routed`` are functions that return two ``[W]``."""
 
     operators: int
     fixed: tuple[tuple[float, float], ...]
-    routed: tuple[Callable[[RankSizes], tuple[Floats, Floats]], ...]
+    routed: tuple[Callable[[RankSizes], list[Floats]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +135,8 @@ def _compute(nodes: Sequence[Node], clock: Clock, symbols: Symbols) -> Compute:
         if not any(symbol in symbols or symbol not in clock.hints for symbol in unknown):
             fixed.append((float(clock.number(operations)), float(clock.number(moved))))
         else:
-            routed.append(_pair(function_of([operations, moved], clock, symbols)))
+            routed.append(function_of([operations, moved], clock, symbols))
     return Compute(operators=operators, fixed=tuple(fixed), routed=tuple(routed))
-
-
-def _pair(function: Callable[[RankSizes], list[Floats]]) -> Callable[[RankSizes], tuple[Floats, Floats]]:
-    def evaluate(sizes: RankSizes) -> tuple[Floats, Floats]:
-        operations, moved = function(sizes)
-        return operations, moved
-
-    return evaluate
 
 
 def function_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -116,24 +116,11 @@ def load_recorded(path: Path) -> Recorded:
             f"{path} does not say what model it is of ({error}): hecate.record writes that since 0.1.0. "
             "python -m benchmarks.replay plays any trace back with the sizes of the paper's model."
         ) from None
-    names = ("flops", "rank_bytes", "node_bytes", "memory_bytes", "hidden_seconds")
+    of_layer, of_machine = ([field.name for field in fields(kind)] for kind in (LayerSizes, Rates))
     return Recorded(
-        sizes=tuple(_sizes(*line) for line in sizes.tolist()),
-        rates=Rates(**dict(zip(names, rates.tolist(), strict=True))),
+        sizes=tuple(LayerSizes(**dict(zip(of_layer, line, strict=True))) for line in sizes.tolist()),
+        rates=Rates(**dict(zip(of_machine, rates.tolist(), strict=True))),
         topology=Topology(tuple(nodes.tolist())),
-    )
-
-
-def _sizes(
-    row_flops: float, row_bytes: float, expert_bytes: float, expert_transfers: float = 2, together: float = 1
-) -> LayerSizes:
-    """Read a line of a file; older ones do not say how often replicas cross the link, nor if rows cross together."""
-    return LayerSizes(
-        row_flops=row_flops,
-        row_bytes=row_bytes,
-        expert_bytes=expert_bytes,
-        expert_transfers=int(expert_transfers),
-        together=int(together),
     )
 
 

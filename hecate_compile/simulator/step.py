@@ -156,7 +156,8 @@ class _Links:
             rows = carried.to_relays if collective.hops == 2 and not collective.homeward else carried.rows
             return rows.sum(0 if collective.homeward else 1) * start.unit
         if collective.carries == "replicas" and collective.role == "reduce":
-            return _per_rank(carried.layer.placement) * start.unit
+            _, ranks = carried.layer.placement.pairs
+            return np.bincount(ranks, minlength=self.cluster.ranks) * start.unit
         if collective.carries == "replicas":
             stages = carried.planned if collective.role == "gather" else carried.late
             sent: Floats = sum((stage.sum(1) for stage in stages), start=np.zeros(self.cluster.ranks))
@@ -319,8 +320,3 @@ class _Carried:
             np.add.at(matrix, (stage.sources[new], stage.destinations[new]), 1.0)
             found.append(matrix)
         return found
-
-
-def _per_rank(placement: Placement) -> Floats:
-    _, ranks = placement.pairs
-    return np.asarray(np.bincount(ranks, minlength=placement.owners.world_size), dtype=np.float64)

@@ -6,7 +6,6 @@ rank knows, such as a norm over the gradients of its own experts.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hecate.private import is_traceable_wrapper_subclass, tree_leaves
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.agreement import DisagreementError, gather_texts
+from hecate.runtime.comm.agreement import DisagreementError, gather_json
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
@@ -123,8 +122,8 @@ class DriftCheck:
             mixed = (digests * factors).sum().view(1).to(world.control_device)
             if len({*collectives.all_gather_even(mixed, world).flatten().tolist()}) == 1:
                 return None
-            told = gather_texts(json.dumps([[*parameters], digests.tolist()]).encode(), world)
-            names, values = zip(*map(json.loads, told), strict=True)
+            told = gather_json([[*parameters], digests.tolist()], world)
+            names, values = zip(*told, strict=True)
             if any(other != names[0] for other in names):
                 return Drift("ranks have different parameters: some were added or removed on some ranks only", False)
             differing = [
@@ -179,15 +178,12 @@ class SameBatches:
         if self._forwards == _FORWARDS:
             self._compare()
         else:
-            self._add([leaf for leaf in tree_leaves((args, kwargs)) if _has_bytes(leaf)])
+            with torch.no_grad():
+                for tensor in filter(_has_bytes, tree_leaves((args, kwargs))):
+                    # Kept on the model's device, where nobody waits for it.
+                    digest = _digest(tensor).to(self._world.device)
+                    self._digest = digest if self._digest is None else self._digest * _FACTOR + digest
         self._forwards += 1
-
-    @torch.no_grad()
-    def _add(self, inputs: list[Tensor]) -> None:
-        for tensor in inputs:
-            # Kept on the model's device, where nobody waits for it.
-            digest = _digest(tensor).to(self._world.device)
-            self._digest = digest if self._digest is None else self._digest * _FACTOR + digest
 
     def _compare(self) -> None:
         """Compare digests, and warn. A collective, to which a rank without inputs comes, too."""

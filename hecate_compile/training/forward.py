@@ -102,7 +102,8 @@ class CompiledForward:
         # Step 5: a recorder of routing, and the output's dtype.
         if self.after is not None and not self.recording:
             self.after()
-        return self._cast_output(out)
+        precision = self._precision
+        return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
     @contextmanager
     def _running(self, mode: StepMode) -> Iterator[None]:
@@ -147,10 +148,6 @@ class CompiledForward:
         if precision is None or precision.param_dtype is None or not precision.cast_forward_inputs:
             return args, kwargs
         return _cast(args, precision.param_dtype), _cast(kwargs, precision.param_dtype)
-
-    def _cast_output(self, out: Any) -> Any:
-        precision = self._precision
-        return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
 
 def _refused(error: BaseException) -> Exception | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hecate.private import parameters_of, swap_tensors
+from hecate.private import accumulation_hooks, gradient_hooks, parameters_of, set_hooks_of_tensor, swap_tensors
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_alone, warn_together
@@ -22,7 +22,6 @@ from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.optimizer_state import state_that_cannot_move, tensors_elsewhere
-from hecate.wrap.carry_over import hooks_of, set_hooks
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
 
@@ -163,10 +162,11 @@ def _changed(old: Owners, new: Owners) -> int:
 def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Give a parameter object other values, whose first dimension may have another length."""
     fresh = values.requires_grad_(parameter.requires_grad)
-    hooks, after = hooks_of(parameter)
+    hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
     parameter.grad = None
     # ``parameter.data = values`` would not do: a loss of the last step that is still alive keeps the parameter's
     # gradient accumulator alive, which would go on expecting the old length. The swap leaves it with the old tensor.
     swap_tensors(parameter, fresh)
-    set_hooks(parameter, hooks, after)
+    # The handles by which users take them off stay good.
+    set_hooks_of_tensor(parameter, hooks, after)
     parameter.grad = gradient

@@ -7,10 +7,13 @@ Those that take norms, means or factors do not, nor those that send parameters: 
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import random
 import re
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,11 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from hecate.private import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
-from hecate.training.optimizer_twin import twin_of
 from hecate.wrap.shard import shard_of
 
 # Torch's own optimizers that treat each element alone. A class derived from one may not.
@@ -51,7 +54,6 @@ _WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "Scal
 _LARGE, _SMALL = 144, 16
 # Factors of the gradient in each step: clipping by its own past shows when it grows.
 _STEPS = (1.0, 4.0, 0.5, 9.0)
-_FINE, _DIFFERS, _UNKNOWN = range(3)
 
 
 def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,18 +73,18 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
         )
     if names & _WHOLE:
         raise RuntimeError(_needs_whole(kind))
-    verdict, problem = _FINE, ""
+    differs, problem = False, ""
     try:
         closure = any(callable(value) for value in (*args, *kwargs.values()))
-        verdict = _try(optimizer, world, closure)
+        differs = _differs_on_shards(optimizer, world, closure)
     except Exception as error:
-        verdict, problem = _UNKNOWN, f"{type(error).__name__}: {error}".splitlines()[0]
-    found = torch.tensor([verdict == _DIFFERS, verdict == _UNKNOWN], dtype=torch.int64, device=world.control_device)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    found = torch.tensor([differs, bool(problem)], dtype=torch.int64, device=world.control_device)
     world.queue.drain()
     with doing(f"the trial of {kind.__name__}"):
         collectives.all_reduce(found, world, dist.ReduceOp.MAX)
-    differs, unknown = found.tolist()
-    if differs:
+    differs_anywhere, unknown = found.tolist()
+    if differs_anywhere:
         raise RuntimeError(_needs_whole(kind))
     if unknown:
         warn_together(
@@ -157,10 +159,8 @@ def _made_up(optimizer: Optimizer) -> tuple[dict[str, _MadeUp], dict[int, str]]:
     return kinds, kind_of
 
 
-# --- twins ---
-
-
-def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
+def _differs_on_shards(optimizer: Optimizer, world: World, closure: bool) -> bool:
+    """Return whether a part's numbers differ from the whole's; ValueError if the optimizer draws random ones."""
     kinds, kind_of = _made_up(optimizer)
 
     def steps(half: int | None, seed: int) -> _Outcome:
@@ -169,11 +169,11 @@ def _try(optimizer: Optimizer, world: World, closure: bool) -> int:
     half = 2 * world.rank // world.size
     whole, part = steps(None, 0), steps(half, 0)
     if _same(whole, part, kinds, half):
-        return _FINE
+        return False
     # A part gets other random numbers than the whole, which proves nothing.
     if not _same(whole, steps(None, 1), kinds, None):
         raise ValueError("it draws random numbers")
-    return _DIFFERS
+    return True
 
 
 @dataclass(frozen=True)
@@ -256,3 +256,95 @@ def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int 
         for key, number in whole.numbers.items()
         if key in part.numbers and math.isfinite(number)
     )
+
+
+# Most numbers that an optimizer may hold besides parameters and their state, and have copied.
+_MOST_NUMBERS = 2**22
+_LARGE_TENSORS = "it holds large tensors beside its parameters"
+
+
+def twin_of(optimizer: Optimizer, stand_ins: dict[int, nn.Parameter]) -> Optimizer:
+    """Return a copy that shares nothing with ``optimizer`` and has ``stand_ins``, by identity of its own parameters.
+
+    Raises ValueError if it holds more numbers besides its parameters and their state than are copied.
+    """
+    memo = _Memo(stand_ins)
+    # Modules are not copied: a copy would be as large as the model, and the model itself is not to be changed.
+    memo.update((id(o), _Absent(type(o).__name__)) for o in gc.get_objects() if issubclass(type(o), nn.Module))
+    twin = _copy(optimizer, memo)
+    seen: set[int] = set()
+    for group in twin.param_groups:
+        once = [p for p in {id(p): p for p in group["params"]}.values() if id(p) not in seen]
+        seen.update(map(id, once))
+        group["params"][:] = once
+        if "lr" in group and group["lr"] is not None:
+            # A warm-up begins with a rate of zero, with which nothing would move.
+            group["lr"] = group["lr"].clamp(min=0.01) if torch.is_tensor(group["lr"]) else max(group["lr"], 0.01)
+    twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
+    return twin
+
+
+class _Memo(dict[int, Any]):
+    """The memo of ``copy.deepcopy``, which refuses more numbers than an optimizer may hold."""
+
+    _numbers = 0
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._numbers += value.numel() if isinstance(value, torch.Tensor) else 0
+        if self._numbers > _MOST_NUMBERS:
+            raise ValueError(_LARGE_TENSORS)
+        super().__setitem__(key, value)
+
+
+class _Absent:
+    """A stand-in for a module, which an optimizer may hold as long as its step does without."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"its step uses a {self._kind} that it holds")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def _copy(optimizer: Optimizer, memo: _Memo) -> Optimizer:
+    twin = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    own = dict(vars(optimizer))
+    # Trainers put these around an optimizer's methods, or leave them in it for one step.
+    for key in ("step", "zero_grad", "grad_scale", "found_inf"):
+        own.pop(key, None)
+    twin_state: dict[Any, Any] = defaultdict(dict)
+    memo[id(own["state"])] = twin_state
+    for key, value in own.items():
+        if key.startswith("_optimizer_"):
+            memo[id(value)] = OrderedDict()
+        elif isinstance(value, Optimizer) and id(value) not in memo:
+            # An optimizer's own way to be copied forgets attributes that its class has added.
+            _copy(value, memo)
+    beside = (value for key, value in own.items() if key not in ("state", "param_groups"))
+    held = (leaf for value in beside if id(value) not in memo for leaf in tree_leaves(value))
+    if sum(leaf.numel() for leaf in held if isinstance(leaf, torch.Tensor) and id(leaf) not in memo) > _MOST_NUMBERS:
+        raise ValueError(_LARGE_TENSORS)
+    vars(twin).update(copy.deepcopy(own, memo))
+    # State before the first step was made with the optimizer, or loaded.
+    for key, value in own["state"].items():
+        stand_in = memo.get(id(key))
+        if stand_in is None:
+            twin_state[key] = copy.deepcopy(value, memo)
+            continue
+        tensors = [part for part in value.values() if torch.is_tensor(part)]
+        # Numbers, and plain state of the parameter's shape: subclasses of tensors may lack operators.
+        if all(type(part) in (torch.Tensor, nn.Parameter) and part.shape in ((), key.shape) for part in tensors):
+            twin_state[stand_in] = {name: _resized(part, key, stand_in, memo) for name, part in value.items()}
+    return twin
+
+
+def _resized(value: Any, parameter: nn.Parameter, stand_in: nn.Parameter, memo: _Memo) -> Any:
+    """Return state of ``parameter`` as ``stand_in`` would have it, unless it was made element by element."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return copy.deepcopy(value, memo)
+    like = stand_in if value.dtype == parameter.dtype else stand_in.to(value.dtype)
+    return torch.full_like(like, value.flatten()[0].item() if value.numel() else 0, requires_grad=False)

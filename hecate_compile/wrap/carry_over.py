@@ -40,11 +40,11 @@ _HOW = (
 def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
     """Give ``new`` the attributes and hooks of ``old``, in whose place it is; it may be a shard of it."""
     vars(new).update(_attributes(old))
-    hooks, after = hooks_of(old)
+    hooks, after = gradient_hooks(old), accumulation_hooks(old)
     shard = shard_of(new)
     if hooks and shard is not None:
         hooks = _one(_of_whole(hooks, shard))
-    set_hooks(new, hooks, after)
+    set_hooks_of_tensor(new, hooks, after)
 
 
 def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> None:
@@ -58,17 +58,7 @@ def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> 
         given = zip(all_hooks, gradient.unbind(), strict=True)
         return torch.stack([_call(hooks, part) if hooks else part for hooks, part in given])
 
-    set_hooks(stacked, _one(hook), None)
-
-
-def hooks_of(parameter: nn.Parameter) -> tuple[_Hooks | None, _Hooks | None]:
-    """Return the hooks on a parameter's gradient, and those that are called once it is accumulated."""
-    return gradient_hooks(parameter), accumulation_hooks(parameter)
-
-
-def set_hooks(parameter: nn.Parameter, hooks: _Hooks | None, after: _Hooks | None) -> None:
-    """Hang hooks on a parameter that has none; the handles by which users take them off stay good."""
-    set_hooks_of_tensor(parameter, hooks, after)
+    set_hooks_of_tensor(stacked, _one(hook), None)
 
 
 def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> list[str]:

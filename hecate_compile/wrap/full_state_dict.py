@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hecate.private import parameters_of
+from hecate.runtime.comm.agreement import meet
 from hecate.runtime.comm.history import doing
-from hecate.runtime.comm.meeting import meet
 from hecate.runtime.comm.world import World
 from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, shard_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, buffers_of, has_flat_weights, parameters_of, version_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import Mesh, World
 from hecate.runtime.one_sided.carrier import OneSided
@@ -198,7 +197,7 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
 def warn_uninitialized(names: Sequence[str], world: World) -> None:
     """Warn of tensors that came from the meta device and have no values yet, as rank 0 knows them. A collective."""
     if world.group is not None:
-        names = json.loads(gather_texts(json.dumps(names).encode(), world)[0])
+        names = gather_json(names, world)[0]
     if names:
         warn_together(
             f"hecate.compile: nothing initialized {', '.join(names[:8])}, which came from the meta device: "

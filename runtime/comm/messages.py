@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hecate.runtime.comm.start import backends_of
+
 # Seconds that a look at connections takes.
 _LOOK = 1.0
 # Bytes of a rank up to which gloo's own collective gathers them.
@@ -41,8 +43,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether ``group`` sends tensors on ``device`` as messages over gloo."""
     found = _carried.get(group)
     if found is None:
-        pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-        found = _carried[group] = any((kind, backend) == ("cpu", "gloo") for kind, _, backend in pairs)
+        found = _carried[group] = backends_of(group).get("cpu") == "gloo"
     return found and device.type == "cpu"
 
 
@@ -198,14 +199,14 @@ class Few:
 
 def cut_off(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``: its messages fail, here and on peers, so no process waits for a timeout."""
-    threading.Thread(target=_cut_off, args=(group,), name="hecate-cut-off", daemon=True).start()
 
+    def close() -> None:
+        # A receive that times out closes all connections of its group; gloo has no other way.
+        peer = (group.rank() + 1) % group.size()
+        with suppress(Exception):
+            group.recv([torch.empty(1, device="cpu")], peer, _NOBODY).wait(timedelta(milliseconds=1))
 
-def _cut_off(group: dist.ProcessGroup) -> None:
-    # A receive that times out closes all connections of its group; gloo has no other way.
-    peer = (group.rank() + 1) % group.size()
-    with suppress(Exception):
-        group.recv([torch.empty(1, device="cpu")], peer, _NOBODY).wait(timedelta(milliseconds=1))
+    threading.Thread(target=close, name="hecate-cut-off", daemon=True).start()
 
 
 def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
@@ -217,17 +218,17 @@ def check_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     if not ranks:
         return
     errors: list[RuntimeError] = []
+
+    def probe() -> None:
+        try:
+            for other in ranks:
+                group.send([torch.empty(0, device="cpu")], other, _PROBE)
+        except RuntimeError as error:
+            errors.append(error)
+
     # Sending may block, as with any message.
-    prober = threading.Thread(target=_probe, args=(group, ranks, errors), name="hecate-probe", daemon=True)
+    prober = threading.Thread(target=probe, name="hecate-probe", daemon=True)
     prober.start()
     prober.join(_LOOK)
     if errors:
         raise errors[0]
-
-
-def _probe(group: dist.ProcessGroup, ranks: Sequence[int], errors: list[RuntimeError]) -> None:
-    try:
-        for other in ranks:
-            group.send([torch.empty(0, device="cpu")], other, _PROBE)
-    except RuntimeError as error:
-        errors.append(error)

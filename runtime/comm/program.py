@@ -77,7 +77,7 @@ class Place:
             group = group_named(self.group)
         except (RuntimeError, KeyError):
             return False
-        return self.ranks == tuple(dist.get_process_group_ranks(group)) and _number(group) < self.number
+        return self.ranks == tuple(dist.get_process_group_ranks(group)) and count_collectives(group) < self.number
 
 
 _seen: Place | None = None
@@ -115,7 +115,7 @@ def _place() -> Place | None:
         return None
     where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Place(f"torch.distributed.{called} ({where})", group.group_name, ranks, _number(group))
+    return Place(f"torch.distributed.{called} ({where})", group.group_name, ranks, count_collectives(group))
 
 
 def _times(number: int) -> str:
@@ -125,11 +125,6 @@ def _times(number: int) -> str:
 def _module(frame: FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return name
-
-
-def _number(group: Any) -> int:
-    number = count_collectives(group)
-    return number
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | Non
     default = default_group()
     if group in _starts or default in _fresh or not _store_outlives_ranks():
         return _starts.get(group)
-    kinds = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
+    kinds = backends_of(group)
     own = device if device is not None and device.type in kinds else torch.device(next(iter(kinds)))
     number = torch.tensor([uuid.uuid4().int >> 65], device="cpu" if "cpu" in kinds else own)
     dist.broadcast(number, group=group, group_src=0)
@@ -165,11 +165,15 @@ def _store_outlives_ranks() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend for each kind of device; ``get_backend`` repeats the text that a group was made with."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return how many seconds ranks of ``group`` wait for each other."""
-    # ``get_backend`` would only repeat the text that a group was made with.
-    backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
-    asked = [device for device, name in backends.items() if name in ("gloo", "nccl")]
+    asked = [device for device, name in backends_of(group).items() if name in ("gloo", "nccl")]
     found = [timeout for device in asked if (timeout := timeout_on(group, device))]
     return float(min(found, default=dist.distributed_c10d.default_pg_timeout).total_seconds())
 

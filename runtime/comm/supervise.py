@@ -124,12 +124,12 @@ def _broken(wait: Wait, error: RuntimeError, end: Callable[[dist.ProcessGroup], 
 
 def _abort(group: dist.ProcessGroup) -> None:
     """End NCCL's kernels, which would otherwise hold up the device, and the process's end, for ever."""
-    threading.Thread(target=_aborted, args=(group,), name="hecate-abort", daemon=True).start()
 
+    def abort() -> None:
+        with suppress(Exception):
+            group.abort()
 
-def _aborted(group: dist.ProcessGroup) -> None:
-    with suppress(Exception):
-        group.abort()
+    threading.Thread(target=abort, name="hecate-abort", daemon=True).start()
 
 
 class _Left(RuntimeError):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.private import groups, timeout_on
 from hecate.runtime.comm.queue import CollectiveQueue
-from hecate.runtime.comm.start import end_with_agent, new_group_beside, start_process_group
+from hecate.runtime.comm.start import backends_of, end_with_agent, new_group_beside, start_process_group
 from hecate.runtime.comm.stream_lane import StreamLane
 from hecate.runtime.comm.supervise import wait_for_device
 from hecate.runtime.placement.topology import Topology
@@ -69,12 +69,12 @@ class World:
         This is slow; it lets several processes share one GPU, which NCCL refuses.
         """
         on_device = self.group is not None and self.device.type != "cpu"
-        return on_device and _backends(self.group).get(self.device.type) == "gloo"
+        return on_device and backends_of(self.group).get(self.device.type) == "gloo"
 
     @property
     def control_device(self) -> torch.device:
         """Device on which ``group`` takes small control tensors: the CPU, unless the group is NCCL only."""
-        if self.group is not None and "cpu" not in _backends(self.group):
+        if self.group is not None and "cpu" not in backends_of(self.group):
             return self.device
         return torch.device("cpu")
 
@@ -185,7 +185,7 @@ def backend_for(names: Sequence[str]) -> str | None:
 
 def _world_of(group: dist.ProcessGroup | None, device: torch.device, *, chosen: bool) -> World:
     size = dist.get_world_size(group)
-    if size > 1 and device.type == "cpu" and "cpu" not in _backends(group):
+    if size > 1 and device.type == "cpu" and "cpu" not in backends_of(group):
         raise ValueError(
             "hecate.compile: the process group is NCCL but the model is on the CPU. "
             "Move the model to this rank's GPU first, or start torch.distributed with gloo, "
@@ -193,12 +193,6 @@ def _world_of(group: dist.ProcessGroup | None, device: torch.device, *, chosen: 
         )
     own = _own_group(group, device) if group is not None and size > 1 else None
     return World(rank=dist.get_rank(group), size=size, group=own, device=device, chosen=chosen)
-
-
-def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the backend for each kind of device; ``get_backend`` repeats the text that a group was made with."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 # Hecate's own groups, by the name of the group beside which each stands. Models share one: their collectives are in
@@ -211,7 +205,7 @@ def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     own = _own.get(group.group_name)
     # A group from before ``destroy_process_group`` is gone.
     if own is None or own not in groups():
-        timeout = timeout_on(group, next(iter(_backends(group))))
+        timeout = timeout_on(group, next(iter(backends_of(group))))
         backend = dist.get_backend_config(group)
         own = new_group_beside(group, backend=backend, timeout=timeout, what="hecate", device=device)
         _own[group.group_name] = own

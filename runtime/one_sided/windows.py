@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hecate.private import symmetric_memory
-from hecate.runtime.comm.agreement import gather_texts
+from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.world import World
 
 # Two places suffice: a rank that signals a chunk has taken the chunk before, so the next one may use its place.
@@ -28,7 +28,6 @@ ALIGNMENT = 128
 # The folder where Linux keeps files in memory, and processors that store in order and load in order.
 _SHARED = Path("/dev/shm")
 _IN_ORDER = ("x86_64", "amd64")
-_NO_PROBLEM = "-"
 
 T = TypeVar("T")
 
@@ -107,7 +106,7 @@ def shared_windows(world: World, segment: int) -> Windows:
     path = _SHARED / f"hecate-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         _on_all(lambda: _make_file(path, size), world)
-        paths = [Path(text.decode()) for text in gather_texts(str(path).encode(), world)]
+        paths = [Path(text) for text in gather_json(str(path), world)]
         # After this all ranks have mapped all files, and all words are zero.
         memories = _on_all(lambda: _map_files(paths, size), world)
     finally:
@@ -142,16 +141,14 @@ def _map_files(paths: Sequence[Path], size: int) -> list[Tensor]:
 
 def _on_all(make: Callable[[], T], world: World) -> T:
     """Return the result of ``make``, or raise RuntimeError on all ranks if it does on any. A collective."""
-    made, problem = None, _NO_PROBLEM
+    made, problem = None, None
     try:
         made = make()
     except RuntimeError as error:
         problem = str(error)
-    for rank, text in enumerate(gather_texts(problem.encode(), world)):
-        if text.decode() != _NO_PROBLEM:
-            raise RuntimeError(
-                f'hecate: ranks cannot share memory, use transport="collectives". Rank {rank}: {text.decode()}'
-            )
+    for rank, text in enumerate(gather_json(problem, world)):
+        if text is not None:
+            raise RuntimeError(f'hecate: ranks cannot share memory, use transport="collectives". Rank {rank}: {text}')
     return cast(T, made)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -237,11 +236,11 @@ def test_whatever_fails_while_it_opens_is_told_to_all_and_leaves_nothing_open(
 
     told: list[str] = []
 
-    def gather(text: bytes, world: Any) -> list[bytes]:
-        told.append(json.loads(text)["problem"])
-        return [text]
+    def gather(value: Any, world: Any) -> list[Any]:
+        told.append(value["problem"])
+        return [value]
 
-    monkeypatch.setattr(monitor_module, "gather_texts", gather)
+    monkeypatch.setattr(monitor_module, "gather_json", gather)
     with monkeypatch.context() as patch:
         patch.setattr(monitor_module, "next_step", fail)
         with pytest.raises(OSError, match=r"rank 0 cannot write.*a bug"):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import hecate
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import collectives, meeting, watch
+from hecate.runtime.comm import agreement, collectives, watch
 from hecate.runtime.comm.history import history_of, known_groups
 from hecate.runtime.comm.start import timeout_of
 from hecate.runtime.comm.world import World
@@ -86,7 +86,7 @@ def go_elsewhere() -> dict[str, str]:
     watch.TOLD = told
     found |= {"another": message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model))}
     dist.barrier()
-    with mock.patch.object(meeting, "timeout_of", return_value=1.5):
+    with mock.patch.object(agreement, "timeout_of", return_value=1.5):
         found["alone"] = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     hecate.stats(model)
