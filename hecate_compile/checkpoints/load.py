@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hecate.checkpoints.coordination import CheckpointError, Ranks, ranks_of
-from hecate.checkpoints.manifest import Manifest
 from hecate.checkpoints.optimizer_tensors import as_optimizers
-from hecate.checkpoints.publish import Published, published
+from hecate.checkpoints.publish import manifest_of, published
 from hecate.checkpoints.restore import Loaded, Restoring, UnusableError, damage_of
 from hecate.checkpoints.safety.files import CorruptError, check_files
 from hecate.checkpoints.save import wait_for_saves
@@ -125,8 +124,7 @@ def _verify(path: Path, ranks: Ranks) -> str:
 
     def look() -> str:
         try:
-            manifest = _manifest_of(path)
-            check_files(path, dict(sorted(manifest.files.items())[ranks.rank :: ranks.size]))
+            check_files(path, dict(sorted(manifest_of(path).files.items())[ranks.rank :: ranks.size]))
         except (CorruptError, OSError) as error:
             return damage_of(error)
         return ""
@@ -135,12 +133,3 @@ def _verify(path: Path, ranks: Ranks) -> str:
     return next(
         (f"{text} (seen by rank {rank})" if ranks.size > 1 else text for rank, text in enumerate(told) if text), ""
     )
-
-
-def _manifest_of(path: Path) -> Manifest:
-    found: Published | None = next((one for one in published(path.parent) if one.path == path), None)
-    if found is None:
-        raise CorruptError(f"{path} is not there: all ranks must see the same folder")
-    if found.manifest is None:
-        raise CorruptError(found.problem)
-    return found.manifest

@@ -44,12 +44,21 @@ os.register_at_fork(after_in_child=_be_another_run)
 
 @dataclass(frozen=True)
 class Published:
-    """A step in a folder, known by its name and manifest alone. Without a manifest, ``problem`` says why."""
+    """A step in a folder, known by its name and manifest alone, which may be one that cannot be read."""
 
     path: Path
     step: int
     manifest: Manifest | None
-    problem: str = ""
+
+
+def manifest_of(path: Path) -> Manifest:
+    """Read the manifest of a step; CorruptError if it cannot be read, or is that of another step."""
+    if not path.is_dir():
+        raise CorruptError(f"{path} is not there: all ranks must see the same folder")
+    name, manifest = _STEP.fullmatch(path.name), read_manifest(path)
+    if name is None or manifest.step != int(name[1]):
+        raise CorruptError(f"manifest.json says that it is of step {manifest.step}")
+    return manifest
 
 
 def published(folder: Path) -> list[Published]:
@@ -60,14 +69,9 @@ def published(folder: Path) -> list[Published]:
         if name is None or path.is_symlink() or not path.is_dir():
             continue
         manifest: Manifest | None = None
-        problem = ""
-        try:
-            manifest = read_manifest(path)
-            if manifest.step != int(name[1]):
-                problem, manifest = f"manifest.json says that it is of step {manifest.step}", None
-        except CorruptError as error:
-            problem = str(error)
-        found.append(Published(path, int(name[1]), manifest, problem))
+        with contextlib.suppress(CorruptError):
+            manifest = manifest_of(path)
+        found.append(Published(path, int(name[1]), manifest))
 
     def age(one: Published) -> tuple[bool, int, int, str]:
         return one.manifest is None, one.manifest.sequence if one.manifest else 0, one.step, one.path.name

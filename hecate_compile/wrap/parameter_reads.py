@@ -64,14 +64,14 @@ def install_reads(
             for key, stacked in member.keys.items():
                 shard = shard_of(parameters_of(member.holder)[stacked])
                 assert is_expert_shard(shard)
-                readers[key] = _read_member(key, shard.layer, step, param_dtype)
+                readers[key] = _read_member(key, _shard_reader(shard.layer, step), param_dtype)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 # The members read the parameters that are stacked from theirs.
                 continue
             if is_expert_shard(shard):
-                readers[key] = _read_experts(key, shard.layer, step, param_dtype)
+                readers[key] = _read_experts(key, _shard_reader(shard.layer, step), param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
@@ -162,53 +162,48 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     swapped: Any = swap_class(module, namespace)
 
 
-def _read_experts(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _shard_reader(layer: Layer, step: CurrentStep) -> Callable[..., Any]:
+    """Return a function that readers call to read a shard of ``layer``, or one expert of it."""
     # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
     num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
 
-    def read_own(module: nn.Module, own: str, dtype: torch.dtype | None) -> Any:
-        shard: Any = parameters_of(module)[own]
+    def read(shard: Any, key: str, dtype: torch.dtype | None, expert: int | None = None) -> Any:
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
-            return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
+            whole = torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
+            return whole if expert is None else whole[expert]
         if alone:
-            return shard.to(dtype) if dtype is not None and step.running else shard
-        if called_by(CHECKPOINTING):
-            return shard
-        raise UntracedReadError(_untraced(own, get_layer(layer_id), shard, sys._getframe(2)))
-
-    def read(module: nn.Module) -> Any:
-        parameter = read_own(module, key, dtype)
-        adapter = adapter_of(module, key)
-        if adapter is None or not adapter.is_active:
-            return parameter
-        down, up = (read_own(module, own, dtype or parameter.dtype) for own in (adapter.down, adapter.up))
-        return adapter.add_to(parameter, down, up)
-
-    skip_code(read_own.__code__)
-    return read
-
-
-def _read_member(key: str, layer: Layer, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
-    num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
-
-    def read(module: nn.Module) -> Any:
-        member = member_of(module)
-        assert member is not None
-        shard: Any = parameters_of(member.holder)[member.keys[key]]
-        if torch.compiler.is_compiling():
-            if dtype is not None:
-                shard = shard.to(dtype)
-            return torch.ops.hecate.gather_experts(shard, num_experts, layer_id)[member.expert]
-        if alone:
-            shard = shard[member.expert]
+            shard = shard if expert is None else shard[expert]
             return shard.to(dtype) if dtype is not None and step.running else shard
         if called_by(CHECKPOINTING):
             # An expert that another rank owns has no rows here.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
-            return shard[owned.index(member.expert)] if member.expert in owned else shard[:0]
-        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(1)))
+            return shard if expert is None else shard[owned.index(expert)] if expert in owned else shard[:0]
+        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(2)))
+
+    skip_code(read.__code__)
+    return read
+
+
+def _read_experts(key: str, read_shard: Callable[..., Any], dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        parameter = read_shard(parameters_of(module)[key], key, dtype)
+        adapter = adapter_of(module, key)
+        if adapter is None or not adapter.is_active:
+            return parameter
+        own = parameters_of(module)
+        down, up = (read_shard(own[half], half, dtype or parameter.dtype) for half in (adapter.down, adapter.up))
+        return adapter.add_to(parameter, down, up)
+
+    return read
+
+
+def _read_member(key: str, read_shard: Callable[..., Any], dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        member = member_of(module)
+        assert member is not None
+        return read_shard(parameters_of(member.holder)[member.keys[key]], key, dtype, member.expert)
 
     return read
 

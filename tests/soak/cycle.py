@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hecate.checkpoints.publish import published
+from hecate.checkpoints.publish import manifest_of, published
 from hecate.checkpoints.safety.files import CorruptError, check_files
 from tests.soak import launch
 from tests.soak.kill import EVERYWHERE, FIRST_ONLY, WHOM, Kill
@@ -117,9 +117,7 @@ class Soak:
         folder = self._folder / "checkpoints"
         for one in published(folder):
             try:
-                if one.manifest is None:
-                    raise CorruptError(one.problem)
-                check_files(one.path, one.manifest.files)
+                check_files(one.path, manifest_of(one.path).files)
             except CorruptError as error:
                 self._problem(kill, size, f"{one.path.name} was published, and {error}")
         drafts = [path.name for path in folder.glob("*.tmp-*")] if folder.is_dir() else []
