@@ -157,7 +157,7 @@ class _Links:
             return rows.sum(0 if collective.homeward else 1) * start.unit
         if collective.carries == "replicas" and collective.role == "reduce":
             _, ranks = carried.layer.placement.pairs
-            return np.bincount(ranks, minlength=self.cluster.ranks) * start.unit
+            return np.bincount(ranks, minlength=self.cluster.ranks).astype(np.float64) * start.unit
         if collective.carries == "replicas":
             stages = carried.planned if collective.role == "gather" else carried.late
             sent: Floats = sum((stage.sum(1) for stage in stages), start=np.zeros(self.cluster.ranks))
