@@ -108,20 +108,20 @@ class Recorded:
 
 def load_recorded(path: Path) -> Recorded:
     """Read the notes of ``hecate.record`` on the model and the machine; ValueError if there are none."""
+    of_layer, of_machine = ([field.name for field in fields(kind)] for kind in (LayerSizes, Rates))
     try:
         with np.load(path) as archive:
-            sizes, rates, nodes = archive["sizes"], archive["rates"], archive["nodes"]
+            sizes, rates, nodes = (archive[name].tolist() for name in ("sizes", "rates", "nodes"))
+        return Recorded(
+            sizes=tuple(LayerSizes(**dict(zip(of_layer, line, strict=True))) for line in sizes),
+            rates=Rates(**dict(zip(of_machine, rates, strict=True))),
+            topology=Topology(tuple(nodes)),
+        )
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ValueError(
             f"{path} does not say what model it is of ({error}): hecate.record writes that since 0.1.0. "
             "python -m benchmarks.replay plays any trace back with the sizes of the paper's model."
         ) from None
-    of_layer, of_machine = ([field.name for field in fields(kind)] for kind in (LayerSizes, Rates))
-    return Recorded(
-        sizes=tuple(LayerSizes(**dict(zip(of_layer, line, strict=True))) for line in sizes.tolist()),
-        rates=Rates(**dict(zip(of_machine, rates.tolist(), strict=True))),
-        topology=Topology(tuple(nodes.tolist())),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def test_a_bug_in_a_replay_is_no_bad_option(tmp_path: Path, monkeypatch: pytest.
         raise ValueError("a bug in a policy")
 
     whole = {"owners": np.zeros((1, 4), np.int64), "nodes": np.zeros(2, np.int64)}
-    np.savez(tmp_path / "x.npz", counts=np.ones((1, 1, 2, 4)), sizes=np.ones((1, 4)), rates=np.ones(5), **whole)
+    np.savez(tmp_path / "x.npz", counts=np.ones((1, 1, 2, 4)), sizes=np.ones((1, 5)), rates=np.ones(5), **whole)
     monkeypatch.setattr("hecate.commands.replay.replay_trace", fail)
     ran = CliRunner().invoke(app, ["replay", str(tmp_path / "x.npz")])
     assert isinstance(ran.exception, ValueError) and "a bug in a policy" in str(ran.exception)
