@@ -13,16 +13,16 @@ from torch import nn
 import hecate
 from hecate.compiled_model import compiled_model_of
 from tests.support.models import PlainLanguageModel, batch, build
-from tests.support.parity import clear_gradients, compare, rank_and_size, step_and_compare
+from tests.support.parity import clear_gradients, compare, error_of, rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.test_traced_anew"
 EAGER = hecate.Config(backend="aot_eager")
 
 
-def _small(layers: int = 2) -> PlainLanguageModel:
+def _small() -> PlainLanguageModel:
     torch.manual_seed(0)
-    return PlainLanguageModel(hidden=16, layers=layers, experts=4)
+    return PlainLanguageModel(hidden=16, layers=1, experts=2)
 
 
 def _graphs(model: nn.Module) -> int:
@@ -50,27 +50,28 @@ def _hang(model: PlainLanguageModel, seen: Seen, kind: str) -> list[Any]:
         return [model.norms[0].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))]
     return [
         model.blocks[0].router.register_forward_hook(seen.record),
-        model.norms[1].register_forward_hook(_double),
-        model.blocks[1].router.register_forward_pre_hook(lambda module, args: args[0] * 2),
+        model.norms[0].register_forward_hook(_double),
+        model.blocks[0].router.register_forward_pre_hook(lambda module, args: args[0] * 2),
         model.register_forward_pre_hook(lambda module, args: args),
     ]
 
 
 def hooks() -> dict[str, Any]:
-    """Put on after two steps, taken off again after some more; a training step, and one without gradients."""
-    found = {}
-    # A backward hook breaks the graph, so there is one for each layer and more.
-    for name, layers in (("forward", 2), ("backward", 1)):
-        model, reference = hecate.compile(_small(layers), EAGER), _small(layers)
+    """Put on after two steps, taken off again after some more; training steps, and one without gradients."""
+    found: dict[str, Any] = {}
+    # A backward hook breaks the graph, so there are more of each length.
+    for name, lengths in (("forward", (16, 17, 18, 16)), ("backward", (16,))):
+        model, reference = hecate.compile(_small(), EAGER), _small()
         errors = [step_and_compare(model, reference, batch(step)) for step in range(2)]
         seen, expected = Seen(), Seen()
         handles = _hang(model, seen, name) + _hang(reference, expected, name)
         graphs = [_graphs(model)]
-        for length in (16, 17, 18, 19, 16):
+        for length in lengths:
             errors.append(step_and_compare(model, reference, batch(3, length=length)))
             graphs.append(_graphs(model))
-        with torch.no_grad():
-            model(batch(0)), reference(batch(0))
+        if name == "forward":
+            with torch.no_grad():
+                model(batch(0)), reference(batch(0))
         called = int(seen.calls), int(expected.calls)
         for handle in handles:
             handle.remove()
@@ -89,10 +90,10 @@ def hook_on_one_rank() -> str:
     """As programs have it that watch on rank 0 alone."""
     model = hecate.compile(_small(), EAGER)
     ids = batch(0)
-    model(ids, ids)["loss"].backward()
+    model(ids)
     if rank_and_size()[0] == 0:
         model.blocks[0].router.register_forward_hook(_double)
-    return message_of(lambda: model(ids, ids))
+    return message_of(lambda: model(ids))
 
 
 class Scale:
@@ -117,9 +118,9 @@ def on_and_off() -> dict[str, Any]:
     errors, graphs = [], []
     scales = Scale(), Scale()
 
+    @torch.no_grad()
     def step(number: int) -> None:
-        found = step_and_compare(model, reference, batch(number))
-        errors.append(max(found.loss, found.gradient))
+        errors.append(error_of(model(batch(number))["logits"], reference(batch(number))["logits"]))
         graphs.append(_graphs(model))
 
     for turn in range(4):
@@ -136,7 +137,7 @@ def on_and_off() -> dict[str, Any]:
         step(3 * turn + 1)
         for handle in handles:
             handle.remove()
-    for turn in range(4):
+    for turn in range(2):
         handles = [
             one.norms[0].register_forward_hook(lambda module, args, out, turn=turn: out * turn)
             for one in (model, reference)
@@ -228,8 +229,8 @@ pytestmark = pytest.mark.distributed
 def test_hooks_are_called_from_the_forward_after_which_they_are_put_on() -> None:
     for name, result in (pair for found in results() for pair in found["hooks"].items()):
         assert result["error"] < 1e-5, (name, result)
-        assert result["called"] == ([6, 6] if name == "forward" else [0, 0]), (name, result)
-        assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 4, (name, result)
+        assert result["called"] == ([5, 5] if name == "forward" else [0, 0]), (name, result)
+        assert name == "backward" or result["graphs"][2:] == [result["graphs"][2]] * 3, (name, result)
         assert result["back"] <= 0, "graphs of before are used again"
 
 
@@ -238,7 +239,8 @@ def test_hooks_that_come_back_find_their_graphs_and_those_of_hooks_that_are_gone
         assert found["error"] < 1e-5 and found["seen"] == [4, 4], found
         # Without, with both orders of hooks, and nothing new from then on.
         assert found["graphs"][:8] == [1, 2, 2, 3, 3, 3, 3, 3], found
-        assert max(found["graphs"]) <= 4, found
+        # Those of functions that are made anew each time go with them.
+        assert found["graphs"][8:] == [4, 4, 3], found
 
 
 def test_a_hook_on_one_rank_is_refused_on_all() -> None:
