@@ -15,7 +15,7 @@ import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.graph import traces
 from tests.support.models import PlainLanguageModel, batch, build
-from tests.support.parity import compare, rank_and_size, step_and_compare
+from tests.support.parity import compare, error_of, rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.graph.test_traces"
@@ -27,7 +27,7 @@ def _pair(seed: int = 0) -> tuple[PlainLanguageModel, PlainLanguageModel]:
     made = []
     for _ in range(2):
         torch.manual_seed(seed)
-        made.append(PlainLanguageModel(hidden=8, layers=1, experts=4))
+        made.append(PlainLanguageModel(hidden=8, layers=1, experts=2))
     return hecate.compile(made[0], EAGER), made[1]
 
 
@@ -41,16 +41,17 @@ def _graphs(model: nn.Module) -> int:
 
 
 def sweep() -> dict[str, Any]:
-    """Twelve models in a row, of which the last five are kept and have several graphs each."""
+    """Nine models in a row, of which the last four are kept and have several graphs each."""
     errors, kept = [], []
-    for seed in range(12):
+    for seed in range(9):
         model, reference = _pair(seed)
-        errors.append(_step(model, reference, batch(seed)))
-        if seed >= 7:
-            kept.append(model)
-            errors.append(_step(model, reference, batch(seed, length=20)))
-            with torch.no_grad():
-                model(batch(0))
+        ids = batch(seed)
+        with torch.no_grad():
+            errors.append(error_of(model(ids)["logits"], reference(ids)["logits"]))
+            if seed >= 5:
+                kept.append(model)
+                errors.append(error_of(model(ids, ids)["loss"], reference(ids, ids)["loss"]))
+    errors.append(_step(model, reference, batch(9)))
     return {"errors": errors, "graphs": [_graphs(model) for model in kept]}
 
 
@@ -69,12 +70,12 @@ def _preference_loss(policy: nn.Module, frozen: nn.Module, ids: torch.Tensor) ->
 
 
 def preferences() -> dict[str, Any]:
-    """DPO by hand, whose reference is a second model of the same class, then an evaluation, then text."""
+    """DPO by hand, whose reference is a second model of the same class, then text."""
     policy, frozen = (hecate.compile(build("qwen3_moe", layers=1), EAGER) for _ in range(2))
     rank, size = rank_and_size()
     plain, plain_frozen = (build("qwen3_moe", layers=1) for _ in range(2))
     errors = []
-    for step, length in enumerate((12, 16, 9, 20)):
+    for step, length in enumerate((12, 16, 9)):
         ids = batch(step, rows=4 * size, length=length)
         for model in (policy, plain):
             model.zero_grad()
@@ -89,24 +90,20 @@ def preferences() -> dict[str, Any]:
         prompts, length = batch(9, rows=2, length=5), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
         padded = torch.ones_like(prompts)
         padded[0, :2] = 0
-        with torch.no_grad():
-            model(input_ids=batch(8), labels=batch(8))
-            model(input_ids=batch(8, rows=1))
-        both = [(prompts, padded), (prompts[:1], padded[1:])]
-        texts.append([model.generate(ids, attention_mask=mask, **length).tolist() for ids, mask in both])
+        texts.append(model.generate(prompts, attention_mask=padded, **length).tolist())
     return {"errors": errors, "texts": texts[0] == texts[1], "graphs": [_graphs(policy), _graphs(frozen)]}
 
 
 def many_shapes() -> dict[str, Any]:
-    """Fourteen shapes with sizes of one among them, and each way of being called."""
+    """Shapes with sizes of one among them, and each way of being called."""
     model, reference = _pair()
     rank, size = rank_and_size()
     errors = [
         _step(model, reference, batch(length, rows=rows * size, length=length))
-        for rows, length in [(4, 16), (4, 20), (1, 13), (2, 2), (3, 9), (1, 2), (5, 33)]
+        for rows, length in [(4, 16), (3, 20), (1, 13)]
     ]
     with torch.no_grad():
-        for rows, length in [(4, 16), (4, 24), (1, 31), (1, 1), (3, 1), (2, 9), (1, 17)]:
+        for rows, length in [(4, 16), (5, 24), (1, 31), (1, 1), (3, 1)]:
             ids = batch(length, rows=rows * size, length=length)
             for given in [{}, {"labels": ids.chunk(size)[rank]}] if length > 1 else [{}]:
                 ours = model(ids.chunk(size)[rank], **given)["logits"]
@@ -114,39 +111,44 @@ def many_shapes() -> dict[str, Any]:
     return {"errors": errors, "graphs": _graphs(model)}
 
 
+def each_has_its_own() -> dict[str, dict[str, Any]]:
+    """On one rank, one after the other in one process."""
+    return {"sweep": sweep(), "preferences": preferences(), "many shapes": many_shapes()}
+
+
 @pytest.mark.distributed
 def test_each_model_has_its_own_number_of_graphs() -> None:
-    for found in run_ranks(f"{_HERE}:sweep", 2):
-        assert len(found["errors"]) == 17 and max(found["errors"]) < 1e-5
-        assert sum(found["graphs"]) > 8, "more than torch allows all of them together"
-    for found in run_ranks(f"{_HERE}:preferences", 2):
-        assert max(found["errors"]) < 1e-5 and found["texts"]
-        assert found["graphs"][0] > 4
-    for found in run_ranks(f"{_HERE}:many_shapes", 2):
-        assert max(found["errors"]) < 1e-5 and found["graphs"] > 8
+    for found in run_ranks(f"{_HERE}:each_has_its_own", 2):
+        for name, one in found.items():
+            assert max(one["errors"]) < 1e-5, name
+        assert len(found["sweep"]["errors"]) == 9 + 4 + 1
+        assert sum(found["sweep"]["graphs"]) > 8, "more than torch allows all of them together"
+        assert found["preferences"]["texts"] and found["preferences"]["graphs"][0] > 4
+        assert found["many shapes"]["graphs"] > 8
 
 
 def limit() -> list[str]:
     """A number of the model's is another one in each step."""
-    traces.LIMIT = torch._dynamo.config.recompile_limit = 3
+    traces.LIMIT = torch._dynamo.config.recompile_limit = 2
     model, _ = _pair()
     ids = batch(0)
     found = []
-    for turns in (1, 2, 3, 4, 5):
-        model.turns = turns
-        found.append(message_of(lambda: model(ids)))
-    # Another model of the class has its own.
-    found.append(message_of(lambda: _pair(1)[0](ids)))
+    with torch.no_grad():
+        for turns in (1, 2, 3, 4):
+            model.turns = turns
+            found.append(message_of(lambda: model(ids)))
+        # Another model of the class has its own.
+        found.append(message_of(lambda: _pair(1)[0](ids)))
     return found
 
 
 @pytest.mark.distributed
 def test_behind_the_last_graph_the_error_says_what_changed() -> None:
     for found in run_ranks(f"{_HERE}:limit", 2):
-        assert [text for text in found if text == "no error"] == ["no error"] * 4, found
-        for text in found[3:5]:
+        assert [text for text in found if text == "no error"] == ["no error"] * 3, found
+        for text in found[2:4]:
             assert text.startswith("UntracedReadError") and "as many graphs of the model as it may" in text
-            assert "'forward'" in text and "has 3" in text and "self.turns == 3" in text and "\nUser" not in text
+            assert "'forward'" in text and "has 2" in text and "self.turns == 2" in text and "\nUser" not in text
             assert "torch._dynamo.config.recompile_limit" in text
 
 
