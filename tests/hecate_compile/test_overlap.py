@@ -30,13 +30,14 @@ def train(
     reads_late: bool = False,
     steps: int = 3,
     policy: str = "anything",
+    layers: int = 2,
     **options: Any,
 ) -> dict[str, Any]:
     """On one rank: the worst errors of some steps, on a hostile transport if ``race``."""
     import hecate
 
     torch._dynamo.utils.counters.clear()
-    reference, model = build("qwen3_moe"), build("qwen3_moe")
+    reference, model = build("qwen3_moe", layers=layers), build("qwen3_moe", layers=layers)
     if checkpointed:
         model.gradient_checkpointing_enable()
         model.train()
@@ -128,7 +129,7 @@ def test_late_collectives_change_nothing(size: int) -> None:
 @pytest.mark.distributed
 def test_a_collective_that_reads_a_reused_buffer_is_noticed() -> None:
     """The hostile transport itself: a planted fault makes the numbers wrong."""
-    for result in run_ranks(f"{_HERE}:train", 2, reads_late=True, steps=1):
+    for result in run_ranks(f"{_HERE}:train", 2, reads_late=True, steps=1, layers=1):
         assert not result["gradient"] < 1e-5
 
 
@@ -137,12 +138,12 @@ def show(folder: str) -> dict[str, Any]:
     import hecate
 
     found = {}
-    for name, disabled in {"on": (), "off": ("schedule",)}.items():
+    for name, layers, disabled in (("on", 2, ()), ("off", 1, ("schedule",))):
         place = Path(folder) / name
         config = hecate.Config(
             backend="aot_eager", policy=Anything(), disable_passes=disabled, dump=place, dump_ranks="all"
         )
-        model = hecate.compile(build("qwen3_moe"), config)
+        model = hecate.compile(build("qwen3_moe", layers=layers), config)
         try:
             hecate.save_timeline(model, place / "early.json")
         except ValueError as error:
@@ -172,7 +173,7 @@ def _in_another_order_on_rank_1() -> str:
 
     without = tuple(p for p in lowering.FINAL_PASSES if p.__name__ != "schedule")
     passes = without if torch.distributed.get_rank() == 1 else lowering.FINAL_PASSES
-    model = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager", policy=Anything()))
+    model = hecate.compile(build("qwen3_moe", layers=1), hecate.Config(backend="aot_eager", policy=Anything()))
     with mock.patch.object(lowering, "FINAL_PASSES", passes):
         try:
             run_step(model, batch(0))
@@ -181,8 +182,9 @@ def _in_another_order_on_rank_1() -> str:
     return "nothing was said"
 
 
-def _of_last_layer(schedule: str) -> list[str]:
-    return [line for line in schedule.splitlines() if line.startswith("forward model.layers.1.mlp.experts")]
+def _of_layer(number: int, schedule: str) -> str:
+    (line,) = [s for s in schedule.splitlines() if s.startswith(f"forward model.layers.{number}.mlp.experts")]
+    return line
 
 
 def _check_names(last: dict[str, str]) -> None:
@@ -221,12 +223,10 @@ def test_explain_dump_and_timeline_show_the_schedule(tmp_path: Path) -> None:
         ]
         assert one["count"] == 1 and one["predicted_bytes"] > 0 and one["took"] > 0
         assert "exposed" in on["explain"]
-        (line,) = _of_last_layer(on["dump"])
+        line, other = _of_layer(1, on["dump"]), _of_layer(0, off["dump"])
         for operator in ("sparse_all_gather", "gather_counts", "exchange", "exchange_back"):
             assert f"{operator} " in line
-        behind = [float(line.split("sparse_all_gather ")[1].split(";")[0].split()[2])]
-        (other,) = _of_last_layer(off["dump"])
-        behind.append(float(other.split("sparse_all_gather ")[1].split(";")[0].split()[2]))
+        behind = [float(one.split("sparse_all_gather ")[1].split(";")[0].split()[2]) for one in (line, other)]
         assert behind[0] > 0.0 == behind[1], "attention lies between start and wait, or nothing"
         _check_names(on["last"])
         spans = [event for event in on["events"] if event["ph"] == "X"]
