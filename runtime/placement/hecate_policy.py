@@ -111,8 +111,7 @@ class Hecate(Policy):
         if not layer.loads:
             return Placement.owned(layer.owners)
         if self.objective == "paper":
-            budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(layer.owners))
-            return materialize(expected_load(layer.loads, self.window), layer.owners, layer.topology, budget)
+            return self._planned(layer, expected_load(layer.loads, self.window), layer.owners)
         return self._place_fast(layer)
 
     def _place_fast(self, layer: LayerView) -> Placement:

@@ -44,14 +44,17 @@ def _split_local(total: int, ranks: tuple[int, ...], topology: Topology) -> list
     return [part * weight for weight in weights]
 
 
-def _local_weights(ranks: tuple[int, ...], topology: Topology) -> list[int]:
-    """Return numbers in proportion to the parts of the holders ``ranks`` in :func:`local_split`."""
+def _local_weights(ranks: Sequence[int], topology: Topology, *, shares_rest: bool = True) -> list[int]:
+    """Return numbers in proportion to the parts of the holders ``ranks`` in :func:`local_split`.
+
+    Unless all share the rows of nodes without a holder, these are left out.
+    """
     held: dict[int, int] = {}
     for rank in ranks:
         node = topology.node_of[rank]
         held[node] = held.get(node, 0) + 1
     sizes = topology.members
-    away = topology.world_size - sum(len(sizes[node]) for node in held)
+    away = topology.world_size - sum(len(sizes[node]) for node in held) if shares_rest else 0
     most = math.lcm(len(ranks), *held.values())
     return [
         len(sizes[node]) * (most // held[node]) + away * (most // len(ranks))
@@ -151,10 +154,8 @@ def balance_in_nodes(rows: list[int], placement: Placement, topology: Topology) 
 
 def _shares(total: int, weights: list[int]) -> list[int]:
     """Divide ``total`` into whole parts in proportion to ``weights``."""
-    ends, sum_of = [0], sum(weights)
-    for weight in weights:
-        ends.append(ends[-1] + weight)
-    return [total * end // sum_of - total * start // sum_of for start, end in pairwise(ends)]
+    ends = list(accumulate(weights, initial=0))
+    return [total * end // ends[-1] - total * start // ends[-1] for start, end in pairwise(ends)]
 
 
 class Block(NamedTuple):
@@ -261,15 +262,8 @@ def shed_excess(
 
 def _split_whole(total: int, ranks: list[int], topology: Topology | None) -> list[int]:
     """Divide whole rows evenly over the holders; with a topology first over nodes by their size."""
-    if topology is None:
-        return _shares(total, [1] * len(ranks))
-    held: dict[int, int] = {}
-    for rank in ranks:
-        node = topology.node_of[rank]
-        held[node] = held.get(node, 0) + 1
-    most = math.lcm(*held.values())
-    sizes = topology.members
-    return _shares(total, [len(sizes[node]) * most // held[node] for node in (topology.node_of[r] for r in ranks)])
+    even = [1] * len(ranks)
+    return _shares(total, even if topology is None else _local_weights(ranks, topology, shares_rest=False))
 
 
 def _move_excess(

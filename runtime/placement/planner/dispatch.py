@@ -123,14 +123,22 @@ def _balanced(
     """Meet the balanced quotas with as many local rows as possible, then rows of the node, then any."""
     if split is None:
         split = balance(counts.sum(0).tolist(), placement, topology)
-    # All ranks have rows, but only holders compute them. So sends follow from the holders of all experts, and
-    # receives from all ranks' rows of the experts that this rank holds.
     experts, ranks = placement.pairs
     quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(ranks))
     if not topology.in_order:
         # By node first, so that a node's ranks stand side by side.
         order = np.lexsort((topology.position[ranks], experts))
         experts, ranks, quota = experts[order], ranks[order], quota[order]
+    return split_wanted(counts, experts, ranks, quota, topology, rank)
+
+
+def split_wanted(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Quotas:
+    """Return the part of ``rank`` if ``ranks[i]`` computes ``quota[i]`` rows of ``experts[i]``, all int64 ``[n]``.
+
+    They are ordered by expert, node and rank, and name all holders with rows; ``counts`` ``[W, E]`` are as many.
+    """
+    # All ranks have rows, but only holders compute them. So sends follow from the holders of all experts, and
+    # receives from all ranks' rows of the experts that this rank holds.
     sends = np.zeros(counts.T.shape, dtype=np.int64)
     sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
     receives = np.zeros(counts.shape, dtype=np.int64)

@@ -14,7 +14,7 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only
 from hecate.runtime.placement.planner.cost import CostModel, StepTime
-from hecate.runtime.placement.planner.dealing import deal
+from hecate.runtime.placement.planner.paper import deal
 from hecate.runtime.placement.planner.recipes import Proposal, Recipe, all_recipes, hottest_of, propose
 
 # Packing, adding up and a few microseconds of everything are not in the model. So replicas are worth it only if a

@@ -1,7 +1,9 @@
-"""Materialize: decide which ranks get replicas of which experts, by the paper's Algorithm 1."""
+"""Materialize: decide which ranks get replicas of which experts, by the paper's Algorithm 1, and deal free slots."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +11,6 @@ from numpy.typing import NDArray
 
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner.dealing import deal
 from hecate.runtime.placement.topology import Topology
 
 
@@ -46,3 +47,55 @@ def materialize(load: NDArray[np.integer], owners: Owners, topology: Topology, b
     for _ in range(slots):
         deal(rows, hottest, owners, replicas, [list(ranks) for ranks in topology.members], topology)
     return Placement.with_replicas(owners, replicas)
+
+
+def deal(
+    rows: Sequence[int],
+    experts: Sequence[int],
+    owners: Owners,
+    replicas: list[set[int]],
+    free: list[list[int]],
+    topology: Topology,
+) -> None:
+    """Give each ``free`` slot to that of ``experts`` with most rows per holder, on a rank that does not hold it yet.
+
+    The rank is the first in ``free`` of its node, which is one with fewest copies of the expert, the first in turn of
+    such nodes. ``replicas`` are added to, ``free`` is taken from, until no slot is free or no expert can take one.
+    """
+    turn = 0
+    held: dict[int, list[int]] = {}
+    # A heap keeps the smallest first, so rows per holder are negative; ties go to the smaller id.
+    queue = [(-rows[e] / (1 + len(replicas[e])), e) for e in experts if len(replicas[e]) < owners.world_size - 1]
+    heapq.heapify(queue)
+    while queue and any(free):
+        _, expert = heapq.heappop(queue)
+        if expert not in held:
+            held[expert] = [0] * topology.num_nodes
+            for rank in (owners.ranks[expert], *replicas[expert]):
+                held[expert][topology.node_of[rank]] += 1
+        taken = _take_rank(owners.ranks[expert], replicas[expert], held[expert], free, turn)
+        if taken is None:
+            continue
+        node, rank = taken
+        replicas[expert].add(rank)
+        held[expert][node] += 1
+        # Nodes take turns, so that their free slots run out together.
+        turn = (node + 1) % topology.num_nodes
+        if len(replicas[expert]) < owners.world_size - 1:
+            heapq.heappush(queue, (-rows[expert] / (1 + len(replicas[expert])), expert))
+
+
+def _take_rank(
+    owner: int, replicas: set[int], held: list[int], free: list[list[int]], turn: int
+) -> tuple[int, int] | None:
+    """Take a free slot of a rank without the expert, on a node with fewest copies, in turns from ``turn`` on."""
+    order = [*range(turn, len(held)), *range(turn)]
+    for wanted in sorted(set(held)):
+        for node in order:
+            if held[node] != wanted:
+                continue
+            for index, rank in enumerate(free[node]):
+                if rank != owner and rank not in replicas:
+                    del free[node][index]
+                    return node, rank
+    return None

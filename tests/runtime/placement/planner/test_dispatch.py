@@ -14,19 +14,16 @@ from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import (
     Budget,
-    Dispatch,
     Rates,
     assign_tokens,
-    balance,
-    balance_in_nodes,
     materialize,
     materialize_fastest,
-    owners_only,
-    quota_matrix,
     rows_per_rank,
     shed_excess,
     split_fastest,
 )
+from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only
+from hecate.runtime.placement.planner.dispatch import Dispatch, quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 

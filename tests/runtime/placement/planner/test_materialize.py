@@ -18,7 +18,6 @@ from hecate.runtime.placement.planner import (
     CostModel,
     LayerSizes,
     Rates,
-    balance,
     expected_load,
     local_split,
     materialize,
@@ -28,6 +27,7 @@ from hecate.runtime.placement.planner import (
     stages_of,
     steady_steps,
 )
+from hecate.runtime.placement.planner.balance import balance
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, costs_of, placements, rates
 
