@@ -1,6 +1,6 @@
 """Rows of one token, and proof that a token's row may cross to another node once.
 
-Rows may be exchanged by nodes (``hecate.runtime.ops.exchange_nodes``) if
+Rows may be exchanged by nodes (``hecate.runtime.ops.exchange``) if
 
 1. every entry of the region is a gather by token: rows of one token are equal, and of their gradients only the sum is
    used;

@@ -26,7 +26,7 @@ from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import Builder, calls, is_getitem, operands, skip_of
 from hecate.private import HigherOrderOperator
-from hecate.runtime.ops.dense import get_dense_shard
+from hecate.runtime.ops.dense import DENSE_SHARDS
 
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
@@ -53,7 +53,7 @@ def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
             # Results count, too: two reads that become one would see each other's changes.
             facts.refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
         except Refused as reason:
-            skipped.append(skip_of(get_dense_shard(reads[0].id).name, reason, fallback=False))
+            skipped.append(skip_of(DENSE_SHARDS[reads[0].id].name, reason, fallback=False))
             continue
         _merge(reads)
         groups += 1
@@ -72,7 +72,7 @@ def _by_block(graph: Graph, facts: GraphFacts) -> list[list[_Read]]:
         read = _read_at(node)
         if read is None:
             continue
-        found = _BLOCK.match(get_dense_shard(read.id).name)
+        found = _BLOCK.match(DENSE_SHARDS[read.id].name)
         if found is not None and found.group() != block:
             block = found.group()
             passed += 1

@@ -14,7 +14,7 @@ from hecate.passes.base import PassContext
 from hecate.passes.final.aten_values import arguments_of
 from hecate.runtime.comm.collective import Carries, collective_of, start_of
 from hecate.runtime.comm.queue import Span
-from hecate.runtime.ops.dense import get_dense_shard
+from hecate.runtime.ops.dense import DENSE_SHARDS
 
 
 def write_note(
@@ -34,7 +34,7 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
         case "rows" | "counts" | "tickets" | "replicas" | "experts":
             return context.name(arguments["layer"])
         case "dense":
-            return f"{get_dense_shard(arguments['ids'][0]).name} and {len(arguments['ids']) - 1} more"
+            return f"{DENSE_SHARDS[arguments['ids'][0]].name} and {len(arguments['ids']) - 1} more"
         case "bucket":
             return f"{len(arguments['ids'])} dense parameters"
         case _:

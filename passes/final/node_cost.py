@@ -19,7 +19,7 @@ from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.fx import calls, fake_mode_of, is_getitem, is_view
 from hecate.private import ATTENTION, ATTENTION_BACKWARD, tree_leaves, tree_map
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
-from hecate.runtime.ops.dense import get_dense_shard
+from hecate.runtime.ops.dense import DENSE_SHARDS
 from hecate.runtime.ops.gradients import REPLICATED
 from hecate.runtime.ops.sparse_collectives import sum_dtype
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -221,7 +221,7 @@ def wire_itemsize(start: Node, tensor: Tensor) -> int:
     if collective.carries == "bucket":
         return REPLICATED[arguments["ids"][0]].sync.travels_as(tensor.dtype).itemsize
     if collective.carries == "dense" and collective.role == "reduce":
-        return (get_dense_shard(arguments["ids"][0]).sync.dtype or tensor.dtype).itemsize
+        return (DENSE_SHARDS[arguments["ids"][0]].sync.dtype or tensor.dtype).itemsize
     return tensor.element_size()
 
 

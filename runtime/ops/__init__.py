@@ -6,15 +6,13 @@ imported, and lists them at its top:
 | file | operators |
 |---|---|
 | ``experts`` | experts come to ranks, and their gradients go back: all of a layer, or replicas |
-| ``exchange`` | counts of rows, where rows go, and the rows themselves, there and back |
-| ``exchange_nodes`` | exchanges of rows that cross to each node once, and are passed on inside it |
+| ``exchange`` | counts of rows, where rows go, and the rows themselves, there and back, also by nodes |
 | ``grouped_mm`` | products on slots |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``by_collectives``, ``by_nodes`` | how rows and replicas travel by ``torch.distributed``, without operators |
 | ``registration`` | how an operator or a collective is registered |
 | ``sparse_collectives``, ``ticket``, ``node_ticket`` | how replicas and rows travel, without operators |
-| ``replica_tables`` | where replicas come from and gradients go, on the device |
 
 R', S, n, u and m are unbacked sizes: they change with routing and placement and never cause a recompile (R' is a
 fixed multiple of R where the layer's carrier bounds the room for rows). So is E_r, the length of a shard, at more

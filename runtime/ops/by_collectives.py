@@ -5,8 +5,7 @@ Counts of rows come to the host, which plans with them and gives every all-to-al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class ByCollectives:
             placer.observe(layer.counted.numpy())
             return layer.counted.clone()
 
-        return Job(world.queue, run, finish=finish, on_host=True, label=placer.label("gather_counts"))
+        return layer.job("gather_counts", run, finish=finish, on_host=True)
 
     def route(
         self, layer: Layer, counts: Tensor, placement: Placement, like: Tensor, *, rows: int, chunks: int
@@ -83,8 +82,7 @@ class ByCollectives:
         def run() -> Tensor:
             return gather_rows(collectives.all_to_all(leaving, send, receive, layer.world), order, out=arrived)
 
-        planning = layer.planning(homeward=False)
-        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange"))
+        return layer.job("exchange", run, meanwhile=layer.planning(homeward=False))
 
     def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
         splits, send_index, receive_index = ticket
@@ -98,27 +96,17 @@ class ByCollectives:
             # Rows behind the last offset were never sent (padding, dropped tokens): they are zero, not garbage.
             return scatter_rows(returned, order, num_rows, out=home)
 
-        planning = layer.planning(homeward=True)
-        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange_back"))
+        return layer.job("exchange_back", run, meanwhile=layer.planning(homeward=True))
 
     def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
-        coming = sparse_collectives.new_replicas(shards, layer.placer.travels(placement))
-        return Job(
-            layer.world.queue,
-            lambda: sparse_collectives.gather(coming, layer.world),
-            label=layer.placer.label("sparse_all_gather"),
-        )
+        run = sparse_collectives.gather(shards, layer.placer.travels(placement), layer.world)
+        return layer.job("sparse_all_gather", run)
 
     def reduce_replicas(
         self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
     ) -> Job:
-        travels = layer.placer.travels(placement)
-        gradients = sparse_collectives.new_gradients(own, replicas, travels, layer.world)
-        return Job(
-            layer.world.queue,
-            lambda: sparse_collectives.scatter(gradients, layer.world),
-            label=layer.placer.label("sparse_reduce_scatter"),
-        )
+        run = sparse_collectives.scatter(own, replicas, layer.placer.travels(placement), layer.world)
+        return layer.job("sparse_reduce_scatter", run)
 
     def settle(self, *, whole: bool = False) -> None:
         """Do nothing: the host knows all that has travelled."""
@@ -127,33 +115,7 @@ class ByCollectives:
         """Do nothing."""
 
     def replays(self, placer: Placer) -> Replays:
-        return _SameEachTime()
-
-
-class _SameEachTime:
-    """Replays at one rank, where no placement changes, and nothing is told to the host."""
-
-    def prepare(self, placements: Mapping[Layer, Placement]) -> None:
-        """Do nothing."""
-
-    def forget(self) -> None:
-        """Do nothing."""
-
-    def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
-        return True
-
-    def write(self, placements: Mapping[Layer, Placement]) -> None:
-        """Do nothing."""
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        yield
-
-    def recorded(self) -> None:
-        """Do nothing."""
-
-    def tell_again(self, forward_ends: object) -> None:
-        """Do nothing."""
+        return Replays()
 
 
 def as_tensors(placement: Placement, layer: Layer) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.kernels.gather_rows import gather_rows
 from hecate.runtime.kernels.scatter_rows import scatter_rows
 from hecate.runtime.ops.by_collectives import ByCollectives
-from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS, arriving, leaving, message_lengths, passing, splits_of
+from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS, arriving, leaving, message_lengths, passing
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.state.layer import Layer, Ticket
 
@@ -41,10 +41,11 @@ class ByNodes(ByCollectives):
 
         def finish(messages: Tensor) -> list[Tensor]:
             through = passing(messages.numpy(), lengths[:, rank], topology, rank)
+            splits = np.stack([out.sent, through.received, through.sent, into.received])
             indexes = (out.send_index, through.middle_index, into.receive_index)
-            return [torch.from_numpy(splits_of(out, through, into)), *(on_device(index, device) for index in indexes)]
+            return [torch.from_numpy(splits), *(on_device(index, device) for index in indexes)]
 
-        return Job(world.queue, run, finish=finish, on_host=True, label=layer.placer.label("route_nodes"))
+        return layer.job("route_nodes", run, finish=finish, on_host=True)
 
     def dispatch(self, layer: Layer, rows: Tensor, ticket: Ticket) -> Job:
         if len(ticket) != NODE_TICKET_PARTS:
@@ -60,8 +61,7 @@ class ByNodes(ByCollectives):
             copies = _inside(gather_rows(here, middle), spread, collected, layer)
             return gather_rows(copies, order, out=arrived)
 
-        planning = layer.planning(homeward=False)
-        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange_nodes"))
+        return layer.job("exchange_nodes", run, meanwhile=layer.planning(homeward=False))
 
     def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
         if len(ticket) != NODE_TICKET_PARTS:
@@ -80,8 +80,7 @@ class ByNodes(ByCollectives):
             returned = collectives.all_to_all(sums, into, out, layer.world)
             return scatter_rows(returned, order, num_rows, out=home)
 
-        planning = layer.planning(homeward=True)
-        return Job(layer.world.queue, run, meanwhile=planning, label=layer.placer.label("exchange_nodes_back"))
+        return layer.job("exchange_nodes_back", run, meanwhile=layer.planning(homeward=True))
 
 
 def _inside(rows: Tensor, send: list[int], receive: list[int], layer: Layer) -> Tensor:

@@ -85,17 +85,12 @@ def add_dense_shard(name: str, full_shape: torch.Size, sync: GradientSync) -> De
     return DENSE_SHARDS.add(lambda id: DenseShard(id=id, name=name, full_shape=full_shape, sync=sync))
 
 
-def get_dense_shard(id: int) -> DenseShard:
-    """Return the record of ``id``."""
-    return DENSE_SHARDS[id]
-
-
 def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> Job:
     """Gather whole parameters ``[d, ...]`` from all ranks' shards ``[c, ...]``, in one all-gather.
 
     Shards are of one dtype, on one device, and are cast to ``dtype``, if given, before they travel.
     """
-    records = [get_dense_shard(id) for id in ids]
+    records = [DENSE_SHARDS[id] for id in ids]
     world = records[0].world
     sizes = [shard.numel() for shard in shards]
     mine = torch.cat([shard.reshape(-1) for shard in shards]).to(dtype or shards[0].dtype)
@@ -112,20 +107,13 @@ def _gather_dense(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dty
     return Job(world.queue, run)
 
 
-def _gather_dense_fake(shards: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
-    return [
-        shard.new_empty(get_dense_shard(id).full_shape, dtype=dtype or shard.dtype)
-        for shard, id in zip(shards, ids, strict=True)
-    ]
-
-
 def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> Job:
     """Bring each rank its rows ``[c, ...]`` of the mean over ranks of gradients ``[d, ...]``, in one all-to-all.
 
     Gradients, of one dtype, travel in ``GradientSync.dtype``, by default their own, and are added up in rank order,
     in float32 where that is wider. The result has ``dtype``.
     """
-    records = [get_dense_shard(id) for id in ids]
+    records = [DENSE_SHARDS[id] for id in ids]
     sync, world = records[0].sync, records[0].world
     for record in records:
         record.averaged = True
@@ -155,14 +143,13 @@ def _reduce_scatter_dense(grads: Sequence[Tensor], ids: Sequence[int], dtype: to
     return Job(world.queue, run)
 
 
-def _reduce_scatter_dense_fake(grads: Sequence[Tensor], ids: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    return [grad.new_empty(get_dense_shard(id).shape, dtype=dtype) for grad, id in zip(grads, ids, strict=True)]
-
-
 define_collective(
     "gather_dense(Tensor[] shards, int[] ids, ScalarType? dtype) -> Tensor[]",
     _gather_dense,
-    _gather_dense_fake,
+    lambda shards, ids, dtype: [
+        shard.new_empty(DENSE_SHARDS[id].full_shape, dtype=dtype or shard.dtype)
+        for shard, id in zip(shards, ids, strict=True)
+    ],
     role="gather",
     carries="dense",
     ring_rounds=1,
@@ -176,7 +163,9 @@ define_collective(
 define_collective(
     "reduce_scatter_dense(Tensor[] grads, int[] ids, ScalarType dtype) -> Tensor[]",
     _reduce_scatter_dense,
-    _reduce_scatter_dense_fake,
+    lambda grads, ids, dtype: [
+        grad.new_empty(DENSE_SHARDS[id].shape, dtype=dtype) for grad, id in zip(grads, ids, strict=True)
+    ],
     role="reduce",
     carries="dense",
     results="shard_grad",

@@ -8,14 +8,24 @@
 | ``count_rows`` | ``[E] -> [E]``, a copy; stands for ``route`` at one rank | none |
 | ``exchange`` | ``[R,...] -> [R',...]`` | ``exchange_back`` with the same ticket |
 | ``exchange_back`` | ``[R',...] -> [R,...]`` | ``exchange`` with the same ticket |
+| ``route_nodes`` | ``[R], [W,E], [E,W], [2,W], [n], [R'] -> [4,W], [u], [m], [R']``, a ticket by nodes | none |
+| ``exchange_nodes`` | as ``exchange``, by such a ticket | ``exchange_nodes_back`` |
+| ``exchange_nodes_back`` | as ``exchange_back`` | ``exchange_nodes`` |
 
 The layer's carrier (``hecate.runtime.state.layer``) does the work. With one that bounds the room for rows a ticket is
 ``[3,W], [R], [C]`` on the device, and R' is C, the room that R rows give.
+
+By nodes a token's row comes to each node once, and the sum of its results goes back. That is right where rows of one
+token are equal on the way there, and only the sum over a token's rows is used on the way back: the sum of the rows
+that come from one node stands in one of them, the others are zero (``hecate.passes.analysis.node_rows`` proves both).
+``choices`` is for the planner: how many rows each token has, 0 if that is not known.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +34,7 @@ from hecate.runtime.comm.queue import Job
 from hecate.runtime.ops.by_collectives import as_tensors
 from hecate.runtime.ops.experts import placement_fake
 from hecate.runtime.ops.registration import define, define_collective, differentiate
-from hecate.runtime.state.layer import get_layer
+from hecate.runtime.state.layer import Relaying, get_layer
 
 
 def _gather_counts(offsets: Tensor, placement: Tensor, layer: int) -> Job:
@@ -44,10 +54,6 @@ def _calibrate(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, T
     calibrated = record.placer.calibrate(record.placer.find(placement), counts.numpy())
     record.replicas = calibrated.num_replicas
     return as_tensors(calibrated, record)
-
-
-def _calibrate_fake(counts: Tensor, placement: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return placement_fake(counts, layer)
 
 
 def _route(
@@ -76,29 +82,55 @@ def _count_rows(offsets: Tensor, layer: int) -> Tensor:
     return offsets.clone()
 
 
-def _count_rows_fake(offsets: Tensor, layer: int) -> Tensor:
-    return torch.empty_like(offsets)
-
-
-def _exchange(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Job:
+def _route_nodes(
+    tokens: Tensor,
+    counts: Tensor,
+    placement: Tensor,
+    splits: Tensor,
+    send_index: Tensor,
+    receive_index: Tensor,
+    choices: int,
+    layer: int,
+) -> Job:
     record = get_layer(layer)
-    return record.carrier.dispatch(record, rows, (splits, send_index, receive_index))
+    if choices and record.sizes.together != choices:
+        # Plans of this layer count tokens from now on, on all ranks.
+        record.placer.sizes = replace(record.sizes, together=choices)
+    assert isinstance(record.carrier, Relaying), "passes ask for tickets by nodes only of carriers that relay"
+    used = record.placer.find(placement)
+    return record.carrier.route_nodes(record, tokens, counts, used, (splits, send_index, receive_index))
 
 
-def _exchange_fake(rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, layer: int) -> Tensor:
+def _route_nodes_fake(*given: Any) -> list[Tensor]:
+    *_, send_index, receive_index, _, layer = given
+    ctx = torch.library.get_ctx()
+    return [
+        torch.empty((4, get_layer(layer).world.size), dtype=torch.int64, device="cpu"),
+        send_index.new_empty((ctx.new_dynamic_size(),)),
+        send_index.new_empty((ctx.new_dynamic_size(),)),
+        torch.empty_like(receive_index),
+    ]
+
+
+def _dispatch(rows: Tensor, *given: Any) -> Job:
+    *ticket, layer = given
+    record = get_layer(layer)
+    return record.carrier.dispatch(record, rows, ticket)
+
+
+def _dispatch_fake(rows: Tensor, *given: Any) -> Tensor:
+    *_, receive_index, _ = given
     return rows.new_empty((receive_index.shape[0], *rows.shape[1:]))
 
 
-def _exchange_back(
-    rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
-) -> Job:
+def _combine(rows: Tensor, *given: Any) -> Job:
+    *ticket, num_rows, layer = given
     record = get_layer(layer)
-    return record.carrier.combine(record, rows, (splits, send_index, receive_index), num_rows)
+    return record.carrier.combine(record, rows, ticket, num_rows)
 
 
-def _exchange_back_fake(
-    rows: Tensor, splits: Tensor, send_index: Tensor, receive_index: Tensor, num_rows: int, layer: int
-) -> Tensor:
+def _combine_fake(rows: Tensor, *given: Any) -> Tensor:
+    *_, num_rows, _ = given
     return rows.new_empty((num_rows, *rows.shape[1:]))
 
 
@@ -115,7 +147,7 @@ define_collective(
 define(
     "calibrate(Tensor counts, Tensor placement, int layer) -> (Tensor, Tensor)",
     _calibrate,
-    _calibrate_fake,
+    lambda counts, placement, layer: placement_fake(counts, layer),
     plans=True,
     results="placement, slots[K]",
     whole="calibrated",
@@ -132,33 +164,33 @@ define(
 define(
     "count_rows(Tensor offsets, int layer) -> Tensor",
     _count_rows,
-    _count_rows_fake,
+    lambda offsets, layer: torch.empty_like(offsets),
     results="offsets",
 )
 define_collective(
-    "exchange(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, int layer) -> Tensor",
-    _exchange,
-    _exchange_fake,
+    "route_nodes(Tensor tokens, Tensor counts, Tensor placement, Tensor splits, Tensor send_index, "
+    "Tensor receive_index, int choices, int layer) -> Tensor[]",
+    _route_nodes,
+    _route_nodes_fake,
     role="exchange",
-    carries="rows",
+    carries="tickets",
     saved_in_checkpoints="always",
-    results="rows",
-)
-define_collective(
-    "exchange_back(Tensor rows, Tensor splits, Tensor send_index, Tensor receive_index, "
-    "SymInt num_rows, int layer) -> Tensor",
-    _exchange_back,
-    _exchange_back_fake,
-    role="exchange",
-    carries="rows",
-    homeward=True,
-    saved_in_checkpoints="always",
-    results="results",
+    results="node_splits, node_send_index, node_middle_index, node_receive_index[R']",
+    whole="node_ticket",
 )
 
 
-def differentiate_exchange(there: str, back: str) -> None:
-    """Make ``there(rows, *ticket, layer)`` and ``back(rows, *ticket, num_rows, layer)`` each other's backward."""
+def _define_exchange(there: str, back: str, ticket: str, *, hops: Literal[1, 2] = 1) -> None:
+    """Register ``there(rows, *ticket, layer)`` and ``back(rows, *ticket, num_rows, layer)``, its transpose."""
+    carry = partial(define_collective, role="exchange", carries="rows", hops=hops, saved_in_checkpoints="always")
+    carry(f"{there}(Tensor rows, {ticket}, int layer) -> Tensor", _dispatch, _dispatch_fake, results="rows")
+    carry(
+        f"{back}(Tensor rows, {ticket}, SymInt num_rows, int layer) -> Tensor",
+        _combine,
+        _combine_fake,
+        homeward=True,
+        results="results",
+    )
     dispatch, combine = (getattr(torch.ops.hecate, name) for name in (there, back))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -182,4 +214,10 @@ def differentiate_exchange(there: str, back: str) -> None:
     differentiate(back, backward_back, keep_back)
 
 
-differentiate_exchange("exchange", "exchange_back")
+_define_exchange("exchange", "exchange_back", "Tensor splits, Tensor send_index, Tensor receive_index")
+_define_exchange(
+    "exchange_nodes",
+    "exchange_nodes_back",
+    "Tensor splits, Tensor send_index, Tensor middle_index, Tensor receive_index",
+    hops=2,
+)

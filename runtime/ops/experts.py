@@ -35,15 +35,7 @@ def _gather_experts(shard: Tensor, num_experts: int, layer: int) -> Job:
     world, owners = record.world, record.owners
     own = shard.clone(memory_format=torch.contiguous_format)
     full = own.new_empty((num_experts, *own.shape[1:]))
-    return Job(
-        world.queue,
-        lambda: collectives.gather_shards(own, owners, world, out=full),
-        label=record.placer.label("gather_experts"),
-    )
-
-
-def _gather_experts_fake(shard: Tensor, num_experts: int, layer: int) -> Tensor:
-    return shard.new_empty((num_experts, *shard.shape[1:]))
+    return record.job("gather_experts", lambda: collectives.gather_shards(own, owners, world, out=full))
 
 
 def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
@@ -51,21 +43,17 @@ def _reduce_scatter_experts(grad: Tensor, owned: int, layer: int) -> Job:
     world, owners = record.world, record.owners
     own = grad.clone(memory_format=torch.contiguous_format)
     mean = own.new_empty((owned, *own.shape[1:]))
-    return Job(
-        world.queue,
-        lambda: torch.div(collectives.reduce_scatter_shards(own, owners, world), world.size, out=mean),
-        label=record.placer.label("reduce_scatter_experts"),
-    )
 
+    def run() -> Tensor:
+        return torch.div(collectives.reduce_scatter_shards(own, owners, world), world.size, out=mean)
 
-def _reduce_scatter_experts_fake(grad: Tensor, owned: int, layer: int) -> Tensor:
-    return grad.new_empty((owned, *grad.shape[1:]))
+    return record.job("reduce_scatter_experts", run)
 
 
 define_collective(
     "gather_experts(Tensor shard, int num_experts, int layer) -> Tensor",
     _gather_experts,
-    _gather_experts_fake,
+    lambda shard, num_experts, layer: shard.new_empty((num_experts, *shard.shape[1:])),
     role="gather",
     carries="experts",
     ring_rounds=1,
@@ -75,7 +63,7 @@ define_collective(
 define_collective(
     "reduce_scatter_experts(Tensor grad, SymInt owned, int layer) -> Tensor",
     _reduce_scatter_experts,
-    _reduce_scatter_experts_fake,
+    lambda grad, owned, layer: grad.new_empty((owned, *grad.shape[1:])),
     role="reduce",
     carries="experts",
     results="own_grad",
@@ -120,9 +108,7 @@ def _sparse_all_gather(shards: Sequence[Tensor], placement: Tensor, replicas: Te
     return record.carrier.gather_replicas(record, shards, used)
 
 
-def _sparse_all_gather_fake(
-    shards: Sequence[Tensor], placement: Tensor, replicas: Tensor, layer: int
-) -> list[Tensor]:
+def _replicas_like(shards: Sequence[Tensor], replicas: Tensor) -> list[Tensor]:
     return [shard.new_empty((replicas.shape[0], *shard.shape[1:])) for shard in shards]
 
 
@@ -141,33 +127,14 @@ def _sparse_reduce_scatter(
     return record.carrier.reduce_replicas(record, own, replicas, used)
 
 
-def _sparse_reduce_scatter_fake(
-    own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Tensor, owned: int, layer: int
-) -> list[Tensor]:
-    return [grad.new_empty((owned, *grad.shape[1:])) for grad in own]
-
-
 def _top_up(
     shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, replicas: Tensor, layer: int
 ) -> Job:
     record = get_layer(layer)
     old, new = record.placer.find(before), record.placer.find(after)
     travels = sparse_collectives.missing_travels(record.placer.travels(new), old)
-    # The gradients of these replicas return the way of the whole placement.
-    coming = sparse_collectives.new_replicas(shards, travels, homeward=False)
-    sparse_collectives.take_over(coming, have, old, record.world.rank)
     record.expert_bytes_sent += sparse_collectives.bytes_leaving(travels, shards)
-    return Job(
-        record.world.queue,
-        lambda: sparse_collectives.gather(coming, record.world),
-        label=record.placer.label("top_up"),
-    )
-
-
-def _top_up_fake(
-    shards: Sequence[Tensor], have: Sequence[Tensor], before: Tensor, after: Tensor, replicas: Tensor, layer: int
-) -> list[Tensor]:
-    return _sparse_all_gather_fake(shards, after, replicas, layer)
+    return record.job("top_up", sparse_collectives.gather(shards, travels, record.world, before=old, have=have))
 
 
 define(
@@ -181,7 +148,7 @@ define(
 define_collective(
     "sparse_all_gather(Tensor[] shards, Tensor placement, Tensor replicas, int layer) -> Tensor[]",
     _sparse_all_gather,
-    _sparse_all_gather_fake,
+    lambda shards, placement, replicas, layer: _replicas_like(shards, replicas),
     role="gather",
     carries="replicas",
     saved_in_checkpoints="unless rematerialized",
@@ -192,7 +159,7 @@ define_collective(
 define_collective(
     "sparse_reduce_scatter(Tensor[] own, Tensor[] replicas, Tensor placement, SymInt owned, int layer) -> Tensor[]",
     _sparse_reduce_scatter,
-    _sparse_reduce_scatter_fake,
+    lambda own, replicas, placement, owned, layer: [grad.new_empty((owned, *grad.shape[1:])) for grad in own],
     role="reduce",
     carries="replicas",
     results="own_grad",
@@ -201,7 +168,7 @@ define_collective(
 define_collective(
     "top_up(Tensor[] shards, Tensor[] have, Tensor before, Tensor after, Tensor replicas, int layer) -> Tensor[]",
     _top_up,
-    _top_up_fake,
+    lambda shards, have, before, after, replicas, layer: _replicas_like(shards, replicas),
     role="exchange",
     carries="replicas",
     saved_in_checkpoints="unless rematerialized",

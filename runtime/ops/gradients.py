@@ -150,14 +150,10 @@ def _room_for(grads: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list
     return buffer, parts
 
 
-def _average_gradients_fake(grads: Sequence[Tensor], ids: Sequence[int]) -> list[Tensor]:
-    return [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads]
-
-
 define_collective(
     "average_gradients(Tensor[] grads, int[] ids) -> Tensor[]",
     _average_gradients,
-    _average_gradients_fake,
+    lambda grads, ids: [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in grads],
     role="reduce",
     carries="bucket",
     ring_rounds=2,

@@ -40,14 +40,10 @@ def _choose(x: Tensor, others: Sequence[Tensor], offs: Tensor) -> Literal["torch
     """Choose who multiplies ``x`` with ``others``, each ``[S, K, N]`` or rows ``[R, N]``."""
     # torch's own kernel where it takes the operands as they are, else Hecate's, else a loop. torch's takes one
     # operand; on a GPU without Triton two are joined for it.
-    native = _native_grouped_mm(x, others[0], offs)
+    native = fits_torchs_kernel(x, others[0], offs) and x.shape[0] > 0
     if not (native and len(others) == 1) and products.takes_products(x, *others):
         return "kernel"
     return "torch" if native else "loop"
-
-
-def _native_grouped_mm(x: Tensor, other: Tensor, offs: Tensor) -> bool:
-    return fits_torchs_kernel(x, other, offs) and x.shape[0] > 0
 
 
 def fits_torchs_kernel(x: Tensor, other: Tensor, offs: Tensor) -> bool:
@@ -85,26 +81,27 @@ def _for_kernel(operand: Tensor) -> Tensor:
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
-    how = _choose(x, [w], offs)
-    if how == "torch":
-        out = grouped_mm_of_torch(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
-        if not filled:
-            # The kernel leaves rows beyond the last offset unwritten.
-            clear_rows.clear_rows_behind(out, offs)
-        return out
-    return products.grouped_mm(x, w, w[:0], offs) if how == "kernel" else products.grouped_mm_reference(x, [w], offs)
+    return _product(x, [w], offs, filled)
 
 
 def _grouped_mm_pair(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
-    if replicas.shape[0] == 0:
-        return _grouped_mm(x, own, offs, filled)
-    how = _choose(x, [own, replicas], offs)
-    if how == "torch":
-        # The copy of the own experts lives as long as this product.
-        return _grouped_mm(x, torch.cat([own, replicas]), offs, filled)
+    return _product(x, [own, replicas] if replicas.shape[0] > 0 else [own], offs, filled)
+
+
+def _product(x: Tensor, operands: Sequence[Tensor], offs: Tensor, filled: bool) -> Tensor:
+    how = _choose(x, operands, offs)
+    if how == "loop":
+        return products.grouped_mm_reference(x, operands, offs)
     if how == "kernel":
+        own, replicas = operands if len(operands) == 2 else (operands[0], operands[0][:0])
         return products.grouped_mm(x, own, replicas, offs)
-    return products.grouped_mm_reference(x, [own, replicas], offs)
+    # A copy of the own experts lives as long as this product.
+    w = operands[0] if len(operands) == 1 else torch.cat(list(operands))
+    out = grouped_mm_of_torch(_for_kernel(x.contiguous()), _for_kernel(w), offs=offs.to(torch.int32))
+    if not filled:
+        # The kernel leaves rows beyond the last offset unwritten.
+        clear_rows.clear_rows_behind(out, offs)
+    return out
 
 
 def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor, filled: bool = False) -> Tensor:
@@ -119,51 +116,28 @@ def _grouped_mm_pair_fake(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor
 
 
 def _grouped_mm_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    how = _choose(x, [grad], offs)
-    if how == "torch":
-        return _native_weight_grad(x, grad, offs, transposed)
-    out = _grouped_mm_weight_grad_fake(x, grad, offs, transposed)
-    _fill_weight_grads(x, grad, offs, [out, out[:0]], transposed, by_kernel=how == "kernel")
-    return out
+    return _grouped_mm_pair_weight_grad(x, grad, offs, offs.shape[0], 0, transposed)[0]
 
 
 def _grouped_mm_pair_weight_grad(
     x: Tensor, grad: Tensor, offs: Tensor, owned: int, replicas: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    how = _choose(x, [grad], offs)
+    how, (left, right) = _choose(x, [grad], offs), (grad, x) if transposed else (x, grad)
     if how == "torch":
-        whole = _native_weight_grad(x, grad, offs, transposed)
+        left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
+        whole = grouped_mm_of_torch(left.t(), right, offs=offs.to(torch.int32))
+        if not writes_empty_slots(x.device):
+            clear_rows.clear_empty_slots(whole, offs)
+        whole = whole.transpose(1, 2) if transposed else whole
         return whole[:owned], whole[owned:]
-    out = _grouped_mm_pair_weight_grad_fake(x, grad, offs, owned, replicas, transposed)
-    _fill_weight_grads(x, grad, offs, out, transposed, by_kernel=how == "kernel")
-    return out
-
-
-def _native_weight_grad(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    """Compute all slots' products ``[S, K, N]`` in one kernel, without reading the offsets on the host."""
-    left, right = (grad, x) if transposed else (x, grad)
-    left, right = (_for_kernel(rows.contiguous()) for rows in (left, right))
-    out = grouped_mm_of_torch(left.t(), right, offs=offs.to(torch.int32))
-    if not writes_empty_slots(x.device):
-        clear_rows.clear_empty_slots(out, offs)
-    return out.transpose(1, 2) if transposed else out
-
-
-def _fill_weight_grads(
-    x: Tensor, grad: Tensor, offs: Tensor, outs: Sequence[Tensor], transposed: bool, *, by_kernel: bool
-) -> None:
-    """Write each slot's product into ``outs``, of own experts and of replicas."""
-    left, right = (grad, x) if transposed else (x, grad)
+    outs = _grouped_mm_pair_weight_grad_fake(x, grad, offs, owned, replicas, transposed)
     # A transposed gradient lies in memory row by row the other way round, and is written so.
-    own, replicas = (out.transpose(1, 2) for out in outs) if transposed else outs
-    if by_kernel:
-        weight_grads.weight_grads(left, right, offs, own, replicas)
+    of_own, of_replicas = (out.transpose(1, 2) if transposed else out for out in outs)
+    if how == "kernel":
+        weight_grads.weight_grads(left, right, offs, of_own, of_replicas)
     else:
-        weight_grads.weight_grads_reference(left, right, offs, [own, replicas])
-
-
-def _grouped_mm_weight_grad_fake(x: Tensor, grad: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    return _weight_grad_like(x, grad, offs.shape[0], transposed)
+        weight_grads.weight_grads_reference(left, right, offs, [of_own, of_replicas])
+    return outs
 
 
 def _grouped_mm_pair_weight_grad_fake(
@@ -184,16 +158,8 @@ def _row_slots(offs: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(offs, rows, right=True)
 
 
-def _row_slots_fake(offs: Tensor, num_rows: int) -> Tensor:
-    return offs.new_empty((num_rows,), dtype=torch.int64)
-
-
 def _sizes_to_offsets(sizes: list[int], like: Tensor) -> Tensor:
     return on_device(np.cumsum(sizes, dtype=np.int64).astype(np.int32), like.device, constant=True)
-
-
-def _sizes_to_offsets_fake(sizes: list[int], like: Tensor) -> Tensor:
-    return like.new_empty((len(sizes),), dtype=torch.int32)
 
 
 define(
@@ -205,7 +171,7 @@ define(
 define(
     "grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offs, bool transposed) -> Tensor",
     _grouped_mm_weight_grad,
-    _grouped_mm_weight_grad_fake,
+    lambda x, grad, offs, transposed: _weight_grad_like(x, grad, offs.shape[0], transposed),
     results="weight_grad",
 )
 define(
@@ -225,22 +191,22 @@ define(
 define(
     "row_slots(Tensor offs, SymInt num_rows) -> Tensor",
     _row_slots,
-    _row_slots_fake,
+    lambda offs, num_rows: offs.new_empty((num_rows,), dtype=torch.int64),
     results="row_slots",
 )
 define(
     "sizes_to_offsets(SymInt[] sizes, Tensor like) -> Tensor",
     _sizes_to_offsets,
-    _sizes_to_offsets_fake,
+    lambda sizes, like: like.new_empty((len(sizes),), dtype=torch.int32),
     results="offsets",
 )
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, offs, ctx.filled = inputs
+    x, *weights, offs, ctx.filled = inputs
     # The gradient takes the weight's own memory layout, so that a transposed weight costs no copy.
-    ctx.transposed = w.stride(1) == 1 and w.stride(2) != 1
-    ctx.save_for_backward(x, w, offs)
+    ctx.transposed = weights[0].stride(1) == 1 and weights[0].stride(2) != 1
+    ctx.save_for_backward(x, *weights, offs)
 
 
 def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,12 +217,6 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         grad_w = torch.ops.hecate.grouped_mm_weight_grad(x, grad, offs, ctx.transposed)
     return grad_x, grad_w, None, None
-
-
-def _grouped_mm_pair_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, own, replicas, offs, ctx.filled = inputs
-    ctx.transposed = own.stride(1) == 1 and own.stride(2) != 1
-    ctx.save_for_backward(x, own, replicas, offs)
 
 
 def _grouped_mm_pair_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -273,18 +233,13 @@ def _grouped_mm_pair_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 
 
 differentiate("grouped_mm", _grouped_mm_backward, _grouped_mm_setup)
-differentiate("grouped_mm_pair", _grouped_mm_pair_backward, _grouped_mm_pair_setup)
+differentiate("grouped_mm_pair", _grouped_mm_pair_backward, _grouped_mm_setup)
 
 
-@register_flop_formula(torch.ops.hecate.grouped_mm)
+@register_flop_formula([torch.ops.hecate.grouped_mm, torch.ops.hecate.grouped_mm_pair])
 def _grouped_mm_flops(x_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Count two operations per multiply-add, for all rows: ``2 R K N``."""
     return 2 * x_shape[0] * w_shape[1] * w_shape[2]
-
-
-@register_flop_formula(torch.ops.hecate.grouped_mm_pair)
-def _grouped_mm_pair_flops(x_shape: Any, own_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * x_shape[0] * own_shape[1] * own_shape[2]
 
 
 @register_flop_formula([torch.ops.hecate.grouped_mm_weight_grad, torch.ops.hecate.grouped_mm_pair_weight_grad])

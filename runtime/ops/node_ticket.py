@@ -11,7 +11,6 @@ relays (:func:`leaving`): how many rows stand for others, and which copies of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -155,9 +154,3 @@ def arriving(received: Ints, receive_index: Ints, topology: Topology, rank: int)
     moved[position] = np.arange(len(position))
     by_relay = np.bincount(relays, received, minlength=len(relays)).astype(np.int64)
     return Arriving(received=by_relay, receive_index=moved[receive_index])
-
-
-def splits_of(out: Leaving, through: Passing, into: Arriving) -> Ints:
-    """Return the rows to and from each rank in the first hop, and in the second: int64 ``[4, W]``."""
-    lines: Sequence[Ints] = (out.sent, through.received, through.sent, into.received)
-    return np.stack(lines)

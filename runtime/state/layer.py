@@ -7,9 +7,9 @@ which carrier it is: facts that others must know are attributes. ``hecate.wrap.s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,6 +70,10 @@ class Layer:
     def sizes(self) -> LayerSizes:
         """Bytes of an expert and of a row in a collective, and the operations of a row."""
         return self.placer.sizes
+
+    def job(self, operator: str, run: Callable[[], Any], **how: Any) -> Job:
+        """Return a collective of the layer's latest forward that does ``run``; ``how`` are other fields of a job."""
+        return Job(self.world.queue, run, label=self.placer.label(operator), **how)
 
     def planning(self, *, homeward: bool) -> Callable[[], None] | None:
         """Return the host's work during an exchange, to plan the next step; None if it plans in another one.
@@ -219,8 +223,11 @@ class Relaying(Carrier, Protocol):
         """
 
 
-class Replays(Protocol):
-    """State that recorded launches read and that differs from replay to replay."""
+class Replays:
+    """State that recorded launches read and that differs from replay to replay.
+
+    Here there is none, as at one rank: no placement changes, and nothing is told to the host.
+    """
 
     def prepare(self, placements: Mapping[Layer, Placement]) -> None:
         """Make room for these placements, and more, before launches are recorded."""
@@ -230,12 +237,14 @@ class Replays(Protocol):
 
     def have_room(self, placements: Mapping[Layer, Placement]) -> bool:
         """Tell whether recorded launches can follow these placements; the answer is the same on all ranks."""
+        return True
 
     def write(self, placements: Mapping[Layer, Placement]) -> None:
         """Let launches from now on follow these placements."""
 
     def recording(self) -> AbstractContextManager[None]:
         """Let operators inside the block read and write the state of recorded launches."""
+        return nullcontext()
 
     def recorded(self) -> None:
         """Remember what a forward that was recorded would tell the host."""

@@ -21,7 +21,6 @@ class InUse:
     """A placement that a graph may ask for."""
 
     placement: Placement
-    key: bytes  # of the tensor by which graphs know it
     travels: Travels | None = None  # of its replicas, once that was asked
 
 
@@ -111,7 +110,7 @@ class LayerPlacer:
     def _plan(self, placement: Placement) -> None:
         """Make a placement the next forward's, if a step can run on it."""
         self._checked(placement, "place")
-        self._sign(placement)
+        self.model.sign(self.name, self.plan.step, self.owners, placement)
         placement = self.plan.planned = self._keep(placement)
         # Tables that the step needs are made here, beside other work, and not where the step waits for them.
         placement.slots_on(self.model.world.rank)
@@ -145,9 +144,6 @@ class LayerPlacer:
         policy = type(self.model.policy).__name__
         return RuntimeError(f"hecate: {policy}.{method} returned, for {self.name}, {what}.")
 
-    def _sign(self, placement: Placement) -> None:
-        self.model.sign(self.name, self.plan.step, self.owners, placement)
-
     def take(self) -> Placement:
         """Return the placement of the forward that begins now."""
         self.plan_ahead()
@@ -165,7 +161,7 @@ class LayerPlacer:
         if not calibrated.includes(placement):
             raise self._wrong("calibrate", "a placement without some of the holders that it was given")
         if calibrated is not placement:
-            self._sign(calibrated)
+            self.model.sign(self.name, self.plan.step, self.owners, calibrated)
             calibrated = self.plan.current = self._keep(calibrated)
         return calibrated
 
@@ -220,28 +216,26 @@ class LayerPlacer:
         wanted = matrix.numpy()
         key: bytes = wanted.tobytes()
         for known in reversed(self.plan.recent):
-            if known.key == key:
+            if known.placement.key == key:
                 return known.placement
         return self._keep(Placement.from_matrix(wanted))
 
     def travels(self, placement: Placement) -> Travels:
         """Return how a placement's replicas travel, with this rank's part in that."""
-        for known in self.plan.recent:
-            if known.placement is placement:
-                if known.travels is None:
-                    known.travels = self._travels(placement)
-                return known.travels
-        return self._travels(placement)
-
-    def _travels(self, placement: Placement) -> Travels:
-        return Travels(placement, self.model.world.rank, stages_of(placement, self.model.topology))
+        known = next((known for known in self.plan.recent if known.placement is placement), None)
+        if known is not None and known.travels is not None:
+            return known.travels
+        travels = Travels(placement, self.model.world.rank, stages_of(placement, self.model.topology))
+        if known is not None:
+            known.travels = travels
+        return travels
 
     def _keep(self, placement: Placement) -> Placement:
         """Return the placement, or an equal one in use with all that was worked out for it, as the newest in use."""
         recent, key = self.plan.recent, placement.key
-        known = next((known for known in recent if known.key == key), None)
+        known = next((known for known in recent if known.placement.key == key), None)
         if known is None:
-            known = InUse(placement, key)
+            known = InUse(placement)
         else:
             recent.remove(known)
         recent.append(known)

@@ -7,7 +7,7 @@ import torch
 
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import SINGLE, World
-from hecate.runtime.ops.dense import DenseShard, add_dense_shard, get_dense_shard
+from hecate.runtime.ops.dense import DENSE_SHARDS, DenseShard, add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from tests.support.threads import on_threads
 
@@ -135,4 +135,4 @@ def test_operators_opcheck() -> None:
 
 def test_unknown_id() -> None:
     with pytest.raises(LookupError, match="names dense shard -1"):
-        get_dense_shard(-1)
+        DENSE_SHARDS[-1]

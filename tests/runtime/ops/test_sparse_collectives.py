@@ -148,9 +148,9 @@ def send_home(placement: Placement, dtype: torch.dtype, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
     with alive:
-        started = sparse_collectives.new_gradients(own, replicas, travels, world)
+        run = sparse_collectives.scatter(own, replicas, travels, world)
         del own[:], replicas[:]
-        means = sparse_collectives.scatter(started, world)
+        means = run()
     held.peak = alive.peak
     for expert, (mean, holders) in enumerate(zip(means[0], placement.holders, strict=False)):
         assert mean.eq(len(holders) / 2).all(), expert
