@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.case import Case, Maker, bytes_of
 from hecate.runtime.one_sided import balance_rows, ticket_segments
-from hecate.runtime.one_sided.device_dispatch import DeviceTables, device_quotas, device_ticket
+from hecate.runtime.one_sided.device_dispatch import DeviceTables, bounded_ticket, device_quotas
 from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
@@ -43,8 +43,6 @@ class _Layer:
         self.topology, self.placement = Topology.even(ranks, 8), Placement.with_replicas(owners, replicas)
         self.tables = DeviceTables.from_placement(self.placement, self.topology, self.rank, make.device)
         self.on_device = torch.from_numpy(self.counts).to(make.device)
-        # Their own rows leave, and about as many arrive.
-        self.capacities = make.rows, 2 * make.rows
 
 
 def balance(make: Maker, dtype: torch.dtype) -> Case:
@@ -78,19 +76,20 @@ def _compared(
 def all_of_it(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
     """Launched one by one, and as a graph, which does not wait for the host; the reference is the host's own way."""
     layer = _Layer(make)
-    send, receive = layer.capacities
+    # Their own rows leave, and about as many arrive.
+    send, receive = make.rows, 2 * make.rows
 
     def ours() -> list[Tensor]:
-        _, *quotas = device_quotas(layer.on_device, layer.tables)
-        found = device_ticket(*quotas, layer.tables, send_capacity=send, receive_capacity=receive)
+        found = bounded_ticket(layer.on_device, layer.tables, rows=send, percent=200)
         return [found.slot_offsets, found.splits, found.send_index, found.receive_index]
 
     def by_host() -> list[Tensor]:
         quotas = assign_tokens(layer.on_device.cpu().numpy(), layer.placement, layer.topology, layer.rank)
         (ticket,) = make_tickets(quotas, layer.placement, layer.rank, make.device)
-        indices = ((ticket.send_index, send), (ticket.receive_index, receive))
-        padded = [torch.cat([index, index.new_zeros(most - len(index))]) for index, most in indices]
-        return [ticket.slot_offsets, ticket.splits.to(make.device), *padded]
+        indices = ((ticket.send_index, send, 0), (ticket.receive_index, receive, receive))
+        padded = [torch.cat([index, index.new_full((most - len(index),), end)]) for index, most, end in indices]
+        no_excess = ticket.splits.new_zeros(1, layer.topology.world_size)
+        return [ticket.slot_offsets, torch.cat([ticket.splits, no_excess]).to(make.device), *padded]
 
     size = 2 * bytes_of(layer.on_device) + 8 * (send + receive)
     yield Case(dtype, ours, by_host, None, EQUAL, note="launched", bytes=size)

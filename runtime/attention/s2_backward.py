@@ -13,14 +13,11 @@ from torch import Tensor
 from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.attention.s2_forward import (
     PRECISION,
-    numbers_of,
-    options_of,
+    arguments_of,
     prepared,
     residue_of,
     strided_tile,
     strided_tiles,
-    tile_of,
-    width_of,
 )
 from hecate.runtime.kernels.launch import launch
 
@@ -38,29 +35,16 @@ def _rows_of(a_ptr, b_ptr, tile, length, B: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _of_keys(
-    q_ptr,
-    grad_ptr,
-    lse_ptr,
-    delta_ptr,
-    i,
-    k,
-    v,
-    dk,
-    dv,
-    keys,
-    length,
-    scale,
-    OWN: tl.constexpr,
-    B: tl.constexpr,
-    D: tl.constexpr,
+    Q, Grad, Lse, Delta, base, i, k, v, dk, dv, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    rows, there, _, q, grad = _rows_of(q_ptr, grad_ptr, i, length, B, D)
+    """Add one tile of queries, of a head whose rows begin at ``base``; the own tile has the tokens of the keys."""
+    rows, there, _, q, grad = _rows_of(Q + base * D, Grad + base * D, i, length, B, D)
     # A row that does not exist has weights exp(-inf) = 0.
-    lse = tl.load(lse_ptr + rows, mask=there, other=float("inf"))
-    delta = tl.load(delta_ptr + rows, mask=there, other=0.0)
+    lse = tl.load(Lse + base + rows, mask=there, other=float("inf"))
+    delta = tl.load(Delta + base + rows, mask=there, other=0.0)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:
-        weights = tl.where(rows[:, None] >= keys[None, :], weights, 0.0)
+        weights = tl.where(rows[:, None] >= rows[None, :], weights, 0.0)
     dv += tl.dot(tl.trans(weights).to(grad.dtype), grad, input_precision=PRECISION)
     of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * scale
     dk += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision=PRECISION)
@@ -97,7 +81,7 @@ def s2_backward_keys(
     row = tl.program_id(0) // tiles
     key_heads = heads // shared
     of_keys = row.to(tl.int64) * length * D
-    keys, there, at, k, v = _rows_of(K + of_keys, V + of_keys, tile, length, B, D)
+    _, there, at, k, v = _rows_of(K + of_keys, V + of_keys, tile, length, B, D)
     dk = tl.zeros([B, D], tl.float32)
     dv = tl.zeros([B, D], tl.float32)
     for number in range(0, shared):
@@ -106,53 +90,21 @@ def s2_backward_keys(
         residue = residue_of(head, same, stride, step, offset)
         # A block of the residue is seen by all later ones, any other by those to which it is local.
         end = tl.where(j % stride == residue, tiles, tl.minimum((j + local) * PARTS, tiles))
-        dk, dv = _of_keys(
-            Q + base * D,
-            Grad + base * D,
-            Lse + base,
-            Delta + base,
-            tile,
-            k,
-            v,
-            dk,
-            dv,
-            keys,
-            length,
-            scale,
-            True,
-            B,
-            D,
-        )
+        dk, dv = _of_keys(Q, Grad, Lse, Delta, base, tile, k, v, dk, dv, length, scale, True, B, D)
         for i in range(tile + 1, end):
-            dk, dv = _of_keys(
-                Q + base * D,
-                Grad + base * D,
-                Lse + base,
-                Delta + base,
-                i,
-                k,
-                v,
-                dk,
-                dv,
-                keys,
-                length,
-                scale,
-                False,
-                B,
-                D,
-            )
+            dk, dv = _of_keys(Q, Grad, Lse, Delta, base, i, k, v, dk, dv, length, scale, False, B, D)
     tl.store(DK + of_keys + at, dk.to(DK.dtype.element_ty), mask=there[:, None])
     tl.store(DV + of_keys + at, dv.to(DV.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
 def _of_queries(
-    k_ptr, v_ptr, j, q, grad, lse, delta, dq, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
+    k_ptr, v_ptr, j, q, grad, lse, delta, dq, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
     keys, there, _, k, v = _rows_of(k_ptr, v_ptr, j, length, B, D)
     weights = tl.exp(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if OWN:
-        weights = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
+        weights = tl.where((keys[:, None] >= keys[None, :]) & there[None, :], weights, 0.0)
     of_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * scale
     return dq + tl.dot(of_scores.to(k.dtype), k, input_precision=PRECISION)
 
@@ -196,10 +148,10 @@ def s2_backward_queries(
     residue = residue_of(head, same, stride, step, offset)
     for number in range(0, strided_tiles(i, residue, local, stride, PARTS)):
         j = strided_tile(number, residue, stride, PARTS)
-        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
+        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, length, scale, False, B, D)
     for j in range(tl.maximum(i - local + 1, 0) * PARTS, tile):
-        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, rows, length, scale, False, B, D)
-    dq = _of_queries(K, V, tile, q, grad, lse, delta, dq, rows, length, scale, True, B, D)
+        dq = _of_queries(K, V, j, q, grad, lse, delta, dq, length, scale, False, B, D)
+    dq = _of_queries(K, V, tile, q, grad, lse, delta, dq, length, scale, True, B, D)
     tl.store(DQ + base * D + at, dq.to(DQ.dtype.element_ty), mask=there[:, None])
 
 
@@ -207,19 +159,13 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, of their shapes; arguments as in ``s2_blocks.backward``."""
-    width = width_of(q, v)
-    b, heads, length, _ = q.shape
+    b, heads, _, _ = q.shape
+    tiles, numbers, constants = arguments_of(q, k, v, pattern, scale)
     delta = (out.float() * grad.float()).sum(-1).contiguous()
-    wide_grad, wide_q, wide_k, wide_v = (prepared(x, width) for x in (grad, q, k, v))
+    wide_grad, wide_q, wide_k, wide_v = (prepared(x, constants["D"]) for x in (grad, q, k, v))
     dq, dk, dv = (torch.empty_like(x) for x in (wide_q, wide_k, wide_v))
     given = (wide_q, wide_k, wide_v, wide_grad, lse.contiguous(), delta)
-    tile = tile_of(pattern.block, width, q.element_size())
-    tiles, numbers = -(-length // tile), numbers_of(q, k, pattern, scale)
-    sizes = {"B": tile, "PARTS": pattern.block // tile, "D": width, **options_of(tile, width, q.element_size())}
-    launch(s2_backward_keys, lambda meta: tiles * b * k.shape[1], q.device, *given, dk, dv, *numbers, **sizes)
-    launch(s2_backward_queries, lambda meta: tiles * b * heads, q.device, *given, dq, *numbers, **sizes)
-    return (
-        dq[..., : q.shape[3]].contiguous(),
-        dk[..., : k.shape[3]].contiguous(),
-        dv[..., : v.shape[3]].contiguous(),
-    )
+    launch(s2_backward_keys, lambda meta: tiles * b * k.shape[1], *given, dk, dv, *numbers, **constants)
+    launch(s2_backward_queries, lambda meta: tiles * b * heads, *given, dq, *numbers, **constants)
+    dq, dk, dv = (x[..., : like.shape[3]].contiguous() for x, like in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv

@@ -41,10 +41,8 @@ def strided_tile(number, residue, stride, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _look(
-    q, k_ptr, v_ptr, j, out, most, total, rows, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr
-):
-    """Add one tile of keys; in the own tile each query sees the keys up to itself."""
+def _look(q, k_ptr, v_ptr, j, out, most, total, length, scale, OWN: tl.constexpr, B: tl.constexpr, D: tl.constexpr):
+    """Add one tile of keys; in the own tile, whose tokens the queries are, each sees the keys up to itself."""
     keys = j * B + tl.arange(0, B)
     d = tl.arange(0, D)
     there = keys < length
@@ -52,7 +50,7 @@ def _look(
     k = tl.load(k_ptr + at, mask=there[:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if OWN:
-        scores = tl.where((rows[:, None] >= keys[None, :]) & there[None, :], scores, float("-inf"))
+        scores = tl.where((keys[:, None] >= keys[None, :]) & there[None, :], scores, float("-inf"))
     larger = tl.maximum(most, tl.max(scores, 1))
     weights = tl.exp(scores - larger[:, None])
     shrunk = tl.exp(most - larger)
@@ -107,10 +105,10 @@ def s2_forward(
     residue = residue_of(head, same, stride, step, offset)
     for number in range(0, strided_tiles(i, residue, local, stride, PARTS)):
         j = strided_tile(number, residue, stride, PARTS)
-        out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
+        out, most, total = _look(q, K, V, j, out, most, total, length, scale, False, B, D)
     for j in range(tl.maximum(i - local + 1, 0) * PARTS, tile):
-        out, most, total = _look(q, K, V, j, out, most, total, rows, length, scale, False, B, D)
-    out, most, total = _look(q, K, V, tile, out, most, total, rows, length, scale, True, B, D)
+        out, most, total = _look(q, K, V, j, out, most, total, length, scale, False, B, D)
+    out, most, total = _look(q, K, V, tile, out, most, total, length, scale, True, B, D)
     tl.store(Out + at, (out / total[:, None]).to(Out.dtype.element_ty), mask=(rows < length)[:, None])
     tl.store(Lse + rows, most + tl.log(total), mask=rows < length)
 
@@ -120,65 +118,36 @@ def prepared(x: Tensor, width: int) -> Tensor:
     return (F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x).contiguous()
 
 
-def width_of(q: Tensor, v: Tensor) -> int:
-    """Return the width of queries, keys and values in kernels, a power of two."""
+def arguments_of(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float
+) -> tuple[int, tuple[Any, ...], dict[str, int]]:
+    """Return the tiles of a head, and numbers and constants that all kernels take behind the tensors."""
+    (_, heads, length, _), itemsize = q.shape, q.element_size()
     width: int = triton.next_power_of_2(max(16, q.shape[3], v.shape[3]))
-    return width
-
-
-def numbers_of(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> tuple[Any, ...]:
-    """Return the arguments that all kernels take behind the tensors: length, heads, and the pattern."""
-    heads = q.shape[1]
-    return (
-        q.shape[2],
-        heads,
-        heads // k.shape[1],
-        heads // pattern.patterns,
-        pattern.local,
-        pattern.stride,
-        pattern.step,
-        pattern.offset,
-        scale,
-    )
-
-
-def tile_of(block: int, width: int, itemsize: int) -> int:
-    """Return the tokens of a tile: a block of the pattern, or as large a part of it as fits."""
     # With two bytes a number, 128 rows of 128 numbers have room in a multiprocessor of capability 8.0. With float32,
     # operands of three products lie in registers, into which larger tiles do not fit (seen in code compiled for 9.0).
-    fitting = min(128, 8192 // width) if itemsize == 2 else max(16, 1024 // width)
-    return min(block, fitting)
-
-
-def options_of(tile: int, width: int, itemsize: int) -> dict[str, int]:
-    """Return the warps and stages that fit into a multiprocessor's memory, not tuned on any GPU."""
-    return {
-        # Registers of four warps have no room for a tile of 128 times 64 numbers (code compiled for capability 9.0).
+    tile = min(pattern.block, min(128, 8192 // width) if itemsize == 2 else max(16, 1024 // width))
+    shared, same = heads // k.shape[1], heads // pattern.patterns
+    numbers = (length, heads, shared, same, pattern.local, pattern.stride, pattern.step, pattern.offset, scale)
+    constants = {
+        "B": tile,
+        "PARTS": pattern.block // tile,
+        "D": width,
+        # Not tuned on any GPU. Registers of four warps have no room for a tile of 128 times 64 numbers (code compiled
+        # for capability 9.0).
         "num_warps": 4 if width <= 64 and tile < 128 else 8,
         "num_stages": 2 if itemsize == 2 and tile * width <= 8192 else 1,
     }
+    return -(-length // tile), numbers, constants
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention, and the logarithm of each row's sum; shapes as in ``s2_blocks.forward``."""
-    width = width_of(q, v)
     b, heads, length, _ = q.shape
-    padded = [prepared(x, width) for x in (q, k, v)]
+    tiles, numbers, constants = arguments_of(q, k, v, pattern, scale)
+    padded = [prepared(x, constants["D"]) for x in (q, k, v)]
     out = torch.empty_like(padded[0])
     lse = q.new_empty((b, heads, length), dtype=torch.float32)
-    tile = tile_of(pattern.block, width, q.element_size())
     # One line of programs: the others of a grid hold 65,535.
-    launch(
-        s2_forward,
-        lambda meta: -(-length // tile) * b * heads,
-        q.device,
-        *padded,
-        out,
-        lse,
-        *numbers_of(q, k, pattern, scale),
-        B=tile,
-        PARTS=pattern.block // tile,
-        D=width,
-        **options_of(tile, width, q.element_size()),
-    )
+    launch(s2_forward, lambda meta: tiles * b * heads, *padded, out, lse, *numbers, **constants)
     return out[..., : v.shape[3]], lse

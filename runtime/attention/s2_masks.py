@@ -50,16 +50,8 @@ def _mask(q: Tensor, k: Tensor, checked: Tensor | None, pattern: Sequence[int]) 
     return visible(q.shape[1], q.shape[2], k.shape[2], Pattern(*pattern), q.device)[None]
 
 
-def _mask_fake(q: Tensor, k: Tensor, checked: Tensor | None, pattern: Sequence[int]) -> Tensor:
-    return q.new_empty((1, q.shape[1], q.shape[2], k.shape[2]), dtype=torch.bool)
-
-
 def _stored_mask(q: Tensor, k: Tensor, tokens: int, checked: Tensor | None, pattern: Sequence[int]) -> Tensor:
     return stored_visible(q.shape[1], tokens, Pattern(*pattern), q.device)[None, :, None]
-
-
-def _stored_mask_fake(q: Tensor, k: Tensor, tokens: int, checked: Tensor | None, pattern: Sequence[int]) -> Tensor:
-    return q.new_empty((1, q.shape[1], 1, k.shape[2]), dtype=torch.bool)
 
 
 def _check(layer: str, mask: Tensor) -> Tensor:
@@ -80,14 +72,14 @@ def _check(layer: str, mask: Tensor) -> Tensor:
     return mask.new_zeros(1)
 
 
-def _check_fake(layer: str, mask: Tensor) -> Tensor:
-    return mask.new_empty(1)
-
-
-define("s2_mask(Tensor q, Tensor k, Tensor? checked, int[] pattern) -> Tensor", _mask, _mask_fake)
+define(
+    "s2_mask(Tensor q, Tensor k, Tensor? checked, int[] pattern) -> Tensor",
+    _mask,
+    lambda q, k, *_: q.new_empty((1, q.shape[1], q.shape[2], k.shape[2]), dtype=torch.bool),
+)
 define(
     "s2_stored_mask(Tensor q, Tensor k, SymInt tokens, Tensor? checked, int[] pattern) -> Tensor",
     _stored_mask,
-    _stored_mask_fake,
+    lambda q, k, *_: q.new_empty((1, q.shape[1], 1, k.shape[2]), dtype=torch.bool),
 )
-define("s2_check(str layer, Tensor mask) -> Tensor", _check, _check_fake)
+define("s2_check(str layer, Tensor mask) -> Tensor", _check, lambda layer, mask: mask.new_empty(1))

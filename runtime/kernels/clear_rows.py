@@ -38,7 +38,6 @@ def clear_rows_behind(rows: Tensor, offs: Tensor, lost: Tensor | None = None) ->
         launch(
             _clear_rows_behind,
             lambda meta: -(-count // meta["BLOCK_ROWS"]),
-            rows.device,
             rows,
             offs[-1:],
             offs if lost is None else lost,
@@ -75,7 +74,6 @@ def clear_empty_slots(matrices: Tensor, offs: Tensor) -> None:
         launch(
             _clear_empty_slots,
             lambda meta: slots * _SHARE,
-            matrices.device,
             matrices,
             offs.contiguous(),
             width,

@@ -34,7 +34,6 @@ def expand_segments(starts: Tensor, ends: Tensor, total: int) -> Tensor:
         launch(
             _expand_segments,
             lambda meta: -(-total // meta["BLOCK"]),
-            starts.device,
             starts.contiguous(),
             ends.contiguous(),
             out,

@@ -47,7 +47,6 @@ def gather_rows(
         launch(
             _gather_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
-            rows.device,
             source,
             index.contiguous(),
             index if used is None else used,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import INTERPRETED, launch, on_amd, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import FLOATS
+from hecate.runtime.kernels.operands import FLOATS, check_alike
 
 # Ends of slots that a program reads at once.
 SLOTS = 128
@@ -49,7 +49,11 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         offs: where the rows of each slot end, int32 or int64 ``[E_r + K']``, ascending, at most R; rows ``[R, N]`` of
             the result beyond the last are zero.
     """
-    check_product("grouped_mm", x, own, replicas, offs)
+    if x.dim() != 2 or own.dim() != 3 or own.shape[1:] != replicas.shape[1:] or x.shape[1] != own.shape[1]:
+        shapes = f"{list(x.shape)}, {list(own.shape)}, {list(replicas.shape)}"
+        raise ValueError(f"grouped_mm: expected [R, K], [E_r, K, N], [K', K, N], got {shapes}")
+    check_alike("grouped_mm", x, own, replicas)
+    check_offsets("grouped_mm", offs, own.shape[0] + replicas.shape[0], x.device)
     if not takes_products(x, own, replicas):
         return grouped_mm_reference(x, [own, replicas], offs)
     (rows, inner), slots, columns = x.shape, offs.shape[0], own.shape[2]
@@ -67,7 +71,6 @@ def grouped_mm(x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> Tensor
         _grouped_mm,
         # Every slot may have one tile that is not full, and so may the rows beyond the last.
         lambda meta: (-(-rows // meta["BLOCK_M"]) + slots + 1) * -(-columns // meta["BLOCK_N"]),
-        x.device,
         x,
         own,
         replicas,
@@ -101,20 +104,6 @@ def grouped_mm_reference(x: Tensor, operands: Sequence[Tensor], offs: Tensor) ->
         start = end
     out[start:].zero_()
     return out
-
-
-def check_product(who: str, x: Tensor, own: Tensor, replicas: Tensor, offs: Tensor) -> None:
-    """Raise TypeError or ValueError for operands of which no grouped product can be made."""
-    if x.dim() != 2 or own.dim() != 3 or own.shape[1:] != replicas.shape[1:] or x.shape[1] != own.shape[1]:
-        raise ValueError(
-            f"{who}: expected [R, K], [E_r, K, N], [K', K, N], got {list(x.shape)}, {list(own.shape)}, "
-            f"{list(replicas.shape)}"
-        )
-    if not x.dtype == own.dtype == replicas.dtype:
-        raise TypeError(f"{who}: dtypes differ: {x.dtype}, {own.dtype}, {replicas.dtype}")
-    if not x.device == own.device == replicas.device:
-        raise ValueError(f"{who}: devices differ: {x.device}, {own.device}, {replicas.device}")
-    check_offsets(who, offs, own.shape[0] + replicas.shape[0], x.device)
 
 
 def check_offsets(who: str, offs: Tensor, slots: int, device: torch.device) -> None:

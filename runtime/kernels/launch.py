@@ -147,11 +147,12 @@ def _config(config: Mapping[str, int]) -> Any:
     return triton.Config(constants, **{name: config[name] for name in _OF_TRITON if name in config})
 
 
-def launch(
-    kernel: Any, grid: Callable[[Mapping[str, int]], int], device: torch.device, *args: Any, **constants: Any
-) -> None:
-    """Run ``kernel`` on ``device``, current or not; ``grid`` gives a configuration's number of programs, not 0."""
-    with _ONE_AT_A_TIME, _made_current(device):
+def launch(kernel: Any, grid: Callable[[Mapping[str, int]], int], *args: Any, **constants: Any) -> None:
+    """Run ``kernel`` on the device of its first argument, a tensor, be that current or not.
+
+    ``grid`` gives a configuration's number of programs, not 0.
+    """
+    with _ONE_AT_A_TIME, _made_current(args[0].device):
         case = _case(kernel, args, constants)
         numbers = _CHOSEN.get(case)
         if numbers is not None:

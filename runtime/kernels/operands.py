@@ -37,6 +37,14 @@ def check_rows(who: str, rows: Tensor) -> None:
         raise ValueError(f"{who}: expected rows [R, ...], got a tensor without dimensions")
 
 
+def check_alike(who: str, *tensors: Tensor) -> None:
+    """Raise TypeError unless tensors have one dtype, and ValueError unless they are on one device."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise TypeError(f"{who}: dtypes differ: {', '.join(str(tensor.dtype) for tensor in tensors)}")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError(f"{who}: devices differ: {', '.join(str(tensor.device) for tensor in tensors)}")
+
+
 def check_turned(who: str, rows: Tensor, turned: Tensor) -> None:
     """Raise TypeError unless both are int64, and ValueError unless ``[A, B]`` and ``[B, A]`` on one device."""
     if rows.dim() != 2 or turned.shape != rows.shape[::-1]:

@@ -23,7 +23,6 @@ def pack_experts(
     behind: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
     in_first: int | None = None,
-    ascending: bool = False,
 ) -> Tensor:
     """Pack the experts ``index``, each into one row ``[width]`` with its part of every tensor.
 
@@ -38,7 +37,6 @@ def pack_experts(
         dtype: of the result; by default that of the tensors.
         in_first: how many of ``index`` are below E. The reference counts them if it is not given and there are
             experts behind, for which the host waits for the device.
-        ascending: ``index`` ascends, so numbers below E come first. The reference then need not look for them.
     """
     _check("pack_experts", tensors, index)
     if behind:
@@ -48,7 +46,7 @@ def pack_experts(
     like = tensors[0]
     dtype = like.dtype if dtype is None else dtype
     if not (runs_on(like.device) and like.dtype in FLOATS and dtype in FLOATS):
-        return pack_experts_reference(tensors, index, behind, dtype, in_first, ascending=ascending)
+        return pack_experts_reference(tensors, index, behind, dtype, in_first)
     widths = widths_of(tensors)
     out = torch.empty((index.shape[0], sum(widths)), dtype=dtype, device=like.device)
     index, begin = index.contiguous(), 0
@@ -60,7 +58,6 @@ def pack_experts(
             launch(
                 _pack_experts,
                 _grid(index.shape[0], width),
-                like.device,
                 first,
                 second,
                 index,
@@ -81,29 +78,18 @@ def pack_experts_reference(
     behind: Sequence[Tensor],
     dtype: torch.dtype,
     in_first: int | None = None,
-    *,
-    ascending: bool = False,
 ) -> Tensor:
     """Pack experts as :func:`pack_experts` does, in plain torch."""
     parts = []
-    if in_first is None or not behind:
-        in_first = int((index < tensors[0].shape[0]).sum()) if behind else None
+    if in_first is None:
+        in_first = int((index < tensors[0].shape[0]).sum()) if behind else len(index)
     for place, first in enumerate(tensors):
-        if in_first is None:
-            part = first.index_select(0, index)
-        else:
-            part = (_join if ascending else _pick)(first, behind[place], index, in_first)
+        # Mostly all are of the first, and picked without another copy.
+        some_behind = behind and in_first < len(index)
+        part = _pick(first, behind[place], index, in_first) if some_behind else first.index_select(0, index)
         parts.append(part.to(dtype).reshape(index.shape[0], first.shape[1:].numel()))
     # A single part is a copy already.
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-
-def _join(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
-    # The index ascends, so the rows of ``first`` come first.
-    if in_first == len(index):
-        return first.index_select(0, index)
-    in_second = second.index_select(0, index[in_first:] - len(first))
-    return torch.cat([first.index_select(0, index[:in_first]), in_second]) if in_first else in_second
 
 
 def _pick(first: Tensor, second: Tensor, index: Tensor, in_first: int) -> Tensor:
@@ -150,7 +136,6 @@ def unpack_experts(packed: Tensor, tensors: Sequence[Tensor], index: Tensor) -> 
             launch(
                 _unpack_experts,
                 _grid(packed.shape[0], width),
-                packed.device,
                 packed[:, begin:],
                 index,
                 tensor,

@@ -39,7 +39,6 @@ def scatter_rows(
         launch(
             _scatter_rows,
             lambda meta: -(-count // meta["BLOCK_ROWS"]) * -(-width // meta["BLOCK_COLS"]),
-            rows.device,
             source,
             index.contiguous(),
             out,

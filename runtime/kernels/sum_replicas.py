@@ -51,7 +51,6 @@ def sum_replicas(
         launch(
             _sum_replicas,
             lambda meta: slots * -(-width // meta["BLOCK"]),
-            totals.device,
             totals,
             parts,
             starts.contiguous(),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.grouped_mm import check_offsets, fits_registers, precision, takes_products, widens
 from hecate.runtime.kernels.launch import launch, rows_class, tl, tuned
+from hecate.runtime.kernels.operands import check_alike
 
 CONFIGS = (
     {"BLOCK_A": 64, "BLOCK_B": 64, "BLOCK_ROWS": 32, "num_warps": 4, "num_stages": 3},
@@ -42,7 +43,6 @@ def weight_grads(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replica
     launch(
         _weight_grads,
         lambda meta: slots * -(-a // meta["BLOCK_A"]) * -(-b // meta["BLOCK_B"]),
-        left.device,
         left,
         right,
         offs.contiguous(),
@@ -77,10 +77,7 @@ def _check(left: Tensor, right: Tensor, offs: Tensor, own: Tensor, replicas: Ten
     if not rows or any(out.dim() != 3 or out.shape[1:] != shape for out in (own, replicas)):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(f"weight_grads: expected [R, A], [R, B], [E_r, A, B], [K', A, B], got {shapes}")
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise TypeError(f"weight_grads: dtypes differ: {', '.join(str(tensor.dtype) for tensor in tensors)}")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise ValueError(f"weight_grads: devices differ: {', '.join(str(tensor.device) for tensor in tensors)}")
+    check_alike("weight_grads", *tensors)
     if not (own.is_contiguous() and replicas.is_contiguous()):
         raise ValueError("weight_grads: writes into contiguous tensors only")
     check_offsets("weight_grads", offs, own.shape[0] + replicas.shape[0], left.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index
-from hecate.runtime.one_sided.split_rows import MOST_RANKS
+from hecate.runtime.one_sided.links import MOST_RANKS
 from hecate.runtime.placement.planner.balance import (
     GOOD_ENOUGH,
     PARTS_BITS,
@@ -75,7 +75,6 @@ def balance_rows(counts: Tensor, owners: Tensor, replicated: Tensor, parts: Tens
     launch(
         _start,
         lambda meta: experts + blocks,
-        counts.device,
         totals,
         owners,
         replicated.contiguous(),
@@ -94,7 +93,6 @@ def balance_rows(counts: Tensor, owners: Tensor, replicated: Tensor, parts: Tens
         launch(
             _even_out,
             lambda meta: 1,
-            counts.device,
             totals,
             owners,
             order,

@@ -30,12 +30,12 @@ from hecate.runtime.kernels.operands import FLOATS
 from hecate.runtime.one_sided.device_dispatch import bounded_ticket, room_for
 from hecate.runtime.one_sided.device_tables import FixedTables, LayerTables, Recorded
 from hecate.runtime.one_sided.exchanges import Exchanges, gather_replicas, reduce_replicas
-from hecate.runtime.one_sided.links import MOST_RANKS, Rows
+from hecate.runtime.one_sided.links import MOST_RANKS, Rows, rows_of_places
 from hecate.runtime.one_sided.transport import LateNews, Message
 from hecate.runtime.ops.by_collectives import as_tensors
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.layer import Layer, Ticket
+from hecate.runtime.state.layer import Layer, Replays, Ticket
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.settle import ExchangeFailed, settle_before_optimizers
 
@@ -102,7 +102,7 @@ class OneSided:
             self.news.send(gathered, tell)
             return layer.counted.clone()
 
-        return Job(layer.world.queue, run, finish=finish, label=placer.label("gather_counts"))
+        return layer.job("gather_counts", run, finish=finish)
 
     def signature(self, plans: int) -> Tensor:
         """Return int64 ``[3]`` on the device, which travels with counts: digest of plans and proof of collectives."""
@@ -156,7 +156,7 @@ class OneSided:
             self.exchanges.exchange(
                 Rows(leaving),
                 parts[0],
-                Rows(out, order, by_row=True),
+                Rows(out, rows_of_places(order)),
                 most=most,
                 wire=wire,
                 expects=parts[1],
@@ -164,15 +164,13 @@ class OneSided:
             )
             return out.to(dtype)
 
-        return Job(layer.world.queue, run, label=layer.placer.label("exchange"))
+        return layer.job("exchange", run)
 
     def combine(self, layer: Layer, rows: Tensor, ticket: Ticket, num_rows: int) -> Job:
         splits, send_index, receive_index = ticket
         dtype, wire, shape = rows.dtype, layer.wire_of(rows), rows.shape[1:]
         parts, order = splits.clone(), send_index.clone()
-        here = Rows(rows, receive_index, by_row=True).by_place().index
-        assert here is not None
-        leaving = gather_rows(rows, here, wire, used=parts[1].sum(0, keepdim=True))
+        leaving = gather_rows(rows, rows_of_places(receive_index), wire, used=parts[1].sum(0, keepdim=True))
         layer.count_rows_later(rows, parts[1])
         most = max(leaving.shape[0], num_rows)
         out = rows.new_empty((num_rows, *shape), dtype=_lands_as(dtype, wire))
@@ -184,19 +182,19 @@ class OneSided:
             return out.to(dtype)
 
         # Plans are made when the next forward takes them: until then the host does not know the counts.
-        return Job(layer.world.queue, run, label=layer.placer.label("exchange_back"))
+        return layer.job("exchange_back", run)
 
     # --- experts ---
 
     def gather_replicas(self, layer: Layer, shards: Sequence[Tensor], placement: Placement) -> Job:
         run = gather_replicas(self.exchanges, self.tables_of(placement, layer).experts, shards)
-        return Job(layer.world.queue, run, label=layer.placer.label("sparse_all_gather"))
+        return layer.job("sparse_all_gather", run)
 
     def reduce_replicas(
         self, layer: Layer, own: Sequence[Tensor], replicas: Sequence[Tensor], placement: Placement
     ) -> Job:
         run = reduce_replicas(self.exchanges, self.tables_of(placement, layer).experts, own, replicas)
-        return Job(layer.world.queue, run, label=layer.placer.label("sparse_reduce_scatter"))
+        return layer.job("sparse_reduce_scatter", run)
 
     # --- what the host learns ---
 
@@ -212,8 +210,8 @@ class OneSided:
         return FollowedTables(self, placer)
 
 
-class FollowedTables:
-    """The :class:`~hecate.runtime.state.layer.Replays` of a :class:`OneSided`: tables that replays follow."""
+class FollowedTables(Replays):
+    """Tables of a :class:`OneSided` that replays follow."""
 
     def __init__(self, carrier: OneSided, placer: Placer) -> None:
         self._carrier, self._placer = carrier, placer

@@ -86,27 +86,8 @@ def _parts(placement: Placement, topology: Topology, replicated: list[int]) -> I
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceTicket:
-    """A :class:`~hecate.runtime.ops.ticket.Ticket` that is all on the device, with indices as long as capacities.
-
-    Attributes:
-        slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``.
-        splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
-        send_index, receive_index: which row goes at each position of the send buffer and of the slot order, int64, as
-            long as capacities. Rows after the used part, where both are zero, must not be read or scattered.
-        used: how many positions of both would be used, int64 ``[2]``; if there are fewer, no exchange may be made.
-    """
-
-    slot_offsets: torch.Tensor
-    splits: torch.Tensor
-    send_index: torch.Tensor
-    receive_index: torch.Tensor
-    used: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class BoundedTicket:
-    """An exchange with a bound of the rows that come: it is made whole, or not at all.
+    """A ticket on the device, with a bound of the rows that come: the exchange is made whole, or not at all.
 
     Attributes:
         slot_offsets: end of each slot's rows after the exchange, int32 ``[S]``, none beyond the room.
@@ -134,13 +115,19 @@ def bounded_ticket(counts: torch.Tensor, tables: DeviceTables, *, rows: int, per
     # A rank's rows for experts are at most all its rows, so the bound is at most the room.
     excess = (wanted.sum(0) - counts.sum(1) * percent // 100).clamp_min(0)
     room = room_for(rows, percent)
-    ticket = device_ticket(sends, receives, tables, send_capacity=rows, receive_capacity=room)
-    places = torch.arange(room, dtype=torch.int64, device=counts.device)
+    found = ticket_segments(sends, receives, tables.owners, tables.slots)
+    if len(tables.slots) > 0:
+        arriving = expand_segments(found.receive_starts, found.receive_ends, room)
+        places = torch.arange(room, dtype=torch.int64, device=counts.device)
+        receive_index = torch.where(places < found.receive_ends[-1], arriving, room)
+    else:
+        # Nothing comes.
+        receive_index = counts.new_full((room,), room)
     return BoundedTicket(
-        slot_offsets=ticket.slot_offsets.clamp_max(room),
-        splits=torch.cat([ticket.splits * (excess.amax() == 0), excess.unsqueeze(0)]),
-        send_index=ticket.send_index,
-        receive_index=torch.where(places < ticket.used[1], ticket.receive_index, room),
+        slot_offsets=found.slot_offsets.clamp_max(room),
+        splits=torch.cat([found.splits * (excess.amax() == 0), excess.unsqueeze(0)]),
+        send_index=expand_segments(found.send_starts, found.send_ends, rows),
+        receive_index=receive_index,
     )
 
 
@@ -157,28 +144,3 @@ def device_quotas(counts: torch.Tensor, tables: DeviceTables) -> tuple[torch.Ten
     """
     wanted = balance_rows(counts, tables.owners, tables.replicated, tables.parts)
     return wanted, *split_rows(counts, wanted, tables.order, tables.nodes, tables.rank)
-
-
-def device_ticket(
-    sends: torch.Tensor,
-    receives: torch.Tensor,
-    tables: DeviceTables,
-    *,
-    send_capacity: int,
-    receive_capacity: int,
-) -> DeviceTicket:
-    """Make the ticket of one rank's :func:`device_quotas`, for at most so many rows that leave and arrive."""
-    found = ticket_segments(sends, receives, tables.owners, tables.slots)
-    return DeviceTicket(
-        slot_offsets=found.slot_offsets,
-        splits=found.splits,
-        send_index=_index(found.send_starts, found.send_ends, send_capacity),
-        receive_index=_index(found.receive_starts, found.receive_ends, receive_capacity),
-        used=found.used,
-    )
-
-
-def _index(starts: torch.Tensor, ends: torch.Tensor, capacity: int) -> torch.Tensor:
-    if len(starts) == 0:
-        return starts.new_zeros(capacity)
-    return expand_segments(starts, ends, capacity)

@@ -26,7 +26,7 @@ from hecate.runtime.one_sided.device_tables import ExpertTables
 from hecate.runtime.one_sided.links import Rows
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import shared_windows, symmetric_windows
-from hecate.runtime.ops.sparse_collectives import by_dtype, room_like, sum_dtype
+from hecate.runtime.ops.sparse_collectives import by_dtype, room_like, sum_dtype, with_sums
 
 # Bytes of a chunk of a link; a rank's window has two for each rank. On a GPU, where each chunk costs launches, bytes
 # of all links together: the more ranks there are, the fewer rows go to each. With this, 65,536 rows of 4 KB and room
@@ -152,9 +152,7 @@ def reduce_replicas(
             came = exchanges.carry(leaving, tables.receives, tables.sends, room=len(tables.order), most=tables.most)
             for place, part in zip(group, came.split([widths[place] for place in group], dim=1), strict=True):
                 sum_replicas(sums[place], part, tables.begins, tables.order, tables.rounds)
-        for mean, total in zip(means, sums, strict=True):
-            mean.index_copy_(0, tables.summed, (total / world_size).to(mean.dtype).view(len(total), *mean.shape[1:]))
-        return means
+        return with_sums(means, sums, tables.summed, world_size)
 
     return run
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import jit, tl
-from hecate.runtime.kernels.operands import FLOATS, flat_rows
+from hecate.runtime.kernels.operands import FLOATS, check_index, check_rows, flat_rows
 from hecate.runtime.one_sided.windows import ALIGNMENT
 
 # A word is the number of a chunk and, in so many bits, the rows of its link. The number has 35: a year of a thousand
 # chunks a second.
 COUNT_BITS = 28
-# Each program adds up the rows of all links before its own.
+# A program adds up the rows of all links before its own, and compares each rank with each other one.
 MOST_RANKS = 128
 # Programs that bring the tiles of a chunk, one after the other: about what a GPU runs at a time. Not tuned.
 _PROGRAMS = 2048
@@ -62,43 +62,55 @@ class Rows:
 
     Attributes:
         tensor: ``[R, ...]``.
-        index: int64 ``[n]``: place i has row ``index[i]``; without it place i has row i. A place beyond the rows that
-            travel has none.
-        by_row: place ``index[i]`` has row i instead.
+        index: int64 ``[n]``: place i has row ``index[i]``, if a row travels there; without it place i has row i.
     """
 
     tensor: Tensor
     index: Tensor | None = None
-    by_row: bool = False
 
     @property
     def count(self) -> int:
         return self.tensor.shape[0] if self.index is None else self.index.shape[0]
 
-    def by_place(self) -> "Rows":
-        """Return these rows with an index of rows, not of places: kernels go through places.
-
-        >>> Rows(torch.empty(3, 1), torch.tensor([1, 5, 0]), by_row=True).by_place().index.tolist()
-        [2, 0, 0]
-
-        Entries of the index for places to which no row goes mean nothing.
-        """
-        if self.index is None or not self.by_row:
-            return self
-        count = self.index.shape[0]
-        # Places that no rank reads fall together behind the others.
-        rows = self.index.new_zeros(count + 1)
-        rows.scatter_(0, self.index.clamp_max(count), torch.arange(count, device=self.index.device))
-        return Rows(self.tensor, rows[:count])
+    def between(self, first: int, last: int) -> Tensor | slice:
+        """Return which rows are at these places, to index the tensor with."""
+        return slice(first, last) if self.index is None else self.index[first:last]
 
 
-def as_numbers(tensor: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    """Return rows flat, and their dtype in a window; TypeError if it is not ``wire`` and no kernel casts them."""
-    flat = flat_rows(tensor)
-    if tensor.dtype in FLOATS and wire in FLOATS:
+def rows_of_places(places: Tensor) -> Tensor:
+    """Return the row at each place from the place of each row, int64 ``[n]``.
+
+    >>> rows_of_places(torch.tensor([1, 5, 0])).tolist()
+    [2, 0, 0]
+
+    Numbers at places to which no row goes mean nothing.
+    """
+    count = places.shape[0]
+    # Places that no rank reads fall together behind the others.
+    rows = places.new_zeros(count + 1)
+    rows.scatter_(0, places.clamp_max(count), torch.arange(count, device=places.device))
+    return rows[:count]
+
+
+def checked_rows(who: str, rows: Rows, chunk: Chunk, window: Tensor, wire: torch.dtype) -> tuple[Tensor, torch.dtype]:
+    """Return rows flat, and their dtype in a window; TypeError if it is not ``wire`` and no kernel casts them.
+
+    Raises as :func:`check_links`, too, and ValueError unless a window is ``[places, W, bytes]`` with segments that
+    begin where vectors may.
+    """
+    check_rows(who, rows.tensor)
+    check_links(who, chunk)
+    if rows.index is not None:
+        check_index(who, rows.index, rows.tensor.device)
+    if window.dim() != 3 or window.dtype != torch.uint8 or window.shape[2] % ALIGNMENT or not window.is_contiguous():
+        raise ValueError(
+            f"{who}: expected a window of bytes [places, W, a multiple of {ALIGNMENT}], got {list(window.shape)}"
+        )
+    flat = flat_rows(rows.tensor)
+    if flat.dtype in FLOATS and wire in FLOATS:
         return flat, wire
-    if tensor.dtype != wire:
-        raise TypeError(f"rows of {tensor.dtype} do not travel as {wire}")
+    if flat.dtype != wire:
+        raise TypeError(f"rows of {flat.dtype} do not travel as {wire}")
     return flat.contiguous().view(torch.uint8), torch.uint8
 
 
@@ -125,26 +137,9 @@ def check_links(who: str, chunk: Chunk) -> None:
         raise ValueError(f"{who}: {chunk.sends.shape[0]} ranks, at most {MOST_RANKS} can share their memory")
 
 
-def check_window(who: str, window: Tensor) -> None:
-    """Raise ValueError unless a window is ``[places, W, bytes]`` with segments that begin where vectors may."""
-    if window.dim() != 3 or window.dtype != torch.uint8 or window.shape[2] % ALIGNMENT or not window.is_contiguous():
-        raise ValueError(
-            f"{who}: expected a window of bytes [places, W, a multiple of {ALIGNMENT}], got {list(window.shape)}"
-        )
-
-
 def padded(ranks: int) -> int:
     """Return the next power of two."""
     return max(2, 1 << (ranks - 1).bit_length())
-
-
-def rows_by_place(rows: Rows, total: int) -> tuple[Tensor, Tensor]:
-    """Return, for the references, the places of which there are rows, and these rows: int64 ``[m], [m]``."""
-    count = torch.arange(rows.count, dtype=torch.int64, device=rows.tensor.device)
-    index = count if rows.index is None else rows.index
-    places, chosen = (index, count) if rows.by_row else (count, index)
-    travels = places < total
-    return places[travels], chosen[travels]
 
 
 def programs(rows: Rows, first: int, capacity: int, ranks: int, width: int) -> Callable[[Mapping[str, int]], int]:

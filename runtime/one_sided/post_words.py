@@ -51,7 +51,6 @@ def post_words(chunk: Chunk, boards: Sequence[Tensor], addresses: Tensor, rank: 
     launch(
         _post_words,
         lambda meta: 1,
-        chunk.sends.device,
         addresses,
         *chunk.numbers,
         chunk.first,

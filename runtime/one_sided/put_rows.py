@@ -7,20 +7,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import check_index, check_rows
-from hecate.runtime.one_sided.links import (
-    Chunk,
-    Rows,
-    as_numbers,
-    capacity_of,
-    check_links,
-    check_window,
-    locate,
-    padded,
-    programs,
-    rows_by_place,
-    share_out,
-)
+from hecate.runtime.one_sided.links import Chunk, Rows, capacity_of, checked_rows, locate, padded, programs, share_out
 
 
 def put_rows(
@@ -48,23 +35,17 @@ def put_rows(
         TypeError: an index or a number is not int64, or rows would be cast that are no floats.
         ValueError: a shape or a device does not fit.
     """
-    check_rows("put_rows", rows.tensor)
-    check_links("put_rows", chunk)
-    check_window("put_rows", windows[rank])
-    if rows.index is not None:
-        check_index("put_rows", rows.index, rows.tensor.device)
-    source, kind = as_numbers(rows.tensor, wire)
+    source, kind = checked_rows("put_rows", rows, chunk, windows[rank], wire)
     if rows.count <= chunk.first or source.shape[1] == 0:
         return
     if not runs_on(source.device):
         put_rows_reference(rows, chunk, windows, rank, wire)
         return
-    rows, own, ranks, width = rows.by_place(), windows[rank].view(kind), len(windows), source.shape[1]
+    own, ranks, width = windows[rank].view(kind), len(windows), source.shape[1]
     capacity = capacity_of(windows[rank], rows.tensor, wire)
     launch(
         _put_rows,
         programs(rows, chunk.first, capacity, ranks, width),
-        source.device,
         source,
         chunk.sends if rows.index is None else rows.index.contiguous(),
         own,
@@ -89,15 +70,14 @@ def put_rows(
 
 def put_rows_reference(rows: Rows, chunk: Chunk, windows: Sequence[Tensor], rank: int, wire: torch.dtype) -> None:
     """Put rows as :func:`put_rows` does, in plain torch, which reads the counts on the host."""
-    counts, capacity = chunk.sends.tolist(), capacity_of(windows[rank], rows.tensor, wire)
-    places, chosen = rows_by_place(rows, sum(counts))
-    by_place = rows.tensor.new_empty((sum(counts), *rows.tensor.shape[1:]))
-    by_place = by_place.index_copy_(0, places, rows.tensor.index_select(0, chosen)).to(wire)
+    capacity, begin = capacity_of(windows[rank], rows.tensor, wire), 0
     number, links = (chunk.told + 1).tolist(), chunk.links.tolist()
-    for peer, part in enumerate(by_place.split(counts)):
-        leaving = part[chunk.first : chunk.first + capacity].contiguous().view(-1).view(torch.uint8)
+    for peer, count in enumerate(chunk.sends.tolist()):
+        chosen = rows.between(begin + chunk.first, begin + min(count, chunk.first + capacity))
         if links[peer]:
+            leaving = rows.tensor[chosen].to(wire).contiguous().view(-1).view(torch.uint8)
             windows[peer][number[peer] % windows[peer].shape[0], rank, : len(leaving)] = leaving
+        begin += count
 
 
 @tuned(CONFIGS, key=["width", "tuned_for"], varying=["count", "first", "capacity", "sixteens", "rank", "tuned_for"])

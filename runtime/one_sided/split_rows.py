@@ -1,13 +1,14 @@
 """Splits on the device: who sends how many rows of each expert to whom."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
-
-# A program compares each rank with each other one.
-MOST_RANKS = 128
+from hecate.runtime.one_sided.links import MOST_RANKS
+from hecate.runtime.placement.planner.dispatch import split_wanted
+from hecate.runtime.placement.topology import Topology
 
 # A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"num_warps": 4},)
@@ -51,7 +52,6 @@ def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, ran
         launch(
             _split_rows,
             lambda meta: experts,
-            counts.device,
             counts.contiguous(),
             wanted.contiguous(),
             order.contiguous(),
@@ -69,40 +69,13 @@ def split_rows(counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, ran
 def split_rows_reference(
     counts: Tensor, wanted: Tensor, order: Tensor, nodes: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Split rows as :func:`split_rows` does, in plain torch."""
-    have, want = counts.t()[:, order], wanted[:, order]
-    me = (order == rank).to(torch.int64)
-    kept = torch.minimum(have, want)
-    have, want = have - kept, want - kept
-    sends, receives = kept * me, kept * me
-    near = (nodes[:, None] == nodes[None, :]).to(torch.int64)
-    # Step 2 in nodes, step 3 among all.
-    for which in (near, torch.ones_like(near)):
-        mine = (which * me).sum(1)
-        behind = which * torch.ones_like(which).tril(-1)
-        amount = torch.minimum(_times(have, which), _times(want, which))
-        (first, last), (start, end) = (_met(rows, behind, amount) for rows in (have, want))
-        own = [(line * me).sum(1, keepdim=True) for line in (first, last, start, end)]
-        sends = sends + mine * _common(start, end, own[0], own[1])
-        receives = receives + mine * _common(first, last, own[2], own[3])
-        have, want = have - (last - first), want - (end - start)
-    return torch.empty_like(sends).index_copy_(1, order, sends), torch.empty_like(counts).index_copy_(
-        0, order, receives.t()
-    )
-
-
-def _times(rows: Tensor, which: Tensor) -> Tensor:
-    return (rows[:, None, :] * which).sum(2)
-
-
-def _met(rows: Tensor, behind: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each rank's rows begin and end on its line, as far as both lines meet."""
-    before = _times(rows, behind)
-    return torch.minimum(before, amount), torch.minimum(before + rows, amount)
-
-
-def _common(start: Tensor, end: Tensor, other_start: Tensor, other_end: Tensor) -> Tensor:
-    return (torch.minimum(end, other_end) - torch.maximum(start, other_start)).clamp_min(0)
+    """Split rows as :func:`split_rows` does, by the planner on the host."""
+    topology = Topology(tuple(nodes[order.argsort()].tolist()))
+    have, want, by_node = (numbers.cpu().numpy() for numbers in (counts, wanted, order))
+    experts, ranks = np.repeat(np.arange(len(want)), len(have)), np.tile(by_node, len(want))
+    quotas = split_wanted(have, experts, ranks, want[:, by_node].reshape(-1), topology, rank)
+    sends, receives = (torch.from_numpy(part).to(counts.device) for part in (quotas.sends, quotas.receives))
+    return sends, receives
 
 
 @tuned(CONFIGS, key=[], varying=["rank", "ranks", "experts"])

@@ -5,18 +5,15 @@ from torch import Tensor
 
 from hecate.runtime.kernels.gather_rows import CONFIGS
 from hecate.runtime.kernels.launch import launch, rows_class, runs_on, tl, tuned
-from hecate.runtime.kernels.operands import check_index, check_rows
 from hecate.runtime.one_sided.links import (
     Chunk,
     Rows,
-    as_numbers,
     capacity_of,
-    check_links,
-    check_window,
+    checked_rows,
     locate,
     padded,
     programs,
-    rows_by_place,
+    row_bytes,
     share_out,
 )
 
@@ -27,7 +24,7 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
     >>> window = torch.zeros(1, 2, 128, dtype=torch.uint8)
     >>> window.view(torch.float32)[0, :, :2] = torch.tensor([[3.0, 0.0], [1.0, 2.0]])
     >>> none, out = torch.zeros(2, dtype=torch.int64), torch.empty(3, 1)
-    >>> rows = Rows(out, torch.tensor([1, 2, 0]), by_row=True)
+    >>> rows = Rows(out, torch.tensor([2, 0, 1]))
     >>> take_rows(window, rows, Chunk(none, torch.tensor([1, 2]), none, none, 0), torch.float32)
     >>> out.tolist()
     [[1.0], [2.0], [3.0]]
@@ -43,25 +40,19 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
         TypeError: an index or a number is not int64, or rows would be cast that are no floats.
         ValueError: a shape or a device does not fit, or the rows are not contiguous.
     """
-    check_rows("take_rows", rows.tensor)
-    check_links("take_rows", chunk)
-    check_window("take_rows", window)
-    if rows.index is not None:
-        check_index("take_rows", rows.index, rows.tensor.device)
+    out, kind = checked_rows("take_rows", rows, chunk, window, wire)
     if not rows.tensor.is_contiguous():
         raise ValueError("take_rows: writes into contiguous rows only")
-    out, kind = as_numbers(rows.tensor, wire)
     if rows.count <= chunk.first or out.shape[1] == 0:
         return
     if not runs_on(out.device):
         take_rows_reference(window, rows, chunk, wire)
         return
-    rows, source, ranks, width = rows.by_place(), window.view(kind), window.shape[1], out.shape[1]
+    source, ranks, width = window.view(kind), window.shape[1], out.shape[1]
     capacity = capacity_of(window, rows.tensor, wire)
     launch(
         _take_rows,
         programs(rows, chunk.first, capacity, ranks, width),
-        out.device,
         source,
         chunk.receives if rows.index is None else rows.index.contiguous(),
         out,
@@ -83,18 +74,14 @@ def take_rows(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> No
 
 def take_rows_reference(window: Tensor, rows: Rows, chunk: Chunk, wire: torch.dtype) -> None:
     """Take rows as :func:`take_rows` does, in plain torch, which reads the counts on the host."""
-    counts, capacity = chunk.receives.tolist(), capacity_of(window, rows.tensor, wire)
-    places, chosen = rows_by_place(rows, sum(counts))
+    capacity, begin, size = capacity_of(window, rows.tensor, wire), 0, row_bytes(rows.tensor, wire)
     number, links = chunk.told.tolist(), chunk.links.tolist()
-    begin, shape = 0, rows.tensor.shape[1:]
-    for peer, count in enumerate(counts):
-        first, last = begin + chunk.first, begin + min(count, chunk.first + capacity)
+    for peer, count in enumerate(chunk.receives.tolist()):
+        first, last = begin + chunk.first, min(begin + min(count, chunk.first + capacity), rows.count)
         if links[peer] and last > first:
-            size = (last - first) * shape.numel() * wire.itemsize
-            came = window[number[peer] % window.shape[0], peer, :size].view(wire).view(last - first, *shape)
-            here = (places >= first) & (places < last)
-            values = came.index_select(0, places[here] - first).to(rows.tensor.dtype)
-            rows.tensor.index_copy_(0, chosen[here], values)
+            came = window[number[peer] % window.shape[0], peer, : (last - first) * size].view(wire)
+            values = came.view(last - first, *rows.tensor.shape[1:]).to(rows.tensor.dtype)
+            rows.tensor[rows.between(first, last)] = values
         begin += count
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
-from hecate.runtime.one_sided.split_rows import MOST_RANKS
+from hecate.runtime.one_sided.links import MOST_RANKS
 
 # A single configuration: a few microseconds are not worth a trial.
 CONFIGS = ({"BLOCK": 16, "num_warps": 4},)
@@ -26,7 +26,6 @@ class TicketSegments(NamedTuple):
         receive_ends: where it ends in slot order.
         slot_offsets: where each slot's rows end, int32 ``[S]``.
         splits: rows to (line 0) and from (line 1) each rank, int64 ``[2, W]``.
-        used: all rows that leave and all that arrive, int64 ``[2]``.
     """
 
     send_starts: Tensor
@@ -35,7 +34,6 @@ class TicketSegments(NamedTuple):
     receive_ends: Tensor
     slot_offsets: Tensor
     splits: Tensor
-    used: Tensor
 
 
 def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tensor) -> TicketSegments:
@@ -49,8 +47,8 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
     ... )
     >>> found.send_starts.tolist(), found.send_ends.tolist()
     ([0, 5, 5, 5], [5, 5, 7, 7])
-    >>> found.slot_offsets.tolist(), found.splits.tolist(), found.used.tolist()
-    ([8], [[5, 2], [5, 3]], [7, 8])
+    >>> found.slot_offsets.tolist(), found.splits.tolist()
+    ([8], [[5, 2], [5, 3]])
 
     Args:
         sends: rows of each expert to each rank, int64 ``[E, W]``.
@@ -71,27 +69,23 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
     held, lanes = slots.shape[0], 1 << (ranks - 1).bit_length()
     # No program writes zeros where there are no experts or no slots.
     make = sends.new_empty if experts > 0 and held > 0 else sends.new_zeros
-    splits, used = make(2 * ranks + 2).split([2 * ranks, 2])
     found = TicketSegments(
         send_starts=sends.new_empty(experts * ranks),
         send_ends=sends.new_empty(experts * ranks),
         receive_starts=sends.new_empty(held * ranks),
         receive_ends=sends.new_empty(held * ranks),
         slot_offsets=sends.new_empty(held, dtype=torch.int32),
-        splits=splits.view(2, ranks),
-        used=used,
+        splits=make(2, ranks),
     )
     if experts > 0:
         launch(
             _leaving,
             lambda meta: experts,
-            sends.device,
             sends.contiguous(),
             owners.contiguous(),
             found.send_starts,
             found.send_ends,
-            splits,
-            used,
+            found.splits,
             ranks,
             experts,
             RANKS=lanes,
@@ -100,14 +94,12 @@ def ticket_segments(sends: Tensor, receives: Tensor, owners: Tensor, slots: Tens
         launch(
             _arriving,
             lambda meta: held,
-            sends.device,
             receives.contiguous(),
             slots.contiguous(),
             found.receive_starts,
             found.receive_ends,
             found.slot_offsets,
-            splits,
-            used,
+            found.splits,
             ranks,
             experts,
             held,
@@ -125,15 +117,13 @@ def ticket_segments_reference(sends: Tensor, receives: Tensor, owners: Tensor, s
     # Rows come by (source, slot).
     arriving = receives.index_select(1, slots)
     arrival, arriving = _before(arriving).t().reshape(-1), arriving.t()
-    splits = torch.stack([leaving.sum(1), arriving.sum(0)])
     return TicketSegments(
         send_starts=starts.reshape(-1),
         send_ends=leaving.reshape(-1).cumsum(0),
         receive_starts=arrival,
         receive_ends=arriving.reshape(-1).cumsum(0),
         slot_offsets=arriving.sum(1).cumsum(0).to(torch.int32),
-        splits=splits,
-        used=splits.sum(1),
+        splits=torch.stack([leaving.sum(1), arriving.sum(0)]),
     )
 
 
@@ -143,7 +133,7 @@ def _before(lengths: Tensor) -> Tensor:
 
 
 @tuned(CONFIGS, key=[], varying=["ranks", "experts"])
-def _leaving(sends, owners, starts, ends, splits, used, ranks, experts, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _leaving(sends, owners, starts, ends, splits, ranks, experts, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     inside = rank < ranks
@@ -175,23 +165,11 @@ def _leaving(sends, owners, starts, ends, splits, used, ranks, experts, RANKS: t
     tl.store(ends + at, tl.cumsum(total, 0) - total + before + rows, mask=inside)
     if expert == 0:
         tl.store(splits + rank, total, mask=inside)
-        tl.store(used, tl.sum(total, 0))
 
 
 @tuned(CONFIGS, key=[], varying=["ranks", "experts", "held"])
 def _arriving(
-    receives,
-    slots,
-    starts,
-    ends,
-    slot_offsets,
-    splits,
-    used,
-    ranks,
-    experts,
-    held,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    receives, slots, starts, ends, offsets, splits, ranks, experts, held, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     slot = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
@@ -214,7 +192,6 @@ def _arriving(
     at = slot * ranks + rank
     tl.store(starts + at, tl.cumsum(total, 0) - total + before, mask=inside)
     tl.store(ends + at, begin + tl.cumsum(rows, 0), mask=inside)
-    tl.store(slot_offsets + slot, (begin + tl.sum(rows, 0)).to(tl.int32))
+    tl.store(offsets + slot, (begin + tl.sum(rows, 0)).to(tl.int32))
     if slot == 0:
         tl.store(splits + ranks + rank, total, mask=inside)
-        tl.store(used + 1, tl.sum(total, 0))

@@ -101,7 +101,7 @@ class Transport:
             raise ValueError(f"hecate: a row of {size} bytes does not fit into segments of {windows.segment}")
         if most >= 1 << COUNT_BITS:
             raise ValueError(f"hecate: {most} rows from one rank to another, at most {(1 << COUNT_BITS) - 1} can go")
-        leaving, arriving, receives = leaving.by_place(), arriving.by_place(), torch.zeros_like(sends)
+        receives = torch.zeros_like(sends)
         for first in range(0, max(1, most), capacity):
             chunk = Chunk(sends, receives, self._told, self._late, first)
             yield "put", chunk

@@ -46,7 +46,6 @@ def wait_words(board: Tensor, chunk: Chunk, *, seconds: float, stop: Stop | None
     launch(
         _wait_words,
         lambda meta: ranks,
-        board.device,
         board,
         *chunk.numbers,
         chunk.first,

@@ -66,9 +66,9 @@ second, and gradients take as long.
 48.0 16.0 5.0
 """
 
-from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, local_split, owners_only, shed_excess
+from hecate.runtime.placement.planner.balance import local_split, shed_excess
 from hecate.runtime.placement.planner.cost import CostModel, LayerSizes, Rates, StepTime
-from hecate.runtime.placement.planner.dispatch import Dispatch, Quotas, assign_tokens, quota_matrix, rows_per_rank
+from hecate.runtime.placement.planner.dispatch import Quotas, assign_tokens, rows_per_rank
 from hecate.runtime.placement.planner.fastest import (
     Choice,
     materialize_again,
@@ -95,7 +95,6 @@ __all__ = [
     "Budget",
     "Choice",
     "CostModel",
-    "Dispatch",
     "LayerSizes",
     "Parts",
     "Quotas",
@@ -106,8 +105,6 @@ __all__ = [
     "StepTime",
     "Travels",
     "assign_tokens",
-    "balance",
-    "balance_in_nodes",
     "expected_load",
     "local_split",
     "materialize",
@@ -115,9 +112,7 @@ __all__ = [
     "materialize_fastest",
     "materialize_frugally",
     "near_recipes",
-    "owners_only",
     "places_of",
-    "quota_matrix",
     "rounds_of",
     "rows_per_rank",
     "seconds_of",

@@ -90,7 +90,7 @@ def test_a_kernel_compiles(name: str, capability: int, monkeypatch: pytest.Monke
     every = ALL or name in ("put_rows", "take_rows")
     found: list[tuple[torch.dtype, Any]] = []
 
-    def compile_only(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    def compile_only(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         # As the tuner calls it.
         kernel.nargs = dict(zip(kernel.arg_names, args, strict=False))
         for config in kernel.prune_configs(constants)[: None if every else 1]:
@@ -131,7 +131,7 @@ class Launch(NamedTuple):
 def launched(run: Callable[[], object]) -> list[Launch]:
     found: list[Launch] = []
 
-    def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    def take_notes(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         parameters = {one.name: one for one in kernel.fn.params}
         given = dict(zip(kernel.arg_names, args, strict=False)) | constants
         numbers = {
@@ -237,7 +237,7 @@ def compiled_attention(
 
     found: dict[str, Any] = {}
 
-    def compile_only(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    def compile_only(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         found[kernel.__name__] = kernel.warmup(*args, grid=(1,), **constants)
 
     monkeypatch.setattr("triton.runtime.driver._active", driver)

@@ -246,7 +246,7 @@ def test_references_are_told_what_the_host_knows() -> None:
     assert torch.equal(told, torch.cat([first, second])[index])
     for ascends, below in (([0, 2, 3, 4], 2), ([1, 2], 2), ([3, 4], 0), ([], 0)):
         index = torch.tensor(ascends, dtype=torch.int64)
-        joined = pack_experts([first], index, behind=[second], in_first=below, ascending=True)
+        joined = pack_experts([first], index, behind=[second], in_first=below)
         assert torch.equal(joined, torch.cat([first, second])[index])
         joined.add_(1)
         assert torch.equal(first, kept) and torch.equal(second, kept_second), "what is packed is a copy"
@@ -280,8 +280,8 @@ def test_a_kernel_without_configurations_is_launched_as_it_is() -> None:
             return lambda *args, **options: launched.append((grid({}), args, options))
 
     for _ in range(2):
-        launch.launch(Kernel(), lambda numbers: 6, torch.device("cpu"), 1, BLOCK=2)
-    assert launched == [((6,), (1,), {"BLOCK": 2})] * 2
+        launch.launch(Kernel(), lambda numbers: 6, ROWS, BLOCK=2)
+    assert launched == [((6,), (ROWS,), {"BLOCK": 2})] * 2
 
 
 def test_a_case_is_tuned_once_and_then_launched_as_it_was() -> None:
@@ -301,16 +301,14 @@ def test_a_case_is_tuned_once_and_then_launched_as_it_was() -> None:
         fn = Launcher(launched)
         best_config = SimpleNamespace(all_kwargs=lambda: {"BLOCK": 4, "num_warps": 2})
 
-    tuner, cpu = Tuner(asked), torch.device("cpu")
+    tuner = Tuner(asked)
     for dtype, width, count in (
         (torch.float32, 8, 1),
         (torch.float32, 8, 2),
         (torch.float16, 8, 3),
         (torch.float32, 9, 4),
     ):
-        launch.launch(
-            tuner, lambda numbers: 10 * numbers["BLOCK"], cpu, torch.zeros(1, dtype=dtype), width, count, N=7
-        )
+        launch.launch(tuner, lambda numbers: 10 * numbers["BLOCK"], torch.zeros(1, dtype=dtype), width, count, N=7)
     assert [args for _, args, _ in asked] == [(8, 1), (8, 3), (9, 4)]
     assert launched == [((40,), (8, 2), {"N": 7, "BLOCK": 4, "num_warps": 2})]
     (grid, _, options), *_ = asked

@@ -8,11 +8,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hecate.runtime.one_sided.device_dispatch import DeviceTables, DeviceTicket, device_quotas, device_ticket
+from hecate.runtime.one_sided.device_dispatch import BoundedTicket, DeviceTables, bounded_ticket, device_quotas
 from hecate.runtime.ops import ticket as host
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import assign_tokens
+from hecate.runtime.placement.planner import assign_tokens, rows_per_rank
 from hecate.runtime.placement.topology import Topology
 
 
@@ -69,28 +69,31 @@ def check_quotas(given: Dispatch, device: torch.device) -> None:
     assert np.array_equal(receives.cpu().numpy(), quotas.receives)
 
 
-def check_dispatch(given: Dispatch, device: torch.device, spare: tuple[int, int] = (3, 0)) -> DeviceTicket:
-    """The device's ticket is that of the host, number for number.
+def check_dispatch(
+    given: Dispatch, device: torch.device, percent: int | None = None, spare: int = 3
+) -> BoundedTicket:
+    """The device's ticket is that of the host, number for number; nothing travels if a rank has too little room.
 
     Args:
-        spare: by how much the capacities for what leaves and what arrives are larger than what is used.
+        percent: of its own rows for which a rank has room, by default as many as all ranks have if they have as many.
+        spare: by how much the rank has more rows than go to experts.
     """
     quotas = assign_tokens(given.counts, given.placement, given.topology, given.rank)
     with mock.patch.object(host, "runs_on", lambda _: False):
         (ticket,) = host.make_tickets(quotas, given.placement, given.rank, device)
     tables = DeviceTables.from_placement(given.placement, given.topology, given.rank, device)
-    counts = torch.from_numpy(given.counts).to(device)
-    used = [len(ticket.send_index), len(ticket.receive_index)]
-    capacities = [max(count + more, 0) for count, more in zip(used, spare, strict=True)]
-    send, receive = capacities
-    _, sends, receives = device_quotas(counts, tables)
-    found = device_ticket(sends, receives, tables, send_capacity=send, receive_capacity=receive)
-    assert found.slot_offsets.dtype == torch.int32 and torch.equal(found.slot_offsets, ticket.slot_offsets)
-    assert torch.equal(found.splits.cpu(), ticket.splits)
-    assert found.used.tolist() == used
-    indices = (found.send_index, ticket.send_index), (found.receive_index, ticket.receive_index)
-    for most, (index, expected) in zip(capacities, indices, strict=True):
+    percent = 100 * given.topology.world_size if percent is None else percent
+    rows, counts = len(ticket.send_index) + spare, torch.from_numpy(given.counts).to(device)
+    found, room = bounded_ticket(counts, tables, rows=rows, percent=percent), rows * percent // 100
+    wanted = rows_per_rank(given.counts, given.placement, given.topology)
+    excess = np.maximum(wanted - given.counts.sum(1) * percent // 100, 0)
+    assert found.splits[2].tolist() == excess.tolist()
+    assert torch.equal(found.splits[:2].cpu(), ticket.splits * int(not excess.any()))
+    assert found.slot_offsets.dtype == torch.int32
+    assert torch.equal(found.slot_offsets, ticket.slot_offsets.clamp_max(room))
+    indices = (found.send_index, ticket.send_index, rows, 0), (found.receive_index, ticket.receive_index, room, room)
+    for index, expected, most, nothing in indices:
         assert index.dtype == torch.int64 and len(index) == most
         assert torch.equal(index[: len(expected)], expected[:most])
-        assert not index[len(expected) :].any()
+        assert (index[len(expected) :] == nothing).all()
     return found

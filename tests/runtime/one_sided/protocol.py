@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hecate.runtime.kernels.sum_replicas import sum_replicas
-from hecate.runtime.one_sided.links import Rows
+from hecate.runtime.one_sided.links import Rows, rows_of_places
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import PLACES
 from hecate.runtime.placement.planner import rounds_of
@@ -102,10 +102,10 @@ class Exchanges:
             most = int(max(counts[rank].max(), counts[:, rank].max()))
             sends, receives = (torch.from_numpy(c.copy()).to(self.device) for c in (counts[rank], counts[:, rank]))
             bound: dict[str, Any] = dict(most=most, wire=self.case.wire)
-            yield from transport.steps(Rows(rows, there), sends, Rows(arrived, here, by_row=True), **bound)
+            yield from transport.steps(Rows(rows, there), sends, Rows(arrived, rows_of_places(here)), **bound)
             self.arrived[number, rank] = arrived
             back = torch.zeros_like(rows)
-            yield from transport.steps(Rows(arrived * 2, here, by_row=True), receives, Rows(back, there), **bound)
+            yield from transport.steps(Rows(arrived * 2, rows_of_places(here)), receives, Rows(back, there), **bound)
             self.returned[number, rank] = back
 
     def check(self, rank: int) -> None:

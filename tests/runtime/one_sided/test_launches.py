@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What would be launched on a GPU, in this order."""
     found: list[Launch] = []
 
-    def take_notes(kernel: Any, grid: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    def take_notes(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         # Where there is no Triton, a kernel is a plain function.
         declared = getattr(kernel, "base_fn", kernel)
         numbers = kernel.configs[0].all_kwargs() if hasattr(kernel, "configs") else None

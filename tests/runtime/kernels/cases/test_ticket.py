@@ -16,7 +16,8 @@ from hecate.runtime.ops import ticket
 from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import assign_tokens, balance
+from hecate.runtime.placement.planner import assign_tokens
+from hecate.runtime.placement.planner.balance import balance
 from hecate.runtime.placement.planner.dispatch import quota_matrix
 from hecate.runtime.placement.topology import Topology
 from tests.runtime.kernels.device import DEVICE, MARKS, index_of
