@@ -15,16 +15,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--launcher", choices=["torchrun", "fork"], default="torchrun")
     args = parser.parse_args()
     start = time.monotonic()
-    with Soak(args.seed, args.launcher) as soak:
+    with Soak(args.seed) as soak:
         for _ in track(range(args.cycles), description="cycles"):
             soak.cycle()
             if soak.summary.problems:
                 print(soak.summary.problems[-1], flush=True)
     print(soak.summary.text())
-    print(f"{time.monotonic() - start:.0f} s, seed {args.seed}, {args.launcher}")
+    print(f"{time.monotonic() - start:.0f} s, seed {args.seed}")
     sys.exit(bool(soak.summary.problems))
 
 

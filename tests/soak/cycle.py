@@ -55,8 +55,8 @@ def draw_kill(draw: random.Random) -> Kill:
 class Soak:
     """Cycles on one folder of checkpoints, each of which goes on from what the one before left."""
 
-    def __init__(self, seed: int, launcher: str, *, steps: int = 12) -> None:
-        self._draw, self._launcher, self._steps = random.Random(seed), launcher, steps
+    def __init__(self, seed: int, *, steps: int = 12) -> None:
+        self._draw, self._steps = random.Random(seed), steps
         self._folder = Path(tempfile.mkdtemp(prefix="hecate-soak-"))
         self._reported = 0
         self.summary = Summary()
@@ -73,15 +73,10 @@ class Soak:
         size, number = self._draw.randint(1, 3), self.summary.cycles
         notes = self._folder / f"notes{number}"
         notes.mkdir()
-        arguments = {
-            "folder": str(self._folder / "checkpoints"),
-            "notes": str(notes),
-            "steps": self._steps,
-            "seed": number,
-            "kill": vars(kill),
-        }
+        arguments = {"folder": str(self._folder / "checkpoints"), "notes": str(notes), "steps": self._steps}
+        arguments |= {"seed": number, "kill": vars(kill)}
         try:
-            code = launch.run(size, arguments, launcher=self._launcher)
+            code = launch.run(size, arguments)
         except launch.StillRunning as error:
             self._problem(kill, size, str(error))
             code = 0
@@ -94,7 +89,7 @@ class Soak:
             self.summary.places[kill.place] += 1
             self.summary.whom[kill.whom] += 1
         if code > 0:
-            said = "".join(path.read_text()[-1500:] for path in sorted(notes.glob("*.out")))
+            said = "".join(path.read_text()[-1500:] for path in sorted(notes.rglob("stderr.log")))
             self._problem(kill, size, f"it ended with {code}\n{said}")
         for line in lines:
             self._look_at(line, kill, size)

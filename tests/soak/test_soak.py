@@ -18,7 +18,7 @@ KILLS = (
 
 @pytest.mark.distributed
 def test_nothing_is_lost() -> None:
-    with Soak(seed=1, launcher="fork", steps=8) as soak:
+    with Soak(seed=1, steps=8) as soak:
         for kill in KILLS:
             soak.cycle(kill)
         assert not soak.summary.problems, soak.summary.text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,3 @@ def _note(notes: str, what: str, step: int, more: str = "") -> None:
     descriptor = os.open(Path(notes) / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, line.encode())
     os.close(descriptor)
-
-
-if __name__ == "__main__":
-    train(**json.loads(sys.argv[1]))

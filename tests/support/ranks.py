@@ -125,19 +125,6 @@ def lives(pid: int) -> bool:
         return False
 
 
-def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank whose store is on this port already."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 # --- forked ranks ---
 
 
@@ -188,7 +175,10 @@ def _rank(function: str, rank: int, world_size: int, port: int, folder: str, arg
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(ROOT)
-    os.environ |= environment_of(rank, world_size, port)
+    # As under torchrun: the store is there already.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     with _numbered(Path(folder), rank):
         code = _work(function, rank, Path(folder), arguments)
     sys.stdout.flush()
@@ -230,36 +220,18 @@ def torchrun(processes: int) -> list[str]:
 
 def _torchrun(function: str, world_size: int, timeout: float, folder: Path, arguments: dict[str, Any]) -> str:
     """Returns what went wrong, or nothing."""
-    command = [
-        *torchrun(world_size),
-        "--module",
-        "tests.support.ranks",
-        function,
-        str(folder),
-        json.dumps(arguments),
-    ]
+    program = ["--module", "tests.support.ranks", function, str(folder), json.dumps(arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting.
+    options: Any = {"cwd": ROOT, "env": environment, "timeout": timeout}
+    # A file, not a pipe: a worker that outlives torchrun would keep a pipe open and its reader waiting. Workers live
+    # in sessions of their own and are ended by their numbers.
     with (folder / "torchrun.log").open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return f"no end after {timeout:g} s"
-    finally:
-        _end(process)
-    return f"torchrun ended with {code}" if code else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop torchrun. Its workers live in sessions of their own and are ended by their numbers."""
-    if process.poll() is None:
-        process.terminate()
         try:
-            process.wait(10)
+            command = [*torchrun(world_size), *program]
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, **options).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            return f"no end after {timeout:g} s"
+    return f"torchrun ended with {code}" if code else ""
 
 
 @contextlib.contextmanager

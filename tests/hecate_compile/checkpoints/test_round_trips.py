@@ -210,11 +210,10 @@ def _wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 @pytest.mark.distributed
 def test_through_processes(tmp_path: Path) -> None:
-    """2, 3, 1, 4 ranks and so on, started by torchrun; and a plain process at the end."""
+    """2, 3, 1, 4 ranks and so on; and a plain process at the end."""
     sizes = (2, 3, 1, 4, 2, 1, 3, 4, 1, 2, 3) if ALL else (2, 3, 1, 4)
     for step, size in enumerate(sizes):
-        launcher = "torchrun" if ALL else "fork"
-        for found in run_ranks(pass_on, size, launcher=launcher, folder=str(tmp_path), step=step):
+        for found in run_ranks(pass_on, size, folder=str(tmp_path), step=step):
             assert found == {"wrong": 0, "ranks": size}
     model = build("plain")
     optimizer = torch.optim.AdamW(model.parameters())
