@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,38 +13,30 @@ from torch import nn
 from tests.support.parity import compare, error_of, state_error
 
 
-def _pair() -> tuple[nn.Linear, nn.Linear]:
-    models = (nn.Linear(3, 2), nn.Linear(3, 2))
-    for model in models:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    return models
+def with_gradient(*shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.ones(shape)
+    return parameter
 
 
-def _plant_nan(model: nn.Linear) -> None:
-    model.weight.grad[0, 0] = math.nan
+def linear() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    model.weight, model.bias = with_gradient(2, 3), with_gradient(2)
+    return model
 
 
-def _plant_missing(model: nn.Linear) -> None:
-    model.bias.grad = None
+# What is done to a model, and the error that it makes.
+PLANTED: dict[str, tuple[Callable[[Any], object], float]] = {
+    "not a number": (lambda model: model.weight.grad[0, 0].fill_(math.nan), math.inf),
+    "no gradient": (lambda model: setattr(model.bias, "grad", None), math.inf),
+    "another shape": (lambda model: setattr(model, "weight", with_gradient(1, 3)), math.inf),
+    "another number": (lambda model: model.weight.grad[1, 2].add_(0.5), 0.5),
+}
 
 
-def _plant_shape(model: nn.Linear) -> None:
-    model.weight.grad = None
-    model.weight.data = model.weight.data[:1]
-    model.weight.grad = torch.ones(1, 3)
-
-
-def _plant_error(model: nn.Linear) -> None:
-    model.weight.grad[1, 2] += 0.5
-
-
-@pytest.mark.parametrize(
-    ("plant", "error"),
-    [(_plant_nan, math.inf), (_plant_missing, math.inf), (_plant_shape, math.inf), (_plant_error, 0.5)],
-)
-def test_planted_errors_are_found(plant: Callable[[nn.Linear], None], error: float) -> None:
-    model, reference = _pair()
+@pytest.mark.parametrize("what", PLANTED)
+def test_planted_errors_are_found(what: str) -> None:
+    (plant, error), model, reference = PLANTED[what], linear(), linear()
     one = torch.tensor(1.0)
     assert compare(model, one, reference, one).gradient == 0.0
     plant(model)

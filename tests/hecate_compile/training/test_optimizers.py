@@ -15,7 +15,7 @@ from hecate.compiled_model import compiled_model_of
 from hecate.runtime.placement.owners import Owners
 from hecate.wrap.shard import shard_of
 from tests.support.models import batch, build
-from tests.support.parity import rank_and_size
+from tests.support.parity import clear_gradients, rank_and_size, run_step
 from tests.support.ranks import run_ranks
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -31,11 +31,10 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def on_shards(dense: Any) -> dict[str, Any]:
     """Everything with one compiled model, one rank of which owns no expert."""
     model = hecate.compile(build("plain", layers=1), hecate.Config(backend="aot_eager", dense=dense))
-    rank, size = rank_and_size()
     compiled = compiled_model_of(model, "test")
-    compiled.owner_mover.move([(layer, Owners((0,) * 8, size)) for layer in compiled.layers])
+    compiled.owner_mover.move([(layer, Owners((0,) * 8, compiled.world.size)) for layer in compiled.layers])
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    steps = [_gradients(model, number, rank, size) for number in range(3)]
+    steps = [_gradients(model, number) for number in range(3)]
     found: dict[str, Any] = {"mine": sum(len(p) == 0 for p in model.parameters()), "optimizers": {}, "norms": {}}
 
     for name, make in _OPTIMIZERS.items():
@@ -71,7 +70,6 @@ def on_shards(dense: Any) -> dict[str, Any]:
 
 def _scaled(model: nn.Module, start: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """With a scaler; in the second step one rank's experts alone have an infinite gradient."""
-    rank, _ = rank_and_size()
     model.load_state_dict(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
@@ -82,7 +80,7 @@ def _scaled(model: nn.Module, start: dict[str, torch.Tensor], steps: list[dict[s
         scaler.scale(torch.zeros(()))
         if number == 1:
             grads = [p.grad for p in model.parameters() if p.grad is not None and p.ndim == 3]
-            if rank == 0:
+            if rank_and_size()[0] == 0:
                 grads[0].view(-1)[0] = float("inf")
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -93,11 +91,9 @@ def _scaled(model: nn.Module, start: dict[str, torch.Tensor], steps: list[dict[s
     return {"scales": scales, "changed": changed}
 
 
-def _gradients(model: nn.Module, number: int, rank: int, size: int) -> dict[str, torch.Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
-    mine = batch(number).chunk(size)[rank]
-    model(input_ids=mine, labels=mine)["loss"].backward()
+def _gradients(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
+    clear_gradients(model)
+    run_step(model, batch(number))
     return _gather(model)
 
 

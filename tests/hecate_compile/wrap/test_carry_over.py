@@ -83,23 +83,9 @@ class HarmlessExpert(Expert):
         return self.w2(h).add_(self.w2.bias.max())
 
 
-class Counting(GuardedMoE):
-    def gather(self, experts: list[Expert]) -> nn.Module:
-        return nn.ModuleList(self.kind(e.w1.in_features, e.w1.out_features) for e in experts)
-
-    kind: Any = CountingExpert
-
-
-class Averaging(Counting):
-    kind = AveragingExpert
-
-
-class Scaling(Counting):
-    kind = ScalingExpert
-
-
-class Harmless(Counting):
-    kind = HarmlessExpert
+def of(expert: type[Expert]) -> type[nn.Module]:
+    """A layer that leaves out experts without rows, which are of this kind."""
+    return type("Layer", (GuardedMoE,), {"expert": expert})
 
 
 def small(kind: Any = PlainMoE) -> PlainLanguageModel:
@@ -169,8 +155,8 @@ def told_by(optimizer: torch.optim.Optimizer, word: str) -> str:
 def refused() -> dict[str, str]:
     """Messages and warnings on one rank, of what needs two."""
     found = {}
-    for kind in (Counting, Averaging, Scaling):
-        found[kind.__name__] = message_of(lambda kind=kind: hecate.compile(small(kind), _EAGER))
+    for kind in (CountingExpert, AveragingExpert, ScalingExpert):
+        found[kind.__name__] = message_of(lambda kind=kind: hecate.compile(small(of(kind)), _EAGER))
     model = small(GuardedMoE)
     parametrizations.weight_norm(model.blocks[0].experts[1].w1)
     for expert in model.blocks[0].experts:
@@ -224,9 +210,9 @@ def test_hooks_and_attributes_stay(kind: str) -> None:
 
 
 TOLD = {
-    "Counting": ("`self.used += 1` in", "leaves out experts that have no rows"),
-    "Averaging": ("`self.seen.mul_(0.9)` in", 'policy="replicate"'),
-    "Scaling": ("rows.abs().amax()", "no rows, too"),
+    "CountingExpert": ("`self.used += 1` in", "leaves out experts that have no rows"),
+    "AveragingExpert": ("`self.seen.mul_(0.9)` in", 'policy="replicate"'),
+    "ScalingExpert": ("rows.abs().amax()", "no rows, too"),
     "parametrized": ("blocks.0.experts.0.w1.weight is parametrized by _WeightNorm",),
     "one rank": ("blocks.0.experts.1.w1.weight: 1 gradient hooks",),
 }
@@ -292,7 +278,7 @@ def test_pruned_experts_and_a_loop_in_one_process() -> None:
     for expert in model.blocks[0].experts:
         prune.random_unstructured(expert.w1, "weight", amount=0.5)
     assert refusal(model) == "no error"
-    model, reference = small(Counting), small(Counting)
+    model, reference = small(of(CountingExpert)), small(of(CountingExpert))
     hecate.compile(model, _EAGER)
     assert error_of(model(batch(0))["logits"], reference(batch(0))["logits"]) < 1e-5
     used, expected = ([int(e.used) for e in m.blocks[0].experts] for m in (model, reference))
@@ -300,8 +286,8 @@ def test_pruned_experts_and_a_loop_in_one_process() -> None:
 
 
 def test_what_experts_may_do_without_rows() -> None:
-    for kind, harmless in ((Harmless, True), (GuardedMoE, True), (Counting, False), (Averaging, False)):
-        (experts,), _ = find_experts(small(kind))
+    for kind, harmless in ((HarmlessExpert, True), (Expert, True), (CountingExpert, False), (AveragingExpert, False)):
+        (experts,), _ = find_experts(small(of(kind)))
         assert (minds_no_rows(experts) is None) == harmless
     model = small(GuardedMoE)
     for expert in model.blocks[0].experts:

@@ -34,11 +34,13 @@ class Expert(nn.Module):
 class ListMoE(nn.Module):
     """The loop of transformers 4's Mixtral, which most fine-tuned code has on disk."""
 
+    expert: type[Expert] = Expert
+
     def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
         super().__init__()
         self.choices = choices
         self.router = nn.Linear(hidden, experts, bias=False)
-        self.experts = self.gather([Expert(hidden, intermediate) for _ in range(experts)])
+        self.experts = self.gather([self.expert(hidden, intermediate) for _ in range(experts)])
 
     def gather(self, experts: list[Expert]) -> nn.Module:
         return nn.ModuleList(experts)
