@@ -63,11 +63,11 @@ def little_memory() -> Iterator[None]:
 # --- a step, changed and signed again ---
 
 
-def sign(step: Path, **changes: Any) -> None:
+def sign(step: Path) -> None:
     """Give a step a manifest of its files as they are now."""
     old = manifest.read_manifest(step)
     names = [path.name for path in step.iterdir() if path.name != manifest.NAME]
-    manifest.write_manifest(replace(old, **{"files": record_files(step, names)} | changes), step)
+    manifest.write_manifest(replace(old, files=record_files(step, names)), step)
 
 
 def index_of(step: Path) -> dict[str, Any]:

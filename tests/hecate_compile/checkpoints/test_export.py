@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -183,7 +184,7 @@ def train(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each kind as its own library saves it: transformers, or a state dict in two files."""
+    """Each kind as its own library saves it: transformers, or huggingface_hub for a state dict."""
     folder = tmp_path_factory.mktemp("export")
     for kind in KINDS:
         place = folder / kind / "saved"
@@ -191,20 +192,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if is_pretrained(kind):
             model.save_pretrained(place, max_shard_size=_LIMIT)
         else:
-            write(place, {name: t.clone() for name, t in model.state_dict().items()})
+            place.mkdir(parents=True)
+            state = {name: t.clone() for name, t in model.state_dict().items()}
+            save_torch_state_dict(state, place, max_shard_size=_LIMIT)
     return folder
-
-
-def write(folder: Path, state: State) -> None:
-    """Two files and their index."""
-    folder.mkdir(parents=True)
-    names, files = list(state), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    index: dict[str, str] = {}
-    for number, file in enumerate(files):
-        part = names[number::2]
-        save_file({name: state[name] for name in part}, folder / file)
-        index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import tempfile
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +158,14 @@ def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     return state_error(ours, theirs)
 
 
-@cache
-def _results() -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="hecate-") as folder:
-        return run_ranks(exchange, 2, folder=folder)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(exchange, 2, folder=str(tmp_path_factory.mktemp("interop")))
 
 
 @pytest.fixture(params=[0, 1])
-def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    yield _results()[request.param]
+def found(request: pytest.FixtureRequest, results: list[dict[str, Any]]) -> dict[str, Any]:
+    return results[request.param]
 
 
 pytestmark = pytest.mark.distributed

@@ -28,18 +28,14 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def _trained(model: nn.Module) -> torch.optim.Optimizer:
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = Net()
     optimizer = _adamw(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return optimizer
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    model = Net()
-    hecate.save(tmp_path, model, _trained(model), step=3, extra={"seen": 17})
+    hecate.save(tmp_path, model, optimizer, step=3, extra={"seen": 17})
     return tmp_path
 
 

@@ -33,6 +33,13 @@ def refused(folder: Path, model: nn.Module | None = None, **options: Any) -> str
     return said
 
 
+def assert_loads(folder: Path, kind: str = "plain") -> None:
+    """All that another model of this kind was exported with."""
+    model = model_of(kind, seed=1)
+    hecate.load_pretrained(model, folder)
+    assert same(model.state_dict(), model_of(kind).state_dict())
+
+
 def changed(folder: Path, change: Callable[[State], object]) -> Path:
     """The folder with other tensors in its file."""
     state = load_file(folder / "model.safetensors")
@@ -64,10 +71,7 @@ def test_what_is_in_both_is_loaded_if_that_is_asked_for(plain: Path) -> None:
 
 
 def test_one_name_of_a_tied_parameter_is_enough(plain: Path) -> None:
-    changed(plain, lambda state: state.pop("embedding.weight"))
-    model = model_of("plain", seed=1)
-    hecate.load_pretrained(model, plain)
-    assert same(model.state_dict(), model_of("plain").state_dict())
+    assert_loads(changed(plain, lambda state: state.pop("embedding.weight")))
 
 
 def test_floats_take_the_dtype_of_the_model(plain: Path) -> None:
@@ -91,10 +95,7 @@ def test_experts_with_a_gap_are_refused(tmp_path: Path) -> None:
 def test_tensors_that_transformers_leaves_out_are_left_out(tmp_path: Path) -> None:
     hecate.export(model_of("deepseek_v3"), tmp_path / "model")
     extra = {"model.layers.61.eh_proj.weight": torch.zeros(2), "model.rotary_emb.inv_freq": torch.zeros(2)}
-    changed(tmp_path / "model", lambda state: state.update(extra))
-    model = model_of("deepseek_v3", seed=1)
-    hecate.load_pretrained(model, tmp_path / "model")
-    assert same(model.state_dict(), model_of("deepseek_v3").state_dict())
+    assert_loads(changed(tmp_path / "model", lambda state: state.update(extra)), "deepseek_v3")
 
 
 def test_a_model_without_its_head_and_names_of_the_base_model_load(tmp_path: Path) -> None:
@@ -170,9 +171,7 @@ def test_a_snapshot_of_the_hub_is_links_to_its_blobs(plain: Path, tmp_path: Path
     snapshot.mkdir(parents=True)
     (plain / "model.safetensors").rename(blobs / "0123")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
-    model = model_of("plain", seed=1)
-    hecate.load_pretrained(model, snapshot)
-    assert same(model.state_dict(), model_of("plain").state_dict())
+    assert_loads(snapshot)
 
 
 def test_a_model_without_storage_must_be_compiled_first(tmp_path: Path) -> None:

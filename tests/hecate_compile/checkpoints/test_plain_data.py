@@ -107,9 +107,7 @@ EXACT: list[Any] = [
 # A type that is no plain one becomes the plain one that it is like.
 LIKE: list[tuple[Any, Any]] = [
     (np.float32(0.1), float(np.float32(0.1))),
-    (np.float64(-0.0), -0.0),
     (np.float16(math.nan), math.nan),
-    (np.int8(-3), -3),
     (np.uint64(2**64 - 1), 2**64 - 1),
     (np.bool_(True), True),
     (np.str_("x"), "x"),
@@ -123,8 +121,6 @@ LIKE: list[tuple[Any, Any]] = [
     (collections.defaultdict(list, {"a": [1]}), {"a": [1]}),
     (collections.Counter("aab"), {"a": 2, "b": 1}),
     (np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")),
-    (np.array([1.5], dtype=">f8"), np.array([1.5])),
-    (nn.Parameter(torch.ones(2)), torch.ones(2)),
     (torch.ones(2, requires_grad=True) * 1, torch.ones(2)),
     (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
     (torch.tensor([1 + 2j]).conj().imag, torch.tensor([-2.0])),
