@@ -121,6 +121,14 @@ def apply(
     return outcome
 
 
+def leaves_alone(function: Pass, under_test: GraphUnderTest, gm: GraphModule, **known: Any) -> Outcome:
+    """:func:`apply` a pass that rewrites nothing: all calls are what they were."""
+    before = targets(gm)
+    outcome = apply(function, under_test, gm, **known)
+    assert (outcome.rewritten, targets(gm)) == (0, before)
+    return outcome
+
+
 def _run(gm: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The first output, and the gradient of every floating input; in float64, where order hardly matters."""
     floating = [value.is_floating_point() for value in inputs]

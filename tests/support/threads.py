@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hecate.runtime.comm.world import World
+
+
+def on_each_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``test(..., world)``: it runs on three ranks in threads of this process."""
+    signature = inspect.signature(test)
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        on_threads(lambda world: test(**given, world=world))
+
+    others = [parameter for parameter in signature.parameters.values() if parameter.name != "world"]
+    run.__signature__ = signature.replace(parameters=others)
+    return run
 
 
 def on_threads(function: Callable[[World], None], *, ranks: int = 3) -> None:

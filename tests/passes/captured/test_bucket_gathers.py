@@ -8,10 +8,11 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes import PassContext
 from hecate.passes.captured.bucket_gathers import bucket_gathers
+from hecate.passes.captured.share_gathers import share_gathers
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
-from tests.support.graphs import GraphUnderTest, apply, number_of, targets
+from tests.support.graphs import E, GraphUnderTest, H, apply, leaves_alone, number_of, targets
 
 CONTEXT = PassContext(world_size=1)
 
@@ -89,18 +90,14 @@ def test_not_between_grad_modes() -> None:
     r.g.call(torch._C._set_grad_enabled, False)
     quiet = r.read(b)
     r.g.call(torch._C._set_grad_enabled, True)
-    gm = r.sum([loud, quiet])
-    assert apply(bucket_gathers, r.g, gm).rewritten == 0
+    leaves_alone(bucket_gathers, r.g, r.sum([loud, quiet]))
 
 
 def test_single_and_unused_reads_are_left_alone() -> None:
     r = Reads()
     a, b = r.shard("layers.0.a"), r.shard("layers.0.b")
     r.g.call(torch.ops.hecate.gather_dense, [a], [r.ids[a]], None)
-    gm = r.sum([r.read(b)])
-    before = targets(gm)
-    assert apply(bucket_gathers, r.g, gm).rewritten == 0
-    assert targets(gm) == before
+    leaves_alone(bucket_gathers, r.g, r.sum([r.read(b)]))
 
 
 def test_not_when_something_changes_a_shard_or_a_result() -> None:
@@ -114,3 +111,35 @@ def test_not_when_something_changes_a_shard_or_a_result() -> None:
         assert outcome.rewritten == 0
         assert outcome.skipped[0].where == "layers.0.a" and "in-place add_" in outcome.skipped[0].reason
         assert not outcome.skipped[0].fallback
+
+
+def test_second_read_becomes_the_first(g: GraphUnderTest) -> None:
+    shard = g.input(torch.randn(E, H))
+    first, second = (g.call(torch.ops.hecate.gather_experts, shard, E, g.layer) for _ in range(2))
+    gm = g.finish(g.call(operator.add, first, second))
+    assert apply(share_gathers, g, gm).rewritten == 1
+    assert targets(gm).count("gather_experts") == 1
+
+
+def test_equal_casts_are_shared_and_others_are_not(g: GraphUnderTest) -> None:
+    shard = g.input(torch.randn(E, H))
+    reads = [
+        g.call(torch.ops.hecate.gather_experts, g.method("to", shard, dtype), E, g.layer)
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float64)
+    ]
+    gm = g.finish(g.call(operator.add, g.call(operator.add, reads[0], reads[1]), reads[2]))
+    assert apply(share_gathers, g, gm).rewritten == 1
+    assert targets(gm).count("to") == 2
+
+
+def test_other_shards_stay_apart(g: GraphUnderTest) -> None:
+    leaves_alone(share_gathers, g, g.finish(g.call(operator.add, g.experts(H), g.experts(H))))
+
+
+def test_no_gather_is_shared_between_grad_modes(g: GraphUnderTest) -> None:
+    shard = g.input(torch.randn(E, H))
+    g.call(torch._C._set_grad_enabled, False)
+    first = g.call(torch.ops.hecate.gather_experts, shard, E, g.layer)
+    g.call(torch._C._set_grad_enabled, True)
+    second = g.call(torch.ops.hecate.gather_experts, shard, E, g.layer)
+    leaves_alone(share_gathers, g, g.finish(g.call(operator.add, first, second)))

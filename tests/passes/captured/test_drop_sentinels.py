@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.drop_sentinels import drop_sentinels
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.functionalize_rows import functionalize_rows
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
-from tests.support.graphs import E, GraphUnderTest, H, I, apply, targets
+from tests.support.graphs import E, GraphUnderTest, H, I, apply, leaves_alone, targets
 
 TOKENS, CHOICES = 8, 2
 
@@ -50,8 +50,7 @@ def experts_with_sentinels(g: GraphUnderTest, *, limit: int = E, chosen: str = "
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_masks_go_and_rows_travel(bias: bool) -> None:
-    g = GraphUnderTest()
+def test_masks_go_and_rows_travel(bias: bool, g: GraphUnderTest) -> None:
     gm = g.finish(experts_with_sentinels(g, bias=bias))
     assert apply(drop_sentinels, g, gm).rewritten == 4
     assert not {"ge", "clamp_", "masked_fill", "masked_fill_"} & set(targets(gm))
@@ -61,83 +60,77 @@ def test_masks_go_and_rows_travel(bias: bool) -> None:
     assert outcome.rewritten == 1, outcome.skipped
 
 
-def test_with_the_masks_nothing_travels() -> None:
+def test_with_the_masks_nothing_travels(g: GraphUnderTest) -> None:
     """Else there would be no need for the pass."""
-    g = GraphUnderTest()
     gm = g.finish(experts_with_sentinels(g))
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 0
 
 
-def test_numbers_that_some_token_may_have_stay_masked() -> None:
-    g = GraphUnderTest()
+def test_numbers_that_some_token_may_have_stay_masked(g: GraphUnderTest) -> None:
     gm = g.finish(experts_with_sentinels(g, limit=E - 1))
     # The numbers are below E, so only the clamp does nothing.
     assert apply(drop_sentinels, g, gm).rewritten == 1
     assert targets(gm).count("masked_fill") == 2 and "masked_fill_" in targets(gm)
 
 
-def test_numbers_from_anywhere_stay_masked() -> None:
-    g = GraphUnderTest()
-    gm = g.finish(experts_with_sentinels(g, chosen="given"))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+def test_numbers_from_anywhere_stay_masked(g: GraphUnderTest) -> None:
+    leaves_alone(drop_sentinels, g, g.finish(experts_with_sentinels(g, chosen="given")))
+
+
+def tokens(g: GraphUnderTest) -> Node:
+    return g.input(torch.arange(TOKENS))
+
+
+def best(g: GraphUnderTest) -> Node:
+    """Of each token, an expert's number."""
+    return g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1)
+
+
+def masked(g: GraphUnderTest, numbers: Node) -> GraphModule:
+    """Values that are masked where a number is that of no expert."""
+    values = g.input(torch.randn(numbers.meta["example_value"].shape))
+    return g.finish(g.method("masked_fill", values, g.call(operator.ge, numbers, E), 0.0))
 
 
 @pytest.mark.parametrize(("divisor", "dropped"), [(E, True), (E - 1, True), (E + 1, False), (-E, False)])
 @pytest.mark.parametrize("remainder", [operator.mod, torch.remainder])
-def test_a_remainder_is_below_its_divisor(remainder: Any, divisor: int, dropped: bool) -> None:
-    g = GraphUnderTest()
-    mask = g.call(operator.ge, g.call(remainder, g.input(torch.arange(TOKENS)), divisor), E)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
-    assert apply(drop_sentinels, g, gm).rewritten == dropped
+def test_a_remainder_is_below_its_divisor(remainder: Any, divisor: int, dropped: bool, g: GraphUnderTest) -> None:
+    assert apply(drop_sentinels, g, masked(g, g.call(remainder, tokens(g), divisor))).rewritten == dropped
 
 
-def test_a_remainder_of_another_tensor_can_be_anything() -> None:
-    g = GraphUnderTest()
-    mask = g.call(operator.ge, g.call(torch.remainder, g.input(torch.arange(TOKENS)), g.input(torch.tensor(E))), E)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+def test_a_remainder_of_another_tensor_can_be_anything(g: GraphUnderTest) -> None:
+    leaves_alone(drop_sentinels, g, masked(g, g.call(torch.remainder, tokens(g), g.input(torch.tensor(E)))))
 
 
-def test_numbers_that_are_changed_stay_masked() -> None:
-    g = GraphUnderTest()
+def test_numbers_that_are_changed_stay_masked(g: GraphUnderTest) -> None:
     logits = g.input(torch.randn(TOKENS, E))
     numbers = g.call(operator.getitem, g.call(torch.topk, logits, CHOICES), 1)
     g.method("add_", g.method("view", numbers, -1), 1)
-    mask = g.call(operator.ge, numbers, E)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS, CHOICES)), mask, 0.0))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+    leaves_alone(drop_sentinels, g, masked(g, numbers))
 
 
-def test_a_copy_that_is_changed_stays_a_copy() -> None:
-    g = GraphUnderTest()
-    logits = g.input(torch.randn(TOKENS, E))
-    mask = g.call(operator.ge, g.call(torch.argmax, logits, dim=1), E)
+def test_a_copy_that_is_changed_stays_a_copy(g: GraphUnderTest) -> None:
+    mask = g.call(operator.ge, best(g), E)
     rows = g.call(torch.sin, g.input(torch.randn(TOKENS)))
     copy = g.method("masked_fill", rows, mask, 0.0)
     g.method("mul_", copy, 2.0)
-    gm = g.finish(g.call(operator.add, rows, copy))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+    leaves_alone(drop_sentinels, g, g.finish(g.call(operator.add, rows, copy)))
 
 
-def test_a_larger_mask_makes_a_larger_result() -> None:
-    g = GraphUnderTest()
-    mask = g.call(operator.ge, g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1), E)
-    wide = g.method("expand", g.method("unsqueeze", mask, -1), TOKENS, 3)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(1, 3)), wide, 0.0))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+def test_a_larger_mask_makes_a_larger_result(g: GraphUnderTest) -> None:
+    wide = g.method("expand", g.method("unsqueeze", g.call(operator.ge, best(g), E), -1), TOKENS, 3)
+    leaves_alone(drop_sentinels, g, g.finish(g.method("masked_fill", g.input(torch.randn(1, 3)), wide, 0.0)))
 
 
 @pytest.mark.parametrize("way", ["clone", "contiguous", "reshape", "index_select"])
-def test_a_copy_of_a_mask_that_is_changed_masks_something(way: str) -> None:
-    g = GraphUnderTest()
-    mask = g.call(operator.ge, g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1), E)
+def test_a_copy_of_a_mask_that_is_changed_masks_something(way: str, g: GraphUnderTest) -> None:
+    mask = g.call(operator.ge, best(g), E)
     arguments: tuple[Any, ...] = {"reshape": (-1,), "index_select": (0, g.input(torch.arange(TOKENS)))}.get(way, ())
     copy = g.method(way, mask, *arguments)
     g.call(operator.setitem, copy, g.input(torch.arange(2)), True)
     # And a view behind it.
     mask = g.method("unsqueeze", copy, -1)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS, 3)), mask, 0.0))
-    assert apply(drop_sentinels, g, gm).rewritten == 0
+    leaves_alone(drop_sentinels, g, g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS, 3)), mask, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -151,11 +144,9 @@ def test_a_copy_of_a_mask_that_is_changed_masks_something(way: str) -> None:
         ("clamp_", {"max": -1}, False),
     ],
 )
-def test_what_a_clamp_makes_of_numbers(clamp: str, limits: dict[str, int], dropped: bool) -> None:
-    g = GraphUnderTest()
-    numbers = g.call(torch.argmax, g.input(torch.randn(TOKENS, E)), dim=1)
+def test_what_a_clamp_makes_of_numbers(clamp: str, limits: dict[str, int], dropped: bool, g: GraphUnderTest) -> None:
+    numbers = best(g)
     g.method(clamp, numbers, **limits)
-    mask = g.call(operator.ge, numbers, E)
-    gm = g.finish(g.method("masked_fill", g.input(torch.randn(TOKENS)), mask, 0.0))
+    gm = masked(g, numbers)
     apply(drop_sentinels, g, gm)
     assert ("masked_fill" not in targets(gm)) == dropped

@@ -45,8 +45,7 @@ def experts(g: GraphUnderTest, count: Count, *, among: int = E, rows: int = TOKE
         one_hot,
     ],
 )
-def test_every_row_has_an_expert(count: Count) -> None:
-    g = GraphUnderTest()
+def test_every_row_has_an_expert(count: Count, g: GraphUnderTest) -> None:
     rows, offsets = experts(g, count)
     g.finish(offsets)
     assert count_all(offsets, rows)
@@ -78,8 +77,7 @@ def test_that_is_not_known(case: str) -> None:
 
 
 @pytest.mark.parametrize("among", [E, E + 1])
-def test_a_product_says_so(among: int) -> None:
-    g = GraphUnderTest()
+def test_a_product_says_so(among: int, g: GraphUnderTest) -> None:
     rows, offsets = experts(g, histogram, among=among)
     # Sizes of multiples of 16 bytes, as this spelling wants them.
     operands = [g.method("bfloat16", one) for one in (rows, g.experts(H, 8))]

@@ -11,9 +11,10 @@ from torch.fx import GraphModule, Node
 from hecate.passes import PassContext
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
-from tests.support.graphs import E, GraphUnderTest, H, I, apply, targets
+from tests.support.graphs import E, GraphUnderTest, H, I, apply, leaves_alone, targets
 
 C = 3
+Between = Callable[[GraphUnderTest, Node], Node]
 
 
 def rows(g: GraphUnderTest, *shape: int) -> Node:
@@ -25,7 +26,7 @@ def batched(
     g: GraphUnderTest,
     *,
     product: Any = torch.bmm,
-    between: Callable[[GraphUnderTest, Node], Node] | None = None,
+    between: Between | None = None,
     transposed: bool = False,
     bias: bool = True,
     shared: bool = False,
@@ -60,8 +61,7 @@ def gated(g: GraphUnderTest, h: Node) -> Node:
         {"between": gated},
     ],
 )
-def test_rewrites_and_then_exchanges(options: dict[str, Any]) -> None:
-    g = GraphUnderTest()
+def test_rewrites_and_then_exchanges(options: dict[str, Any], g: GraphUnderTest) -> None:
     gm = batched(g, **options)
     assert apply(flatten_batches, g, gm).rewritten == 1
     names = targets(gm)
@@ -69,9 +69,8 @@ def test_rewrites_and_then_exchanges(options: dict[str, Any]) -> None:
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
 
 
-def test_a_bias_that_is_read_before_slots_are_calibrated() -> None:
+def test_a_bias_that_is_read_before_slots_are_calibrated(g: GraphUnderTest) -> None:
     """What calibrate adds is known after the counts, and the view of a bias stands before them."""
-    g = GraphUnderTest()
     gm = batched(g)
     apply(flatten_batches, g, gm)
     context = PassContext(world_size=2, replicates=True, calibrates=True)
@@ -95,61 +94,37 @@ def einsum(g: GraphUnderTest, first: str, second: str, shape: tuple[int, ...]) -
         ("hce,ehf->ecf", "efh,ecf->ech", (H, C, E)),
     ],
 )
-def test_rewrites_einsum(first: str, second: str, shape: tuple[int, ...]) -> None:
-    g = GraphUnderTest()
+def test_rewrites_einsum(first: str, second: str, shape: tuple[int, ...], g: GraphUnderTest) -> None:
     gm = einsum(g, first, second, shape)
     outcome = apply(flatten_batches, g, gm)
     assert (outcome.rewritten, outcome.skipped) == (1, ())
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
 
 
-def test_leaves_einsum_with_groups() -> None:
+def test_leaves_einsum_with_groups(g: GraphUnderTest) -> None:
     """[E, B, C, f] between the products has a dimension more than rows have."""
-    g = GraphUnderTest()
-    outcome = apply(flatten_batches, g, einsum(g, "ebch,ehf->ebcf", "ebcf,efh->ebch", (E, 2, C, H)))
-    assert outcome.rewritten == 0 and outcome.skipped
+    groups = einsum(g, "ebch,ehf->ebcf", "ebcf,efh->ebch", (E, 2, C, H))
+    assert leaves_alone(flatten_batches, g, groups).skipped
 
 
-def over_rows(g: GraphUnderTest, h: Node) -> Node:
-    return g.call(torch.softmax, h, 1)
+REFUSED: dict[str, Between] = {
+    "over rows": lambda g, h: g.call(torch.softmax, h, 1),
+    "over experts": lambda g, h: g.call(operator.sub, h, g.method("mean", h, 0, True)),
+    "first row": lambda g, h: g.call(operator.mul, h, g.call(operator.getitem, h, (slice(None), slice(0, 1)))),
+    "weighted by own tokens": lambda g, h: g.call(operator.mul, h, g.input(torch.rand(E, C, 1))),
+    "sizes baked in": lambda g, h: g.method("view", g.method("view", h, E * C, I), E, C, I),
+    "changed in place": lambda g, h: g.method("mul_", h, 2.0),
+}
 
 
-def over_experts(g: GraphUnderTest, h: Node) -> Node:
-    return g.call(operator.sub, h, g.method("mean", h, 0, True))
+@pytest.mark.parametrize("between", REFUSED.values(), ids=REFUSED)
+def test_refuses(between: Between, g: GraphUnderTest) -> None:
+    outcome = leaves_alone(flatten_batches, g, batched(g, between=between))
+    assert "batched products" in outcome.skipped[0].reason
 
 
-def first_row(g: GraphUnderTest, h: Node) -> Node:
-    return g.call(operator.mul, h, g.call(operator.getitem, h, (slice(None), slice(0, 1))))
-
-
-def weighted(g: GraphUnderTest, h: Node) -> Node:
-    """By something of this rank's own tokens."""
-    return g.call(operator.mul, h, g.input(torch.rand(E, C, 1)))
-
-
-def baked(g: GraphUnderTest, h: Node) -> Node:
-    return g.method("view", g.method("view", h, E * C, I), E, C, I)
-
-
-def changed(g: GraphUnderTest, h: Node) -> Node:
-    return g.method("mul_", h, 2.0)
-
-
-@pytest.mark.parametrize("between", [over_rows, over_experts, first_row, weighted, baked, changed])
-def test_refuses(between: Callable[[GraphUnderTest, Node], Node]) -> None:
-    g = GraphUnderTest()
-    gm = batched(g, between=between)
-    before = targets(gm)
-    outcome = apply(flatten_batches, g, gm)
-    assert outcome.rewritten == 0 and "batched products" in outcome.skipped[0].reason
-    assert targets(gm) == before
-
-
-def test_leaves_other_products_alone() -> None:
-    g = GraphUnderTest()
+def test_leaves_other_products_alone(g: GraphUnderTest) -> None:
     rows, _, offsets = g.routing()
     y = g.call(torch.ops.hecate.grouped_mm.default, rows, g.experts(H, I), offsets)
     other = g.call(torch.bmm, g.input(torch.randn(E, C, I)), g.input(torch.randn(E, I, H)))
-    gm = g.finish(y, other)
-    outcome = apply(flatten_batches, g, gm)
-    assert outcome.rewritten == 0 and outcome.skipped == ()
+    assert leaves_alone(flatten_batches, g, g.finish(y, other)).skipped == ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,6 +34,7 @@ from tests.support.graphs import E, H, number_of
 from tests.support.graphs import two_layers as traced
 from tests.support.layers import add_layer
 
+OFFSETS = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
 # A link so slow that everything fits behind a transfer.
 SLOW = Rates(flops=1e12, rank_bytes=1e-3, node_bytes=1e-3, memory_bytes=1e12)
 FAST = Rates(flops=1e3, rank_bytes=1e15, node_bytes=1e15, memory_bytes=1e15)
@@ -72,7 +74,7 @@ def layer_id(name: str) -> int:
     return number_of(add_layer(name=name, owners=Owners.contiguous(E, 1), world=SINGLE))
 
 
-def ticket() -> list[torch.Tensor]:
+def ticket() -> list[Tensor]:
     return [torch.tensor([[R], [R]]), torch.randperm(R), torch.randperm(R)]
 
 
@@ -163,7 +165,7 @@ def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool)
     first, second, ops = layer_id("a"), layer_id("b"), torch.ops.hecate
     record = add_replicated(torch.nn.Linear(H, H, bias=False), "weight", GradientSync(SINGLE))
 
-    def backward(x: torch.Tensor, weight: torch.Tensor, ticket: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def backward(x: Tensor, weight: Tensor, ticket: list[Tensor]) -> tuple[Tensor, ...]:
         home = ops.exchange_back(ops.exchange(x, *ticket, first), *ticket, R, first)
         (mean,) = ops.average_gradients([home.t() @ x], [record.id])
         down = home @ weight if attention_left else home.sin()
@@ -198,14 +200,14 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
     ops = torch.ops.hecate
 
     def function(
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        experts: torch.Tensor,
-        kept: torch.Tensor,
-        placement: torch.Tensor,
-        offsets: torch.Tensor,
-        ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
+        grad: Tensor,
+        weight: Tensor,
+        experts: Tensor,
+        kept: Tensor,
+        placement: Tensor,
+        offsets: Tensor,
+        ticket: list[Tensor],
+    ) -> list[Tensor]:
         none = experts[:0]
         dense = kept.t() @ grad
         back = grad @ weight
@@ -225,7 +227,7 @@ def backward_of_a_layer() -> tuple[GraphModule, list[Any]]:
         torch.randn(E, H, H),
         torch.randn(R, H),
         torch.full((E, 1), 2, dtype=torch.int8),
-        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
+        OFFSETS,
         ticket(),
     ]
     return make_fx(function, tracing_mode="fake")(*inputs), inputs
@@ -265,12 +267,12 @@ def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
     layer = layer_id("layer")
     ops = torch.ops.hecate
 
-    def forward(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor, ticket: Any) -> Any:
+    def forward(rows: Tensor, experts: Tensor, offsets: Tensor, ticket: Any) -> Any:
         chunks = [ops.exchange(rows, *ticket, layer) for _ in range(2)]
         home = [ops.exchange_back(ops.grouped_mm(x, experts, offsets), *ticket, R, layer) for x in chunks]
         return home[0] + home[1]
 
-    def reverse(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor, ticket: Any) -> Any:
+    def reverse(rows: Tensor, experts: Tensor, offsets: Tensor, ticket: Any) -> Any:
         done = []
         for _ in range(2):
             x = ops.exchange(rows, *ticket, layer)
@@ -280,12 +282,7 @@ def chunks_of_a_layer(backward: bool) -> tuple[GraphModule, list[Any]]:
         return home[0] + home[1], done[0][1] + done[1][1]
 
     torch.manual_seed(0)
-    inputs = [
-        torch.randn(R, H),
-        torch.randn(E, H, H),
-        torch.tensor([1, 1, 4, 6], dtype=torch.int32),
-        ticket(),
-    ]
+    inputs = [torch.randn(R, H), torch.randn(E, H, H), OFFSETS, ticket()]
     return make_fx(reverse if backward else forward, tracing_mode="fake")(*inputs), inputs
 
 
@@ -332,10 +329,9 @@ def test_what_a_start_needs_stays_before_it() -> None:
     assert order[:at].count("grouped_mm_weight_grad") == 2
 
 
-def scheduled(forward: Callable[..., list[torch.Tensor]], dense: list[torch.Tensor]) -> GraphModule:
+def scheduled(forward: Callable[..., list[Tensor]], dense: list[Tensor]) -> GraphModule:
     """``forward`` of dense tensors, a placement, offsets and a ticket, after the passes."""
-    placement, offsets = torch.full((E, 1), 2, dtype=torch.int8), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
-    inputs = [*dense, placement, offsets, ticket()]
+    inputs = [*dense, torch.full((E, 1), 2, dtype=torch.int8), OFFSETS, ticket()]
     return run(FINAL_PASSES, (make_fx(forward, tracing_mode="fake")(*inputs), inputs))
 
 
@@ -344,13 +340,7 @@ def test_counts_leave_before_rows_are_put_in_order() -> None:
     layer = layer_id("counted")
     ops = torch.ops.hecate
 
-    def forward(
-        x: torch.Tensor,
-        router: torch.Tensor,
-        placement: torch.Tensor,
-        offsets: torch.Tensor,
-        ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def forward(x: Tensor, router: Tensor, placement: Tensor, offsets: Tensor, ticket: list[Tensor]) -> list[Tensor]:
         before = x.cos()
         logits = before @ router
         scores = logits.softmax(-1)
@@ -379,13 +369,8 @@ def test_draws_in_front_of_counts_keep_their_order() -> None:
     ops = torch.ops.hecate
 
     def forward(
-        x: torch.Tensor,
-        dense: torch.Tensor,
-        router: torch.Tensor,
-        placement: torch.Tensor,
-        offsets: torch.Tensor,
-        ticket: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
+        x: Tensor, dense: Tensor, router: Tensor, placement: Tensor, offsets: Tensor, ticket: list[Tensor]
+    ) -> list[Tensor]:
         hidden = x @ dense
         mask = torch.bernoulli(hidden.sigmoid())
         _, wrapped = run_and_save_rng_state(torch.ops.aten.rand_like.default, (x @ dense.t())[:, :1])
@@ -418,7 +403,7 @@ def test_random_numbers_keep_their_order() -> None:
     """A dropout beside the experts does not move before the wait of an exchange, however slow the link is."""
     layer = layer_id("random")
 
-    def function(x: torch.Tensor, w: torch.Tensor, ticket: list[torch.Tensor]) -> torch.Tensor:
+    def function(x: Tensor, w: Tensor, ticket: list[Tensor]) -> Tensor:
         rows = torch.ops.hecate.exchange(x, *ticket, layer)
         noisy = rows * torch.bernoulli(torch.full_like(rows, 0.5))
         return noisy + (x * torch.bernoulli(torch.full_like(x, 0.5))) @ w
@@ -469,14 +454,14 @@ def test_data_dependent_sizes_are_guessed() -> None:
     layer = layer_id("guessed")
     ops = torch.ops.hecate
 
-    def function(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def function(shard: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         placement, held = ops.place(shard, layer)
         (replicas,) = ops.sparse_all_gather([shard], placement, held, layer)
         counts = ops.gather_counts(offsets, placement, layer)
         ends, *ticket = ops.route(counts, placement, offsets, E + held.shape[0], 0, 1, layer)
         return ops.grouped_mm_pair(ops.exchange(rows, *ticket, layer), shard, replicas, ends)
 
-    inputs = torch.randn(E, H, H), torch.randn(R, H), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+    inputs = torch.randn(E, H, H), torch.randn(R, H), OFFSETS
     gm = make_fx(function, tracing_mode="symbolic")(*inputs)
     product = next(node for node in gm.graph.nodes if _packet(node) == "grouped_mm_pair")
     clock = Clock(gm, context(slots=3, world_size=1))

@@ -13,10 +13,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-import hecate
 from hecate.passes import PassContext
 from hecate.passes.joint.read_permutations import read_permutations
-from tests.support.models import batch, build
 
 T, K, H = 6, 2, 5
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -128,13 +126,13 @@ def as_bytes(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         (as_bytes, 1),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_additions_by_a_permutation_are_read(function: Function, count: int, dtype: torch.dtype) -> None:
-    assert rewritten(function, dtype=dtype) == count
+def test_additions_by_a_permutation_are_read(function: Function, count: int) -> None:
+    assert rewritten(function) == count
 
 
-def test_sizes_may_change() -> None:
+def test_sizes_may_change_and_numbers_be_short() -> None:
     assert rewritten(as_transformers, dynamic=True) == 2
+    assert rewritten(as_transformers, dtype=torch.bfloat16) == 2
 
 
 def of_numbers(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -169,13 +167,3 @@ def into_columns(tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [of_numbers, of_a_part, counted_down, onto_ones, into_columns])
 def test_what_may_be_no_permutation_is_left_alone(function: Function) -> None:
     assert rewritten(function) == 0
-
-
-def test_it_runs_on_one_rank_too() -> None:
-    model = hecate.compile(build("qwen3_moe"), hecate.Config(backend="aot_eager"))
-    ids = batch(0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    (graph,) = hecate.explain(model).graphs
-    (record,) = (record for record in graph.later["joint"] if record.name == "read_permutations")
-    # Of each of two layers the weights and the results.
-    assert record.enabled and record.rewritten == 4

@@ -27,8 +27,6 @@ from hecate.runtime.comm.collective import (
 from tests.support import reference
 from tests.support.graphs import GraphUnderTest
 
-ALL = [pytest.param(collective, id=collective.name) for collective in collectives()]
-
 
 def test_all_are_here() -> None:
     """A new one is one more line here, and then the tests below say what it still lacks."""
@@ -50,16 +48,13 @@ def test_all_are_here() -> None:
     }
 
 
-@pytest.mark.parametrize("collective", ALL)
-def test_a_record_is_found_by_its_name_and_its_operators(collective: Collective) -> None:
+@pytest.mark.parametrize("collective", collectives(), ids=lambda collective: collective.name)
+def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
+    """It is found by its name and its operators, and has a reference and a line in the table of its file."""
     assert collective_named(collective.name) is collective
     for find, operator in ((whole_of, collective.whole), (start_of, collective.start), (wait_of, collective.wait)):
         assert find(operator) is collective is collective_of(operator)
         assert sum(other(operator) is not None for other in (whole_of, start_of, wait_of)) == 1
-
-
-@pytest.mark.parametrize("collective", ALL)
-def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
     assert collective.role in get_args(Role) and collective.carries in get_args(Carries)
     assert collective.ring_rounds in (0, 1, 2)
     assert collective.hops == 1 or collective.carries == "rows"
@@ -71,16 +66,12 @@ def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
     names = [argument.name for argument in collective.whole._schema.arguments]
     of_layer = collective.carries not in ("dense", "bucket")
     assert ("layer" in names) == of_layer, "notes name a layer, or what is carried"
-
-
-@pytest.mark.parametrize("collective", ALL)
-def test_every_collective_has_a_reference_and_stands_in_the_table_of_its_file(collective: Collective) -> None:
     assert callable(getattr(reference, collective.name)), "tests/support/reference.py"
     files = [module for name, module in sys.modules.items() if name.startswith(f"{ops.__name__}.")]
     assert any(f"| ``{collective.name}``" in (inspect.getdoc(file) or "") for file in files)
 
 
-def test_unknown_names_and_operators_are_errors() -> None:
+def test_unknown_names_and_operators_and_a_name_again_are_errors() -> None:
     with pytest.raises(LookupError, match="'exchang' is no collective; there are average_gradients"):
         collective_named("exchang")
     assert collective_of(torch.ops.aten.add.Tensor) is None
@@ -88,8 +79,5 @@ def test_unknown_names_and_operators_are_errors() -> None:
     node = g.call(torch.add, g.input(torch.ones(2)), 1)
     with pytest.raises(LookupError, match="add is no collective"):
         write_note(node, PassContext(world_size=2))
-
-
-def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="there is a collective exchange already"):
         add_collective(collective_named("exchange"))

@@ -11,12 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hecate.runtime.kernels.sum_replicas import sum_replicas
 from hecate.runtime.one_sided.links import Rows, rows_of_places
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import PLACES
-from hecate.runtime.placement.planner import rounds_of
-from tests.support.one_sided import steps_of_all_to_all
 from tests.support.unordered_memory import Program, Ranks
 
 # Rows of eight numbers, of which a segment holds four in float32.
@@ -136,85 +133,6 @@ def run(case: Case, device: torch.device, **options: Any) -> Ranks:
         exchanges.check(rank)
     assert options or ranks.ahead <= PLACES
     return ranks
-
-
-@dataclass
-class Experts:
-    """Experts to their replicas, and gradients back: one row for an expert, longer than a segment.
-
-    Attributes:
-        owner: of each expert.
-        holders: which ranks want each expert, bool ``[E, W]``; not its owner.
-    """
-
-    owner: np.ndarray
-    holders: np.ndarray
-    device: torch.device
-    replicas: dict[int, Tensor] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def draw(world_size: int, seed: int, device: torch.device) -> Experts:
-        random = np.random.default_rng(seed)
-        owner = random.integers(0, world_size, 6)
-        holders = random.random((6, world_size)) < 0.5
-        holders[np.arange(6), owner] = False
-        return Experts(owner, holders, device)
-
-    def weights(self, expert: int) -> Tensor:
-        return torch.arange(50, dtype=torch.float32, device=self.device) + 100.0 * float(expert)
-
-    def gradient(self, expert: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(int(10 * expert + rank))
-        return torch.randn(50, generator=generator).to(self.device)
-
-    def program(self, transport: Transport, rank: int) -> Program:
-        size = transport.windows.size
-        mine = np.flatnonzero(self.owner == rank)
-        # In the order of the other rank.
-        leave = [(other, expert) for other in range(size) for expert in mine if self.holders[expert, other]]
-        held = np.flatnonzero(self.holders[:, rank])
-        arrive = [(int(self.owner[expert]), expert) for expert in held[np.argsort(self.owner[held], kind="stable")]]
-        out = self.stacked([self.weights(expert) for _, expert in leave])
-        replicas = torch.empty(len(arrive), 50, device=self.device)
-        send, receive = (np.bincount([other for other, _ in pairs], minlength=size) for pairs in (leave, arrive))
-        yield from steps_of_all_to_all(transport, out, replicas, send.tolist(), receive.tolist())
-        self.replicas[rank] = replicas
-
-        grads = self.stacked([self.gradient(expert, rank) for _, expert in arrive])
-        parts = torch.empty(len(leave), 50, device=self.device)
-        yield from steps_of_all_to_all(transport, grads, parts, receive.tolist(), send.tolist())
-        totals = self.stacked([self.gradient(expert, rank) for expert in mine])
-        slots = np.array([int(np.searchsorted(mine, expert)) for _, expert in leave], dtype=np.int64)
-        lengths = np.bincount(slots, minlength=len(mine))
-        starts, order = np.cumsum([0, *lengths]), np.argsort(slots, kind="stable")
-        on_device = [torch.from_numpy(numbers).to(self.device) for numbers in (starts, order)]
-        sum_replicas(totals, parts, *on_device, rounds_of(lengths))
-        self.sums[rank] = totals
-
-    def stacked(self, rows: list[Tensor]) -> Tensor:
-        return torch.stack(rows) if rows else torch.empty(0, 50, device=self.device)
-
-    def check(self, rank: int) -> None:
-        held = np.flatnonzero(self.holders[:, rank])
-        held = held[np.argsort(self.owner[held], kind="stable")]
-        assert torch.equal(self.replicas[rank], self.stacked([self.weights(expert) for expert in held]))
-        mine = np.flatnonzero(self.owner == rank)
-        for row, expert in enumerate(mine):
-            total = self.gradient(expert, rank)
-            # In the order of ranks: a sum in float32 shows its order.
-            for other in np.flatnonzero(self.holders[expert]):
-                total = total + self.gradient(expert, int(other))
-            assert torch.equal(self.sums[rank][row], total)
-
-
-def run_experts(world_size: int, seed: int, device: torch.device) -> None:
-    experts = Experts.draw(world_size, seed, device)
-    ranks = Ranks(world_size, segment=SEGMENT, seed=seed, device=device)
-    ranks.run([experts.program(transport, rank) for rank, transport in enumerate(ranks.transports)])
-    for rank, transport in enumerate(ranks.transports):
-        transport.check()
-        experts.check(rank)
 
 
 def skewed(counts: Iterator[int] | list[int], seed: int = 0, exchanges: int = 3) -> Case:

@@ -6,6 +6,7 @@ import gc
 import platform
 import time
 import weakref
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,7 @@ from hecate.runtime.comm.history import labelled
 from hecate.runtime.comm.watch import telling
 from hecate.runtime.comm.world import SINGLE, World, find_world
 from hecate.runtime.one_sided import carrier as one_sided
-from hecate.runtime.one_sided import (
-    exchanges,
-)
+from hecate.runtime.one_sided import exchanges
 from hecate.runtime.one_sided.carrier import OneSided
 from hecate.runtime.one_sided.device_tables import FixedTables, Recorded, Room
 from hecate.runtime.one_sided.exchanges import Exchanges
@@ -71,12 +70,15 @@ def even(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wire"),
-    # No kernel casts float64.
-    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)],
+    ("name", "dtype", "wire"),
+    [
+        ("contiguous", torch.float32, None),
+        ("shuffled", torch.float32, torch.bfloat16),
+        # No kernel casts float64.
+        ("one rank owns nothing", torch.float64, torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("name", OWNERS)
 def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wire: torch.dtype | None) -> None:
     """Values and gradients as with sizes that the host knows; behind what came are zeros."""
     placement = Placement.with_replicas(OWNERS[name], REPLICAS[replicas])
@@ -126,10 +128,9 @@ def test_rows_go_there_and_back(name: str, replicas: str, dtype: torch.dtype, wi
     on_threads(check)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("name", OWNERS)
-def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: str, dtype: torch.dtype) -> None:
+def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: str) -> None:
     """Bit by bit, whether an expert is one piece, several, or more than several."""
     placement = Placement.with_replicas(OWNERS[name], REPLICAS[replicas])
     transports = windows()
@@ -139,7 +140,7 @@ def test_replicas_and_gradients_travel_as_with_collectives(name: str, replicas: 
         owned, slots = placement.owners.counts[rank], len(placement.slots_on(rank))
         plain = replicating_layer(world, placement, ONE_NODE)
         one_sided = layer_over(transports[rank], world, placement, PLENTY)
-        for width in (3, 48, 49):
+        for width, dtype in product((3, 48, 49), (torch.float32, torch.bfloat16, torch.float64)):
             generator = torch.Generator().manual_seed(rank)
             shards, grads = (
                 [torch.randn(n, *shape, generator=generator).to(dtype) for shape in ((width, 2), ())]
@@ -215,15 +216,14 @@ def test_room_is_for_what_fits() -> None:
     assert Room.generous(everything) == Room(replicas=4, leaving=4, replicated=5), "there are no more"
 
 
-@pytest.mark.parametrize("segment", [128, 4096, 2**22])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [1, 3, 8192, 8193, 99_991, 3 * 2048 * 768])
-def test_pieces_of_an_expert_fit(width: int, dtype: torch.dtype, segment: int) -> None:
-    piece = exchanges.piece_of(width, dtype, segment)
-    size, pieces = piece * dtype.itemsize, -(-width // piece)
-    assert size <= min(segment, 2**14)
-    assert pieces == 1 or size % 16 == 0, "each begins where kernels load vectors"
-    assert pieces * piece <= 1.2 * width, "little is added"
+def test_pieces_of_an_expert_fit() -> None:
+    widths, dtypes = (1, 3, 8192, 8193, 99_991, 3 * 2048 * 768), (torch.float64, torch.float32, torch.bfloat16)
+    for width, dtype, segment in product(widths, dtypes, (128, 4096, 2**22)):
+        piece = exchanges.piece_of(width, dtype, segment)
+        size, pieces = piece * dtype.itemsize, -(-width // piece)
+        assert size <= min(segment, 2**14)
+        assert pieces == 1 or size % 16 == 0, "each begins where kernels load vectors"
+        assert pieces * piece <= 1.2 * width, "little is added"
 
 
 def test_counts_are_learned_from_when_the_host_settles() -> None:
@@ -390,6 +390,6 @@ def wait_for_one_that_failed() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="plain stores are not in order")
 def test_a_rank_that_failed_is_named_before_the_groups_timeout() -> None:
-    first, _ = run_ranks(f"{__name__}:wait_for_one_that_failed", 2, timeout=120)
+    first, _ = run_ranks(wait_for_one_that_failed, 2, timeout=120)
     assert "exchange of a test cannot end: rank 1 raised IndexError: no such token in its forward" in first["said"]
     assert first["said"] == first["again"] and first["seconds"] < 60

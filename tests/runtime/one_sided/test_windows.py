@@ -72,7 +72,7 @@ def exchange(rounds: int) -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="plain stores are not in order")
 def test_processes_share_memory() -> None:
-    for rank, found in enumerate(run_ranks(f"{__name__}:exchange", 3, rounds=100)):
+    for rank, found in enumerate(run_ranks(exchange, 3, rounds=100)):
         assert "Rank 1: aarch64 processors do not keep the order of plain stores" in found["refused"]
         assert 'ranks cannot share memory, use transport="collectives". Rank 0:' in found["too much"]
         assert found["alone"] == (

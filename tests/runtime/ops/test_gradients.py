@@ -15,7 +15,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate, replicate_bucket
 from hecate.training.outside_gradients import OutsideGradients
-from tests.support.threads import on_threads
+from tests.support.threads import on_each_rank, on_threads
 
 
 class Two(nn.Module):
@@ -29,30 +29,28 @@ def _gradient(rank: int, size: int) -> torch.Tensor:
     return torch.arange(float(size)) + 10 * rank
 
 
-def test_bucket_averages_over_ranks() -> None:
-    def check(world: World) -> None:
-        sync, model = GradientSync(world), Two()
-        records = [add_replicated(model, key, sync) for key in ("a", "b")]
-        a, b = replicate_bucket([model.a, model.b], [record.id for record in records])
-        (a * _gradient(world.rank, 3)).sum().add((b.flatten() * _gradient(world.rank, 4)).sum()).backward()
-        assert torch.equal(model.a.grad, _gradient(1, 3))
-        assert torch.equal(model.b.grad, _gradient(1, 4).view(2, 2))
-        assert records[0].take_averaged() and not records[0].take_averaged()
-
-    on_threads(check)
+@on_each_rank
+def test_bucket_averages_over_ranks(world: World) -> None:
+    sync, model = GradientSync(world), Two()
+    records = [add_replicated(model, key, sync) for key in ("a", "b")]
+    a, b = replicate_bucket([model.a, model.b], [record.id for record in records])
+    (a * _gradient(world.rank, 3)).sum().add((b.flatten() * _gradient(world.rank, 4)).sum()).backward()
+    assert torch.equal(model.a.grad, _gradient(1, 3))
+    assert torch.equal(model.b.grad, _gradient(1, 4).view(2, 2))
+    assert records[0].take_averaged() and not records[0].take_averaged()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_mean_begins_where_compiled_kernels_may_read_a_vector(dtype: torch.dtype) -> None:
+def test_every_mean_begins_where_compiled_kernels_may_read_a_vector() -> None:
     """Inductor's kernels for GPUs assume 16 bytes, since the operator's fake returns tensors of their own."""
+    shapes = ((3,), (), (2, 5), (8,), (0,), (1,))
 
     def check(world: World) -> None:
-        sync, model = (
-            GradientSync(world),
-            nn.ParameterList(
-                [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3,), (), (2, 5), (8,), (0,), (1,))]
-            ),
-        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check_of(dtype, world)
+
+    def check_of(dtype: torch.dtype, world: World) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
+        sync = GradientSync(world)
         records = [add_replicated(model, str(key), sync) for key in range(len(model))]
         grads = [torch.full_like(one, world.rank + 1.0) for one in model]
         means = torch.ops.hecate.average_gradients(grads, [record.id for record in records])
@@ -117,53 +115,46 @@ def test_the_bytes_that_travel_are_predicted(chosen: torch.dtype | None) -> None
     assert clock.bytes_in_flight(one.start, one.wait) == travels + 8 * 2
 
 
-def test_a_mean_of_float16_does_not_overflow_on_its_way() -> None:
-    def check(world: World) -> None:
-        sync, model = (
-            GradientSync(world, dtype=torch.float16),
-            nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.float16))]),
-        )
-        record = add_replicated(model, "0", sync)
-        (mean,) = torch.ops.hecate.average_gradients([torch.full((4,), 40_000.0, dtype=torch.float16)], [record.id])
-        assert torch.allclose(mean, torch.full_like(mean, 40_000.0), rtol=1e-3)
-        outside = torch.full((4,), 40_000.0, dtype=torch.float16)
-        OutsideGradients(sync)._average_bucket([outside])
-        assert torch.equal(outside, mean)
-
-    on_threads(check)
+@on_each_rank
+def test_a_mean_of_float16_does_not_overflow_on_its_way(world: World) -> None:
+    sync, model = (
+        GradientSync(world, dtype=torch.float16),
+        nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.float16))]),
+    )
+    record = add_replicated(model, "0", sync)
+    (mean,) = torch.ops.hecate.average_gradients([torch.full((4,), 40_000.0, dtype=torch.float16)], [record.id])
+    assert torch.allclose(mean, torch.full_like(mean, 40_000.0), rtol=1e-3)
+    outside = torch.full((4,), 40_000.0, dtype=torch.float16)
+    OutsideGradients(sync)._average_bucket([outside])
+    assert torch.equal(outside, mean)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulation_averages_what_was_left_local(set_to_none: bool) -> None:
+@on_each_rank
+def test_accumulation_averages_what_was_left_local(set_to_none: bool, world: World) -> None:
     """Two windows of three micro-batches, cleared between in either way."""
-
-    def check(world: World) -> None:
-        sync, model = GradientSync(world), Two()
-        record = add_replicated(model, "a", sync)
-        for _ in range(2):
-            model.zero_grad(set_to_none)
-            for micro, enabled in enumerate((False, False, True)):
-                sync.enabled, sync.owed = enabled, True
-                (replicate(model.a, record.id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
-                if not enabled:
-                    local = _gradient(world.rank, 3) * sum(range(1, micro + 2))
-                    assert torch.equal(model.a.grad, local)
-            assert torch.equal(model.a.grad, _gradient(1, 3) * 6)
-
-    on_threads(check)
-
-
-def test_accumulation_follows_a_replaced_parameter() -> None:
-    def check(world: World) -> None:
-        sync, model = GradientSync(world), Two()
-        record = add_replicated(model, "a", sync)
-        model.load_state_dict({"a": torch.ones(3), "b": torch.ones(2, 2)}, assign=True)
-        for enabled in (False, True):
+    sync, model = GradientSync(world), Two()
+    record = add_replicated(model, "a", sync)
+    for _ in range(2):
+        model.zero_grad(set_to_none)
+        for micro, enabled in enumerate((False, False, True)):
             sync.enabled, sync.owed = enabled, True
-            (replicate(model.a, record.id) * _gradient(world.rank, 3)).sum().backward()
-        assert torch.equal(model.a.grad, _gradient(1, 3) * 2)
+            (replicate(model.a, record.id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
+            if not enabled:
+                local = _gradient(world.rank, 3) * sum(range(1, micro + 2))
+                assert torch.equal(model.a.grad, local)
+        assert torch.equal(model.a.grad, _gradient(1, 3) * 6)
 
-    on_threads(check)
+
+@on_each_rank
+def test_accumulation_follows_a_replaced_parameter(world: World) -> None:
+    sync, model = GradientSync(world), Two()
+    record = add_replicated(model, "a", sync)
+    model.load_state_dict({"a": torch.ones(3), "b": torch.ones(2, 2)}, assign=True)
+    for enabled in (False, True):
+        sync.enabled, sync.owed = enabled, True
+        (replicate(model.a, record.id) * _gradient(world.rank, 3)).sum().backward()
+    assert torch.equal(model.a.grad, _gradient(1, 3) * 2)
 
 
 def test_reduce_dtype_keeps_the_gradient_dtype() -> None:
@@ -172,9 +163,3 @@ def test_reduce_dtype_keeps_the_gradient_dtype() -> None:
     (replicate(model.a, record.id) * torch.tensor([1.0, 2.0, 1.001])).sum().backward()
     assert model.a.grad.dtype == torch.float32
     assert model.a.grad.tolist() == [1.0, 2.0, 1.0]
-
-
-def test_average_gradients_opcheck() -> None:
-    model = Two()
-    record = add_replicated(model, "a", GradientSync(SINGLE))
-    torch.library.opcheck(torch.ops.hecate.average_gradients.default, ([torch.randn(3)], [record.id]))

@@ -170,17 +170,6 @@ def test_grouped_mm_without_rows_or_slots() -> None:
     assert grad.shape == (3, 4, 5) and not grad.any()
 
 
-def test_grouped_mm_gradcheck() -> None:
-    offs = torch.tensor([1, 1, 4], dtype=torch.int32)
-    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, w: torch.ops.hecate.grouped_mm(x, w, offs), (x, w))
-    own, replicas = (part.detach().requires_grad_() for part in w.split([2, 1]))
-    assert torch.autograd.gradcheck(
-        lambda x, own, replicas: torch.ops.hecate.grouped_mm_pair(x, own, replicas, offs), (x, own, replicas)
-    )
-
-
 def test_flops_count_all_rows() -> None:
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(2, 4, 5, requires_grad=True)
     with FlopCounterMode(display=False) as counter:

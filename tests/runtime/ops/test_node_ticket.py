@@ -21,7 +21,7 @@ from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
 from hecate.runtime.placement.topology import Topology
-from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
+from tests.runtime.placement.planner.cases import FAST, PLACED, Case
 from tests.support import reference
 
 Plans = tuple[list[Leaving], list[Passing], list[Arriving]]
@@ -55,9 +55,7 @@ def hop(rows: list[torch.Tensor], sent: list[np.ndarray]) -> list[torch.Tensor]:
 
 
 @FAST
-@given(
-    cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.integers(1, 8), st.integers(0, 99)
-)
+@given(PLACED, st.integers(1, 8), st.integers(0, 99))
 def test_rows_cross_once_and_arrive_in_slot_order(drawn: tuple[Case, Placement], choices: int, seed: int) -> None:
     case, placement = drawn
     topology, ranks = case.topology, range(case.topology.world_size)

@@ -5,110 +5,88 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hecate.runtime.attention.pattern import Pattern
 from hecate.runtime.comm.collective import collective_named, collectives
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.one_sided.carrier import OneSided
 from hecate.runtime.one_sided.exchanges import Exchanges
 from hecate.runtime.one_sided.transport import Transport
 from hecate.runtime.one_sided.windows import local_windows
+from hecate.runtime.ops.dense import add_dense_shard
+from hecate.runtime.ops.gradients import GradientSync, add_replicated
 from hecate.runtime.placement.owners import Owners
-from tests.runtime.attention import test_s2_attention
+from tests.support.graphs import number_of
 from tests.support.layers import add_layer
 
 OWNED = torch.full((4, 1), 2, dtype=torch.int8)
 # At one rank there are no replicas.
 NONE = torch.arange(0)
-OPCHECKS: dict[str, tuple[object, ...]] = {
+ROWS, OFFSETS = torch.randn(6, 3, requires_grad=True), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+COUNTS, SPLITS = torch.tensor([[1, 0, 3, 2]]), torch.tensor([[6], [6]])
+# Of exchanges, and of those that cross to each node once.
+TICKET = (SPLITS, torch.randperm(6), torch.randperm(6))
+TOKENS = torch.tensor([0, 1, 0, 2, 2, 1])
+NODE_TICKET = (torch.tensor([[3], [3], [6], [6]]), torch.tensor([0, 1, 3]), TOKENS, torch.randperm(6))
+EXPERTS = [torch.randn(4, 2, 3), torch.randn(4, 2)]
+REPLICAS = [expert[:0] for expert in EXPERTS]
+# Without the layer, which is the last argument.
+OF_LAYERS: dict[str, tuple[object, ...]] = {
     "gather_experts": (torch.randn(4, 2, 3, requires_grad=True), 4),
     "reduce_scatter_experts": (torch.randn(4, 2, 3), 4),
     "place": (torch.zeros(1),),
-    "sparse_all_gather": ([torch.randn(4, 2, 3), torch.randn(4, 2)], OWNED, NONE),
-    "sparse_reduce_scatter": (
-        [torch.randn(4, 2, 3), torch.randn(4, 2)],
-        [torch.randn(0, 2, 3), torch.randn(0, 2)],
-        OWNED,
-        4,
-    ),
-    "gather_counts": (torch.tensor([1, 1, 4, 6], dtype=torch.int32), OWNED),
-    "calibrate": (torch.tensor([[1, 0, 3, 2]]), OWNED),
-    "top_up": ([torch.randn(4, 2, 3)], [torch.randn(0, 2, 3)], OWNED, OWNED, NONE),
-    "route": (torch.tensor([[1, 0, 3, 2]]), OWNED, torch.tensor([1, 1, 4, 6], dtype=torch.int32), 4, 0, 2),
-    "count_rows": (torch.tensor([1, 1, 4, 6], dtype=torch.int32),),
-    "exchange": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.tensor([[6], [6]]),
-        torch.randperm(6),
-        torch.randperm(6),
-    ),
-    "exchange_back": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.tensor([[6], [6]]),
-        torch.randperm(6),
-        torch.randperm(6),
-        6,
-    ),
-    "route_nodes": (
-        torch.tensor([0, 1, 0, 2, 2, 1]),
-        torch.tensor([[1, 0, 3, 2]]),
-        OWNED,
-        torch.tensor([[6], [6]]),
-        torch.arange(6),
-        torch.arange(6),
-        2,
-    ),
-    "exchange_nodes": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.tensor([[3], [3], [6], [6]]),
-        torch.tensor([0, 1, 3]),
-        torch.tensor([0, 1, 0, 2, 2, 1]),
-        torch.randperm(6),
-    ),
-    "exchange_nodes_back": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.tensor([[3], [3], [6], [6]]),
-        torch.tensor([0, 1, 3]),
-        torch.tensor([0, 1, 0, 2, 2, 1]),
-        torch.randperm(6),
-        6,
-    ),
-    "grouped_mm": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.randn(2, 3, 5, requires_grad=True),
-        torch.tensor([2, 6]),
-    ),
-    "grouped_mm_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 6]), True),
-    "grouped_mm_pair": (
-        torch.randn(6, 3, requires_grad=True),
-        torch.randn(2, 3, 5, requires_grad=True),
-        torch.randn(1, 3, 5, requires_grad=True),
-        torch.tensor([2, 5, 6]),
-    ),
-    "grouped_mm_pair_weight_grad": (torch.randn(6, 3), torch.randn(6, 5), torch.tensor([2, 5, 6]), 2, 1, True),
+    "sparse_all_gather": (EXPERTS, OWNED, NONE),
+    "sparse_reduce_scatter": (EXPERTS, REPLICAS, OWNED, 4),
+    "gather_counts": (OFFSETS, OWNED),
+    "calibrate": (COUNTS, OWNED),
+    "top_up": (EXPERTS, REPLICAS, OWNED, OWNED, NONE),
+    "route": (COUNTS, OWNED, OFFSETS, 4, 0, 2),
+    "count_rows": (OFFSETS,),
+    "exchange": (ROWS, *TICKET),
+    "exchange_back": (ROWS, *TICKET, 6),
+    "route_nodes": (TOKENS, COUNTS, OWNED, SPLITS, torch.arange(6), torch.arange(6), 2),
+    "exchange_nodes": (ROWS, *NODE_TICKET),
+    "exchange_nodes_back": (ROWS, *NODE_TICKET, 6),
+}
+GRAD, OWN, MORE = torch.randn(6, 5), *(torch.randn(n, 3, 5, requires_grad=True) for n in (2, 1))
+SYNC, P = GradientSync(SINGLE), Pattern(block=16, local=1, stride=2, offset=0, patterns=2)
+DENSE = [number_of(add_dense_shard("p", torch.Size((3, 2)), SYNC)) for _ in range(2)]
+MODULE = torch.nn.Linear(1, 3)
+BIAS = [number_of(add_replicated(MODULE, "bias", SYNC))]
+Q, K, V = (torch.randn(1, heads, 40, 8, requires_grad=True) for heads in (4, 2, 2))
+STORED = torch.randn(1, 2, P.stored(40), 8)
+QKV = Q.detach(), K.detach(), V.detach()
+OUT, LSE = torch.ops.hecate.s2_attention(*QKV, None, P.numbers, 1.0)
+OTHERS: dict[str, tuple[object, ...]] = {
+    "average_gradients": ([torch.randn(3)], BIAS),
+    "gather_dense": ([torch.randn(3, 2, requires_grad=True) for _ in DENSE], DENSE, torch.float64),
+    "reduce_scatter_dense": ([torch.randn(3, 2) for _ in DENSE], DENSE, torch.float32),
+    "s2_attention": (Q, K, V, None, P.numbers, 1.0),
+    "s2_attention_backward": (torch.randn_like(OUT), *QKV, OUT, LSE, P.numbers, 1.0),
+    "s2_mask": (*QKV[:2], None, P.numbers),
+    "s2_stored_mask": (QKV[0][:, :, :1], STORED, 40, None, P.numbers),
+    "s2_check": ("layer", torch.ones(4, 4, dtype=torch.bool).tril()),
+    "s2_store": (STORED, QKV[1][:, :, :1], 40, P.numbers),
+    "s2_decode": (QKV[0][:, :, :1], STORED, STORED, 40, None, P.numbers, 1.0),
+    "grouped_mm": (ROWS, OWN, torch.tensor([2, 6])),
+    "grouped_mm_weight_grad": (ROWS.detach(), GRAD, torch.tensor([2, 6]), True),
+    "grouped_mm_pair": (ROWS, OWN, MORE, torch.tensor([2, 5, 6])),
+    "grouped_mm_pair_weight_grad": (ROWS.detach(), GRAD, torch.tensor([2, 5, 6]), 2, 1, True),
     "row_slots": (torch.tensor([2, 6]), 6),
     "sizes_to_offsets": ([2, 4], torch.zeros(1)),
 }
-_WITHOUT_LAYER = (
-    "grouped_mm",
-    "grouped_mm_weight_grad",
-    "grouped_mm_pair",
-    "grouped_mm_pair_weight_grad",
-    "row_slots",
-    "sizes_to_offsets",
-)
 
 
-@pytest.mark.parametrize("name", OPCHECKS)
+@pytest.mark.parametrize("name", OF_LAYERS | OTHERS)
 def test_opcheck(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
-    arguments = OPCHECKS[name] if name in _WITHOUT_LAYER else (*OPCHECKS[name], layer.id)
+    arguments = (*OF_LAYERS[name], layer.id) if name in OF_LAYERS else OTHERS[name]
     torch.library.opcheck(getattr(torch.ops.hecate, name).default, arguments)
 
 
 def test_opcheck_of_a_route_with_bounded_room() -> None:
     exchanges = Exchanges(SINGLE, Transport(local_windows(1, 128, SINGLE.device)[0], seconds=1.0))
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE, carrier=OneSided(exchanges, 150))
-    counts, offsets = torch.tensor([[1, 0, 3, 2]]), torch.tensor([1, 1, 4, 6], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.hecate.route.default, (counts, OWNED, offsets, 4, 7, 1, layer.id))
+    torch.library.opcheck(torch.ops.hecate.route.default, (COUNTS, OWNED, OFFSETS, 4, 7, 1, layer.id))
 
 
 def test_every_operator_is_checked() -> None:
@@ -116,16 +94,14 @@ def test_every_operator_is_checked() -> None:
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "hecate::" in name
     }
     halves = {half.name().split("::")[1] for one in collectives() for half in (one.start, one.wait)}
-    # Those of other modules are checked beside their own tests.
-    elsewhere = {"average_gradients", "gather_dense", "reduce_scatter_dense", *test_s2_attention.OPCHECKS}
-    assert defined - halves == {*OPCHECKS, *elsewhere}
+    assert defined - halves == {*OF_LAYERS, *OTHERS}
 
 
-@pytest.mark.parametrize("name", [collective.name for collective in collectives() if collective.name in OPCHECKS])
+@pytest.mark.parametrize("name", [collective.name for collective in collectives() if collective.name in OF_LAYERS])
 def test_a_start_and_its_wait_are_the_collective(name: str) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)
     collective = getattr(torch.ops.hecate, name).default
-    arguments = (*OPCHECKS[name], layer.id)
+    arguments = (*OF_LAYERS[name], layer.id)
     split = collective_named(name)
     with torch.no_grad():
         whole = collective(*arguments)

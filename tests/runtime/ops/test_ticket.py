@@ -12,7 +12,7 @@ from hecate.runtime.ops.ticket import Ticket, join_segments, make_tickets
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import assign_tokens
-from tests.runtime.placement.planner.cases import FAST, Case, cases, placements
+from tests.runtime.placement.planner.cases import FAST, PLACED, Case
 from tests.support import reference
 
 
@@ -24,7 +24,7 @@ def move(rows: list[torch.Tensor], tickets: list[Ticket]) -> list[torch.Tensor]:
 
 
 @FAST
-@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.booleans())
+@given(PLACED, st.booleans())
 def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, Placement], replicated: bool) -> None:
     case, placement = drawn
     if not replicated:
@@ -49,7 +49,7 @@ def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, P
 
 
 @FAST
-@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), st.integers(2, 4))
+@given(PLACED, st.integers(2, 4))
 def test_chunks_are_even_parts_of_one_exchange(drawn: tuple[Case, Placement], chunks: int) -> None:
     case, placement = drawn
     ranks = range(case.topology.world_size)

@@ -15,7 +15,7 @@ from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import LayerSizes, Rates, materialize_fastest, split_fastest
 from hecate.runtime.placement.policy import LayerView, Static
 from hecate.runtime.placement.topology import Topology
-from tests.runtime.placement.planner.cases import FAST, SIZES, Case, cases, placements, rates
+from tests.runtime.placement.planner.cases import FAST, PLACED, SIZES, Case, cases, rates
 
 LINKS = Rates(flops=1e13, rank_bytes=1e11, node_bytes=1e10, hidden_seconds=1e-3)
 
@@ -27,11 +27,7 @@ def view(load: np.ndarray, owners: Owners, topology: Topology, links: Rates = LI
 
 
 @FAST
-@given(
-    cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))),
-    rates,
-    st.sampled_from(["time", "paper"]),
-)
+@given(PLACED, rates, st.sampled_from(["time", "paper"]))
 def test_calibration_adds_within_the_slots_and_only_what_pays(
     drawn: tuple[Case, Placement], links: Rates, objective: Objective
 ) -> None:
@@ -51,7 +47,7 @@ def test_calibration_adds_within_the_slots_and_only_what_pays(
 
 
 @FAST
-@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case))), rates)
+@given(PLACED, rates)
 def test_a_wrong_prediction_costs_no_more_than_its_transfer(drawn: tuple[Case, Placement], links: Rates) -> None:
     """Any load under any placement: compute and rows are never predicted slower than with owners alone."""
     case, placement = drawn

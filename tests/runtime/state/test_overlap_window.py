@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,27 +21,19 @@ from tests.support.models import batch, build
 from tests.support.ranks import run_ranks
 from tests.support.threads import on_threads
 
-_HERE = "tests.runtime.state.test_overlap_window"
-
 
 def test_the_rank_with_fewest_tokens_counts() -> None:
+    """And nothing is free on one machine without a GPU."""
     rates = Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e8)
+    one_machine = replace(rates, node_bytes=NO_LINK)
 
     def check(world: World) -> None:
         found = predict_hidden(fewest_tokens(100 + world.rank, rates, world), 5000, 2, rates)
         # 100 tokens, 2,500 elements between two layers, an operation each for multiply and add, three times.
         assert found.hidden_seconds == 3 * 2 * 100 * 2500 / 1e9
         assert (found.flops, found.node_bytes) == (rates.flops, rates.node_bytes)
-
-    on_threads(check)
-
-
-def test_nothing_is_free_on_one_machine_without_a_gpu() -> None:
-    rates = Rates(flops=1e9, rank_bytes=1e9, node_bytes=NO_LINK)
-
-    def check(world: World) -> None:
-        assert fewest_tokens(100, rates, world) == 0
-        assert predict_hidden(0, 5000, 2, rates) == rates
+        assert fewest_tokens(100, one_machine, world) == 0
+        assert predict_hidden(0, 5000, 2, one_machine) == one_machine
 
     on_threads(check)
 
@@ -74,36 +67,19 @@ def on_link(taken: Span, begun: float, ended: float) -> Span:
 
 
 def test_what_lies_between_two_layers_is_measured() -> None:
-    def check(world: World) -> None:
-        # Ranks 1 and 2 compute longer between the layers; the least counts.
-        assert measure_hidden(steps(slower=world.rank / 2), world) == 2 + 5
-
-    on_threads(check)
-
-
-def test_time_in_which_experts_are_waited_for_hides_nothing() -> None:
     late = span("backward", "sparse_reduce_scatter", "second", 24, 25, 27)
-
-    def check(world: World) -> None:
-        assert measure_hidden([*steps(), late], world) == 2 + 5 - 2
-
-    on_threads(check)
-
-
-def test_a_rank_that_saw_no_step_leaves_it_to_the_others() -> None:
-    def check(world: World) -> None:
-        assert measure_hidden(steps() if world.rank == 1 else [], world) == 2 + 5
-
-    on_threads(check)
-
-
-def test_with_one_layer_or_no_backward_nothing_is_measured() -> None:
     first = [s for s in steps() if s.subject == "first"]
     forward = [s for s in steps() if s.part == "forward"]
 
     def check(world: World) -> None:
-        assert measure_hidden(first, world) == math.inf
-        assert measure_hidden(forward, world) == math.inf
+        # Ranks 1 and 2 compute longer between the layers; the least counts.
+        assert measure_hidden(steps(slower=world.rank / 2), world) == 2 + 5
+        # While experts are waited for, nothing is hidden.
+        assert measure_hidden([*steps(), late], world) == 2 + 5 - 2
+        # A rank that saw no step leaves it to the others.
+        assert measure_hidden(steps() if world.rank == 1 else [], world) == 2 + 5
+        # With one layer, or without a backward, there is nothing to measure.
+        assert measure_hidden(first, world) == measure_hidden(forward, world) == math.inf
 
     on_threads(check)
 
@@ -126,7 +102,7 @@ def train(policy: str, given: bool, skipped: int | None = None) -> list[float]:
 
 @pytest.mark.slow
 def test_the_first_steps_measure_what_was_predicted() -> None:
-    first, second = run_ranks(f"{_HERE}:train", 2, policy="hecate", given=False, skipped=2)
+    first, second = run_ranks(train, 2, policy="hecate", given=False, skipped=2)
     assert first == second
     # The step without gradients is no training step, and its spans tell nothing of a backward.
     predicted, measured = first[0], first[4:]
@@ -142,5 +118,5 @@ def test_the_first_steps_measure_what_was_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "given"), [("static", False), ("hecate", True)] if ALL else [("hecate", True)])
 def test_given_rates_and_static_policies_stay_as_they_are(policy: str, given: bool) -> None:
-    for hidden in run_ranks(f"{_HERE}:train", 2, policy=policy, given=given):
+    for hidden in run_ranks(train, 2, policy=policy, given=given):
         assert len(set(hidden)) == 1

@@ -23,7 +23,7 @@ from hecate.runtime.one_sided.transport import ExchangeFailed, Transport
 from hecate.runtime.one_sided.wait_words import wait_words, wait_words_reference
 from hecate.runtime.one_sided.windows import local_windows
 from tests.runtime.kernels.device import DEVICE, DTYPES, MARKS, index_of, whole_numbers
-from tests.runtime.one_sided.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, run_experts, skewed
+from tests.runtime.one_sided.protocol import SEGMENT, WIDTH, Case, Exchanges, cases, run, skewed
 from tests.support.extent import ALL
 from tests.support.one_sided import all_to_all
 from tests.support.unordered_memory import Ranks
@@ -130,11 +130,6 @@ def test_rows_come_there_and_back(world_size: int, launches: list[str]) -> None:
 @given(cases(most_exchanges=2, most_ranks=3))
 def test_rows_come_there_and_back_in_any_order_of_things(case: Case) -> None:
     run(case, DEVICE)
-
-
-@pytest.mark.parametrize("world_size", range(1, 9, 3))
-def test_experts_and_their_gradients(world_size: int) -> None:
-    run_experts(world_size, 0, DEVICE)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:

@@ -70,13 +70,6 @@ def test_all_chunks_take_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(tickets) == chunks and copies.take() == 1
 
 
-@settings(max_examples=1000 if ALL else 20, deadline=None)
-@given(cases().flatmap(lambda case: st.tuples(st.just(case), placements(case), st.integers(0, 8))))
-def test_rows_are_split_as_the_planner_does(drawn: tuple[Case, Placement, int]) -> None:
-    case, placement, number = drawn
-    compare_splits(case, placement, number % case.topology.world_size)
-
-
 def test_rows_are_split_where_all_nodes_hold_all_experts(launches: list[str]) -> None:
     """So rows stay on ranks, on nodes, and cross, for each expert."""
     rng = np.random.default_rng(0)

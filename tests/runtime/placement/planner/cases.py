@@ -12,8 +12,9 @@ from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates
 from hecate.runtime.placement.topology import Topology
+from tests.support.extent import ALL
 
-FAST = settings(max_examples=150, deadline=None)
+FAST = settings(max_examples=500 if ALL else 50, deadline=None)
 SIZES = LayerSizes(row_flops=6e6, row_bytes=4e3, expert_bytes=6e6)
 
 
@@ -62,6 +63,9 @@ def placements(draw: st.DrawFn, case: Case) -> Placement:
     experts = case.owners.num_experts
     return Placement.with_replicas(case.owners, draw(st.lists(ranks, min_size=experts, max_size=experts)))
 
+
+# A case, and replicas for it.
+PLACED = cases().flatmap(lambda case: st.tuples(st.just(case), placements(case)))
 
 rates = st.builds(
     Rates,

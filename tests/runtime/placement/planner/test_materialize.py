@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -101,23 +100,6 @@ def test_numbers_of_experts_do_not_matter(case: Case, order: list[int], loads: l
     assert [straight.holders[expert] for expert in order] == list(shuffled.holders)
 
 
-@FAST
-@given(cases(), st.randoms(use_true_random=False), st.sampled_from([np.int32, np.int64]))
-def test_only_the_sum_over_ranks_matters(case: Case, random: Random, dtype: type) -> None:
-    """Counts in another order of ranks, another dtype or another memory layout are the same load."""
-    order = random.sample(range(len(case.counts)), len(case.counts))
-    other = np.asfortranarray(case.counts[order]).astype(dtype).sum(0)
-    links = Rates(flops=1e12, rank_bytes=1e9, node_bytes=1e9)
-    first, second = (
-        [
-            materialize(load, case.owners, case.topology, Budget(overlap_degree=5, slots=2)),
-            materialize_fastest(load, case.owners, costs_of(case.topology, links), slots=2).placement,
-        ]
-        for load in (case.load, other)
-    )
-    assert first == second
-
-
 def test_few_hot_experts_go_everywhere() -> None:
     owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
     placement = materialize(np.array([1, 50, 1, 1, 40, 1, 1, 1]), owners, topology, Budget(overlap_degree=2, slots=3))
@@ -148,13 +130,6 @@ def test_free_slots_are_filled_unless_that_costs_more_than_five_percent(ranks: i
     assert choice.placement == (always if filled else plain).placement
     assert choice.recipe is not None
     assert choice.recipe.fills == filled
-
-
-def test_a_balanced_load_gets_no_replica_that_must_be_paid() -> None:
-    owners, topology = Owners.contiguous(8, 4), Topology.even(4, 4)
-    links = Rates(flops=1e13, rank_bytes=1e10, node_bytes=1e10)
-    even = np.full(8, 1000)
-    assert materialize_fastest(even, owners, costs_of(topology, links), slots=2).placement.num_replicas == 0
 
 
 def test_transfers_that_cannot_be_hidden_are_not_worth_a_small_gain() -> None:
