@@ -46,7 +46,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.checks",),
     ("hecate.compilation", "hecate.api"),
     ("hecate",),
-    ("hecate.simulator",),
+    ("hecate.simulator", "hecate.lightning"),
     ("hecate.commands",),
     ("hecate.cli",),
 )

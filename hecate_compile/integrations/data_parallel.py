@@ -44,7 +44,7 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
                 f"hecate: DistributedDataParallel around a {type(module).__name__} that contains a compiled model "
                 f"({inner[0]}) would copy rank 0's experts over everybody else's. Give hecate.compile the whole "
                 "module, or leave DistributedDataParallel out. With Lightning that is "
-                "Trainer(strategy=SingleDeviceStrategy(...)) in every rank."
+                "Trainer(strategy=hecate.lightning.HecateStrategy(), devices=...)."
             )
     return object.__new__(cls)
 

@@ -1,0 +1,121 @@
+"""A strategy for Lightning's Trainer: ranks have data of their own, and write one checkpoint together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+from hecate import Config, compile, load, save
+from hecate.compiled_model import is_compiled
+
+
+class HecateStrategy(DDPStrategy):
+    """Trains a LightningModule whose model is compiled by :func:`hecate.compile`, on the ranks that torchrun started.
+
+    >>> trainer = lightning.Trainer(devices=2, strategy=HecateStrategy())  # doctest: +SKIP
+
+    Samplers, loggers, ``self.log(sync_dist=True)``, accumulation and clipping are as with Lightning's ``"ddp"``. A
+    checkpoint is a folder that :func:`hecate.save` writes, and is gone on from on any number of ranks.
+
+    Args:
+        config: how the model is compiled; by default as :class:`Config` is.
+        module: the name of the model in the LightningModule. By default the only child that has parameters, or the
+            one that was compiled already.
+        options: those of ``DDPStrategy`` about the process group.
+
+    ``Trainer.fit`` raises ValueError if parameters are outside of the model, whose gradients nobody would average.
+    """
+
+    strategy_name = "hecate"
+
+    def __init__(self, config: Config | None = None, *, module: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._config, self._name = config, module
+
+    @property
+    def compiled(self) -> Any:
+        """The compiled model in the LightningModule."""
+        assert self.lightning_module is not None and self._name is not None
+        return self.lightning_module.get_submodule(self._name)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        # Not that of DDPStrategy, which copies rank 0's parameters, and so its experts, where it does not wrap them.
+        Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        self._name = self._name or _name_of_model(model)
+        if not is_compiled(self.compiled):
+            compile(self.compiled, self._config)
+        inside = {id(parameter) for parameter in self.compiled.parameters()}
+        outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise ValueError(
+                f"hecate: {outside[0]} and {len(outside) - 1} more parameters are outside of {self._name}, which is "
+                "compiled, so nobody would average their gradients. Put them into it, or freeze them."
+            )
+        return model
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.compiled.no_sync())
+            yield
+
+    # --- checkpoints: Hecate has the model and its optimizers, Lightning all else ---
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return what the LightningModule has besides the model, such as buffers of metrics."""
+        assert self.lightning_module is not None
+        compiled, found = self.compiled, dict[str, Any]()
+        for name, module in self.lightning_module.named_children():
+            if module is not compiled and not any(part is compiled for part in module.modules()):
+                found |= module.state_dict(prefix=f"{name}.")
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder. All ranks call it together, as ``Trainer.save_checkpoint`` does."""
+        if storage_options is not None:
+            raise ValueError("hecate: a checkpoint has no storage_options; it is written to a folder")
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        save(Path(filepath), self.compiled, optimizers, step=checkpoint["global_step"], extra=checkpoint, keep=1)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model, and in ``fit`` its optimizers, and return what Lightning knows; a collective."""
+        loaded = load(Path(checkpoint_path), self.compiled, self.optimizers or None)
+        checkpoint: dict[str, Any] = loaded.extra
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+
+
+def _name_of_model(module: nn.Module) -> str:
+    """Return the name of the child that is compiled, or to be."""
+    compiled = [name for name, part in module.named_modules() if is_compiled(part)]
+    children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    for names in (compiled, children):
+        if len(names) == 1:
+            return names[0]
+    raise ValueError(
+        f"hecate: {type(module).__name__} has {len(compiled)} compiled models and {len(children)} children with "
+        f"parameters ({', '.join(children) or 'none'}). Say which is the model: HecateStrategy(module=...)"
+    )
